@@ -18,16 +18,15 @@ RECIPES = Path(__file__).parents[1] / "train" / "recipes"
 
 # Numbers of parameters as the hub's model cards and transformers' configurations give them.
 GPT2 = [
-    ("gpt2_small", 124_439_808, 12, 768),
-    ("gpt2_medium", 354_823_168, 24, 1024),
-    ("gpt2_large", 774_030_080, 36, 1280),
+    ("small", 124_439_808, 12, 768),
+    ("medium", 354_823_168, 24, 1024),
+    ("large", 774_030_080, 36, 1280),
 ]
 
 
 def load(name, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
-    for shared in ("common", "common_lhts"):
-        monkeypatch.delitem(sys.modules, shared, raising=False)
+    monkeypatch.delitem(sys.modules, "common", raising=False)
     spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,10 +70,9 @@ def test_a_recipe_runs(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(("name", "parameters", "layers", "width"), GPT2)
 def test_the_long_horizon_of_gpt2(name, parameters, layers, width, monkeypatch):
     """The authors' settings (config_gpt2.yaml and runner_gpt2.py at 5c4c39d): 1,000 steps of 512 texts, and so on."""
-    module, gib = load(name, monkeypatch), 2**30
-    source = (RECIPES / f"{name}.py").read_text()
-    accumulate = int(source.split("accumulate=")[1].split(")")[0])
-    run = module.recipe("some/model", accumulate=accumulate)
+    module, gib = load("gpt2", monkeypatch), 2**30
+    model, accumulate = module.SIZES[name]
+    run = module.recipe(model, accumulate=accumulate)
     assert run.lhts.objective == MODES["official"]
     assert (run.lhts.temperatures, run.lhts.rate, run.lhts.batch_size, run.text.seq_len) == ((0.9,), 1e-4, 512, 1024)
     kept = int(int(run.text.examples * run.fit_fraction) * (1 - run.lhts.validation_fraction))
@@ -85,4 +83,4 @@ def test_the_long_horizon_of_gpt2(name, parameters, layers, width, monkeypatch):
         f"{4 * parameters / gib:.1f} GiB for the scorer",
         f"{2 * layers * (512 // accumulate) * 1023 * width / gib:.1f} GiB for the inputs",
     ):
-        assert expected in " ".join(module.__doc__.split()), expected
+        assert expected in module.__doc__.split(f"\n{name}:")[1].splitlines()[0], expected

@@ -7,17 +7,12 @@ The same decoder, data and AdamW in every contender; only the loss differs:
 - ours: `linear_cross_entropy` with label smoothing 0.1;
 - optax: `softmax_cross_entropy` of full logits and smoothed labels;
 - optax, plain: `softmax_cross_entropy_with_integer_labels` of full logits, without label smoothing.
-Each runs in a process of its own. Memory is counted beyond weights, gradients and optimiser state: from the analysis of
-the compiled program, and (on CPU, under Linux) as the process's peak while the steps run, minus its memory before.
+Each runs in a process of its own. Memory is what the compiler counts beyond weights, gradients and optimiser state.
 """
 
 import dataclasses
-import json
-import math
 import multiprocessing
-import pathlib
 import statistics
-import sys
 import time
 from typing import Any, Literal
 
@@ -47,8 +42,7 @@ class Bench:
         dtype: compute dtype; weights are float32.
         label_smoothing: of the loss.
         repeats: timed steps of each contender.
-        compile_only: run no steps; print only the memory that the compiler counts.
-        json: print one JSON document instead of the table.
+        compile_only: run no steps; print only the memory.
     """
 
     vocab_size: int = 128_256
@@ -61,7 +55,6 @@ class Bench:
     label_smoothing: float = 0.1
     repeats: int = 3
     compile_only: bool = False
-    json: bool = False
 
     def config(self) -> DecoderConfig:
         return DecoderConfig(
@@ -97,25 +90,6 @@ def _objective(bench: Bench, name: str):
     return full_logits
 
 
-def _process_mib(field: str) -> float:
-    """VmRSS: resident memory now. VmHWM: its peak since `_forget_peak`."""
-    line = next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def _settled_mib() -> float:
-    """VmRSS once it no longer falls: XLA returns what a program held some time after its results are there."""
-    before, now = math.inf, _process_mib("VmRSS")
-    while now < before:
-        time.sleep(0.5)
-        before, now = now, _process_mib("VmRSS")
-    return now
-
-
-def _forget_peak() -> None:
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
 def measure(bench: Bench, name: str) -> dict[str, Any]:
     """Compiles one contender's step, and runs it; for a process of its own."""
     adamw = OptimizerConfig()
@@ -143,21 +117,12 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     }
     if bench.compile_only:
         return result
-    state = jax.block_until_ready(jax.jit(start)())
-    counted = jax.default_backend() == "cpu" and sys.platform == "linux"
-    before, times = _settled_mib() if counted else 0.0, []
-    if counted:
-        _forget_peak()
+    state, times = jax.block_until_ready(jax.jit(start)()), []
     for _ in range(bench.repeats + 1):
         begin = time.perf_counter()
-        state, metrics = jax.block_until_ready(compiled(state, None, batch, {}))
+        state, _ = jax.block_until_ready(compiled(state, None, batch, {}))
         times.append(time.perf_counter() - begin)
-        if counted:
-            _settled_mib()
-    result |= {"step_s": statistics.median(times[1:]), "loss": float(metrics.loss)}
-    if counted:
-        result["process_beyond_mib"] = _process_mib("VmHWM") - before - weights / 2**20
-    return result
+    return result | {"step_s": statistics.median(times[1:])}
 
 
 def main(bench: Bench) -> None:
@@ -165,21 +130,15 @@ def main(bench: Bench) -> None:
     for name in CONTENDERS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             results[name] = pool.apply(measure, (bench, name))
-    document = {"jax": jax.__version__, "config": dataclasses.asdict(bench), "contenders": results}
-    if bench.json:
-        print(json.dumps(document, indent=2))
-        return
     ours, tokens = results["ours"], bench.batch * bench.seq_len
     print(
         f"{ours['device']}, jax {jax.__version__}; {tokens:,} tokens, D {bench.hidden_size:,}, V {bench.vocab_size:,}, "
         f"{bench.dtype}; weights {ours['weights_mib']:,.0f} MiB, logits {tokens * bench.vocab_size / 2**18:,.0f} MiB"
     )
-    columns = {"beyond_mib": "memory, compiled", "process_beyond_mib": "memory, process", "step_s": "step"}
-    for key, title in columns.items():
+    for key, title, unit in (("beyond_mib", "memory", "MiB"), ("step_s", "step", "s")):
         for name, result in results.items():
             if key in result:
-                unit = f"{result[key]:10.2f} s  " if key == "step_s" else f"{result[key]:10,.0f} MiB"
-                print(f"{title:18} {name:13} {unit}   {result[key] / ours[key]:6.2f} x ours")
+                print(f"{title:8} {name:13} {result[key]:12,.2f} {unit:4} {result[key] / ours[key]:6.2f} x ours")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def passages(options: Pretrain) -> list[str]:
     """All of --data, or of stories and books about 5 bytes for each token that is wanted, of every book its start."""
     if options.data is not None:
         return [row["text"] for row in read_source(options.data)]
-    found = list(documents(options.assets))
-    stories, books = ([text for text, of in found if of is kind] for kind in (False, True))
+    texts = list(documents(options.assets))
+    stories, books = ([text for text, is_book in texts if is_book is kind] for kind in (False, True))
     each = max(0, 5 * options.tokens - sum(map(len, stories))) // max(1, len(books))
     return [*stories, *(book[:each] for book in books if each)]
 

@@ -75,8 +75,8 @@ def rows(assets: Path, name: str) -> Iterator[dict[str, Any]]:
             if name == "alpaca":
                 yield row
             elif name == "openhermes":
-                asked = "\n".join(filter(None, (row["instruction"], row["input"])))
-                turns = (("human", asked), ("gpt", row["output"]))
+                prompt = "\n".join(filter(None, (row["instruction"], row["input"])))
+                turns = (("human", prompt), ("gpt", row["output"]))
                 yield {"conversations": [{"from": who, "value": text} for who, text in turns]}
             else:
                 answer = f"{row['chain_of_thought']}\nThe answer is {row['answer']}."

@@ -21,7 +21,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences
+from calibjax.data import Sequences, hold_back
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models import LanguageModel
@@ -30,7 +30,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.options import Fraction, run_identity
 from calibjax.train.ats import fit_temperature_head
-from calibjax.train.sft import SftOptions, fit_sft, split_validation
+from calibjax.train.sft import SftOptions, fit_sft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
     )
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
-    train_rows, validation_rows = split_validation(fit, options.sft, options.seed)
+    train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
     log(
         f"split: {len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation, "
         f"{len(held_out.tokens):,} held out"

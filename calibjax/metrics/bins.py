@@ -31,14 +31,11 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
 
     Args:
         confidence: in [0, 1], any shape and float dtype; edges are the float32 numbers k/bins.
-        bins: number of bins >= 1.
-        closed: edge convention.
+        bins: number of bins >= 1 (ValueError for less).
+        closed: edge convention (ValueError for another one).
 
     Returns:
         int32, same shape: 0 to bins − 1, or `bins` for a confidence in no bin.
-
-    Raises:
-        ValueError: for an invalid `bins` or `closed`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,18 +63,11 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
 
 
 def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, " N"], bins: int) -> Int[Array, " N"]:
-    """Equal-mass bin index: bins hold equal numbers of points, as far as ties allow.
+    """Equal-mass bin index, int32 `[N]`: bins hold equal numbers of points, as far as ties allow.
 
     The n sorted points are cut into `bins` runs; the first n mod bins runs have one point more. Equal confidences stay
-    together in the lower run, so the bins do not depend on the order of the points.
-
-    Args:
-        confidence: `[N]`, finite float32, also at points of weight 0.
-        weight: `[N]`, how often each point counts, whole numbers >= 0.
-        bins: number of bins >= 1.
-
-    Returns:
-        int32 `[N]`, 0 to bins − 1.
+    together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, also at
+    points of weight 0; weights are whole numbers >= 0, how often each point counts.
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")

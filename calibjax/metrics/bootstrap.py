@@ -53,18 +53,10 @@ def _draws(pools: int, resamples: int, seed: int, rows: int) -> tuple[np.ndarray
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval (low, high) of the values of resamples.
+    """Percentile interval (low, high) of the values of resamples, `[resamples]`; `level` in (0, 1).
 
-    Args:
-        values: `[resamples]`; NaN is ignored. A bound is infinite if its percentile lies on or next to an infinite
-            value.
-        level: coverage, in (0, 1).
-
-    Returns:
-        (low, high); NaN if no value is left.
-
-    Raises:
-        ValueError: for an invalid `level`.
+    NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite if its percentile lies on or next to an infinite
+    value. Raises ValueError for an invalid `level`.
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
@@ -92,11 +84,8 @@ def resample_sums(
         sums: leading axis `[G]` of groups; or `[G, M]`, for M models on the same draws.
         statistic: function of `CalibrationSums` `[R, bins]` (`[R, M, bins]` for M models; float64, numpy) that returns
             `[R]`, or `[R, k]` for k values.
-        resamples: number of bootstrap samples >= 1.
+        resamples: number of bootstrap samples >= 1 (ValueError for fewer, or for no group).
         seed: seed of the draws.
-
-    Raises:
-        ValueError: for no group or no resample.
     """
     groups = len(np.asarray(sums.count))
     if not groups or resamples < 1:
@@ -118,9 +107,8 @@ def _resample_pools(sums: CalibrationSums, statistic: Callable, resamples: int, 
 
 def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
     """Times drawn `[R, pools]` · value `[pools, ...]`. A pool that is not drawn adds nothing, even if infinite."""
-    infinite, unknown = values == np.inf, np.isnan(values) | (values == -np.inf)
-    total = np.tensordot(drawn, np.where(infinite | unknown, 0.0, values), axes=(1, 0))
-    for odd, value in ((infinite, np.inf), (unknown, np.nan)):
+    total = np.tensordot(drawn, np.where(np.isfinite(values), values, 0.0), axes=(1, 0))
+    for odd, value in ((values == np.inf, np.inf), (np.isnan(values) | (values == -np.inf), np.nan)):
         if odd.any():
             total = np.where(np.tensordot(drawn, odd.astype(np.float64), axes=(1, 0)) > 0, value, total)
     return total
@@ -177,9 +165,9 @@ def resample_metric(
     """A one-call metric on each resample of arrays, `[resamples]`; NaN where undefined (AUROC of one class).
 
     Args:
-        metric: a metric of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, ..., where=), or any similar
-            function whose `where` accepts counts. ECE, MCE, RMSCE, bias, Brier score and NLL are computed from the sums
-            of pools, in seconds for a million points; other metrics are computed on all points for each resample.
+        metric: a metric of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, ..., where=), or a similar
+            function whose `where` accepts counts. ECE, MCE, RMSCE, bias, Brier score and NLL take seconds for a million
+            points; other metrics are computed on all points for each resample.
         confidence, correct: `[N]`.
         features: further arrays that the metric takes.
         groups: `[N]`, labels of any type; points of equal label are drawn together. None: each point is a group.
@@ -197,7 +185,7 @@ def resample_metric(
     if metric in _FROM_SUMS:
         options = dict(options)
         norm = options.pop("norm", None)
-        statistic = _FROM_SUMS[metric] if norm is None else errors.of_norm(norm)
+        statistic = _FROM_SUMS[metric] if norm is None else errors.error_of_norm(norm)
         return _resample_pools(_pool_sums(pool, confidence, correct, **options), statistic, resamples, seed)
 
     values, mapped = [], _mapped(metric, tuple(sorted(options.items())))
@@ -213,10 +201,10 @@ def resample_metric(
 def _mapped(metric: Callable, options: tuple) -> Callable:
     """Maps the metric over rows of draws; cached so that calls of one shape compile once."""
 
-    def of_draw(draw, pool, *arrays):
-        return metric(*arrays, where=draw[pool], **dict(options))
+    def resampled(draws, pool, *arrays):
+        return jax.vmap(lambda draw: metric(*arrays, where=draw[pool], **dict(options)))(draws)
 
-    return jax.jit(lambda draws, pool, *arrays: jax.vmap(lambda draw: of_draw(draw, pool, *arrays))(draws))
+    return jax.jit(resampled)
 
 
 def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -273,8 +261,6 @@ def pooled_sums(
     seed: int = 0,
 ) -> CalibrationSums:
     """`CalibrationSums` of points with one leading axis of groups, as `resample_sums` takes them.
-
-    With the same groups and seed, the pools equal those of the other functions of this module.
 
     Args:
         confidence, correct: `[N]`, in [0, 1].
@@ -351,23 +337,24 @@ def metric_interval(
         >>> 0.1 < low < value < high < 0.3
         True
     """
-    of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     if metric in _NORM_OF:
-        sums, how = _error_sums(metric, confidence, correct, **options)
-        _, low, high, _ = error_interval(sums, level=level, **how)
+        sums, drawing = _error_sums(metric, confidence, correct, **options)
+        _, low, high, _ = error_interval(sums, level=level, **drawing)
     else:
         low, high = percentile_interval(resample_metric(metric, confidence, correct, *features, **options), level)
-    value = float(metric(jnp.asarray(confidence), jnp.asarray(correct), *features, **of_metric))
+    value = _on_all_points(metric, (confidence, correct, *features), options)
     return Interval(value, float(np.minimum(low, value)), float(np.maximum(high, value)))  # NaN stays NaN
 
 
-def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
-    """`Comparison` from the values of a metric for two models on the same resamples.
+def _on_all_points(metric: Callable, arrays: tuple[Any, ...], options: dict[str, Any]) -> float:
+    own = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
+    return float(metric(*map(jnp.asarray, arrays), **own))
 
-    Args:
-        difference: first − second on all points.
-        first, second: `[resamples]`, values of the two models.
-        level: coverage of the interval.
+
+def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
+    """`Comparison` from the values of a metric for two models on the same resamples, `[resamples]` each.
+
+    `difference`: first − second on all points; `level`: coverage of the interval.
     """
     with np.errstate(invalid="ignore"):
         values = first - second  # NaN, which is ignored, where both are infinite
@@ -396,15 +383,12 @@ def paired_comparison(
     Args:
         metric: see `resample_metric`.
         first: (confidence `[N]`, correct `[N]`, ...) of the first model.
-        second: the same arrays of the second model, point by point.
+        second: the same arrays of the second model, point by point (ValueError for other shapes).
         level: coverage of the interval.
         options: groups, where, resamples, seed and options of the metric, see `resample_metric`.
 
     Returns:
         `Comparison`; for ECE, adaptive ECE, RMSCE and MCE by `error_comparison`, for other metrics by percentiles.
-
-    Raises:
-        ValueError: for arrays of different shapes.
 
     Example:
         >>> import numpy as np
@@ -419,13 +403,12 @@ def paired_comparison(
         raise ValueError(
             f"paired comparison: expected the same points, got shapes {np.shape(first[0])} and {np.shape(second[0])}."
         )
-    of_metric = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
-    one, other = (float(metric(*map(jnp.asarray, arrays), **of_metric)) for arrays in (first, second))
+    one, other = (_on_all_points(metric, arrays, options) for arrays in (first, second))
     if metric in _NORM_OF:
-        (sums, how), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))
-        compared = error_comparison(sums, others, level=level, **how)
+        (sums, drawing), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))
+        compared = error_comparison(sums, others, level=level, **drawing)
         return compared._replace(
             difference=one - other, low=min(compared.low, one - other), high=max(compared.high, one - other)
         )
-    samples = [resample_metric(metric, *arrays, **options) for arrays in (first, second)]
-    return compare_resamples(one - other, samples[0], samples[1], level)
+    drawn, others = (resample_metric(metric, *arrays, **options) for arrays in (first, second))
+    return compare_resamples(one - other, drawn, others, level)

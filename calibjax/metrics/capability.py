@@ -11,17 +11,10 @@ from calibjax.runtime.arrays import AnyArray
 
 
 def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]) -> Float[Array, "..."]:
-    """Fraction c/n of correct samples of a question: a soft target. NaN where n is 0.
+    """Fraction c/n of correct samples of a question, float32; NaN where n is 0.
 
-    Every metric of `calibjax.metrics` accepts it as `correct`. It is a noisy target: with success probability q, its
-    expected Brier score is (confidence − q)² plus the sampling variance q(1 − q)/n.
-
-    Args:
-        successes: c, 0 <= c <= n, any shape.
-        samples: n, of the same shape or a scalar.
-
-    Returns:
-        float32, the shape of `successes`.
+    `successes` c and `samples` n have one shape, or n is a scalar. Every metric accepts the fraction as `correct`: a
+    noisy target, whose expected Brier score at a success probability q is (confidence − q)² + q(1 − q)/n.
     """
     samples = jnp.asarray(samples)
     fraction = jnp.asarray(successes) / jnp.maximum(samples, 1)
@@ -42,10 +35,10 @@ def capability_error(
     Args:
         confidence: in the success of a sampled answer, in [0, 1], any shape.
         successes: c, 0 <= c <= n, same shape.
-        samples: n, same shape or a scalar; they must be independent of the confidence.
+        samples: n, same shape or a scalar; independent of the confidence.
 
     Returns:
-        float32, the shape of `successes`; NaN where n < 2.
+        float32, same shape; NaN where n < 2.
 
     Example:
         >>> import jax.numpy as jnp
@@ -87,16 +80,9 @@ def pass_at_k(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."], k:
 def predicted_pass_at_k(confidence: Float[AnyArray, "..."], k: int) -> Float[Array, "..."]:
     """P(at least one of k independent samples is right) under the confidence in one sample, 1 − (1 − confidence)^k.
 
-    If confidence equals each question's success probability, the mean of the prediction is the mean of `pass_at_k`. If
-    it is calibrated only on average over questions of equal confidence, the prediction is too high because the function
-    is concave; like `grouping_loss`, the excess measures how much these questions differ.
-
-    Args:
-        confidence: in [0, 1], any shape.
-        k: a static integer >= 1.
-
-    Returns:
-        float32, same shape.
+    float32, of the shape of the confidences in [0, 1]; k is static. If confidence is calibrated only on average over
+    questions of equal confidence, the prediction is too high because the function is concave; like `grouping_loss`,
+    the excess over the mean of `pass_at_k` measures how much these questions differ.
     """
     _check(k)
     return -jnp.expm1(k * jnp.log1p(-jnp.asarray(confidence).astype(jnp.float32)))

@@ -4,7 +4,7 @@ Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy 
 no point counts.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Norm = Literal["l1", "l2", "max"]
 
 
 def _gaps(sums: CalibrationSums):
-    """Per bin: |mean confidence − accuracy| (0 for an empty bin) and fraction of all points (NaN if there are none)."""
+    """numpy or jax.numpy, and per bin: |mean confidence − accuracy| and the fraction of all points, NaN without any."""
     xp = np if isinstance(sums.count, np.ndarray) else jnp
     gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
     points = sums.whole()[0][..., None]
@@ -87,7 +87,7 @@ def _equal_mass(confidence, correct, bins: int, where, statistic):
     return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
 
-def of_norm(norm: Norm):
+def error_of_norm(norm: Norm):
     if norm not in _NORMS:
         raise ValueError(f'norm: expected "l1", "l2" or "max", got {norm!r}.')
     return _NORMS[norm]
@@ -106,13 +106,13 @@ def expected_calibration_error(
     """Expected calibration error, Σ_b (n_b/n) |mean confidence_b − accuracy_b| (Guo et al. 2017, eq. 3).
 
     Args:
-        confidence: `[N]` in [0, 1], any float dtype; converted to float32.
+        confidence: `[N]` in [0, 1], any float dtype.
         correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
         bins: number of equal-width bins.
         norm: "l1" for the formula above, "l2" for `root_mean_square_calibration_error`, "max" for
             `maximum_calibration_error`.
         closed: the bin that a confidence on an inner edge belongs to: "right" (the lower bin), "left" (the upper bin),
-            or "none": bins are open, so the confidence is in no bin and adds no gap. It still counts in n.
+            or "none": bins are open; it is in no bin and adds no gap, but counts in n.
         where: `[N]`, False for points that do not count; or finite weights >= 0, of which only the ratios matter.
 
     Returns:
@@ -127,7 +127,7 @@ def expected_calibration_error(
         >>> float(expected_calibration_error(jnp.array([0.75, 0.75]), jnp.array([1, 0]), bins=10))
         0.25
     """
-    return _equal_width(confidence, correct, bins, closed, where, of_norm(norm))
+    return _equal_width(confidence, correct, bins, closed, where, error_of_norm(norm))
 
 
 @metric("bins", "closed")
@@ -153,7 +153,7 @@ def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Nor
     `where` holds whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other
     arguments see `expected_calibration_error`.
     """
-    return _equal_mass(confidence, correct, bins, where, of_norm(norm))
+    return _equal_mass(confidence, correct, bins, where, error_of_norm(norm))
 
 
 @metric("bins", "equal_mass", "closed", counts=True)
@@ -169,8 +169,8 @@ def debiased_calibration_error(
         confidence, correct, bins: see `expected_calibration_error`.
         closed: edge convention of equal-width bins.
         where: `[N]`, False for points that do not count; or whole numbers, how often each point counts (ValueError for
-            others; NaN under jit), because the correction depends on the number of points.
-        equal_mass: true for equal-mass bins, as in the authors' package; False for equal-width bins.
+            others; NaN under jit).
+        equal_mass: equal-mass bins, as in the authors' package; otherwise equal-width bins.
     """
     if equal_mass:
         return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
@@ -210,16 +210,10 @@ def classwise_calibration_error(
         bins, closed, where: see `expected_calibration_error`.
     """
     if jnp.ndim(labels) == 1:
-        labels, classes = _whole(labels), jnp.shape(probabilities)[-1]
+        labels, classes = as_indices(labels).astype(int), jnp.shape(probabilities)[-1]  # of bool, 0 and 1
         known = (labels >= 0) & (labels < classes)
         labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
-
-
-def _whole(values: Any) -> Array:
-    """Indices; False and True are 0 and 1."""
-    values = as_indices(values)
-    return values.astype(jnp.int32) if values.dtype == bool else values
 
 
 @metric("bins", "closed", rank=2)
@@ -277,15 +271,13 @@ def groupwise_calibration_error(
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
     if jnp.ndim(groups) == 1:
-        groups = _whole(groups)
+        groups = as_indices(groups).astype(int)
         if number is None:
             if not is_known(groups):
                 raise ValueError("groups: expected number= under jit, where the largest group is not known.")
-            counted = (
-                np.asarray(groups)
-                if where is None or not is_known(where)
-                else np.asarray(groups)[np.asarray(where) > 0]
-            )
+            counted = np.asarray(groups)
+            if where is not None and is_known(where):
+                counted = counted[np.asarray(where) > 0]
             number = int(counted.max(initial=0)) + 1
         check_indices("groups", groups, number, where)
         groups = jax.nn.one_hot(groups, number, dtype=bool)

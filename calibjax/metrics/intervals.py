@@ -138,13 +138,14 @@ def error_interval(
         >>> f"{value:.2f} [{low:.2f}, {high:.2f}]"
         '0.05 [0.01, 0.09]'
     """
-    found = _observe([sums], [1.0], norm, resamples, level, seed)
-    if found is None:
+    observed = _observe([sums], [1.0], norm, resamples, level, seed)
+    if observed is None:
         return ErrorInterval(*(float("nan"),) * 4)
-    levels = np.zeros(len(found.weights))
+    levels = np.zeros(len(observed.weights))
     above, below = _tails(level)
-    low, debiased, high = found.errors_at([above, 0.5, below], levels, np.ones_like(levels), (-_FARTHEST, found.most))
-    value = float(found.value)
+    ends = -_FARTHEST, observed.most
+    low, debiased, high = observed.errors_at([above, 0.5, below], levels, np.ones_like(levels), ends)
+    value = float(observed.value)
     low, high = min(low, value), max(min(high, 1.0), value)
     return ErrorInterval(value, low, high, min(max(debiased, low), high))
 
@@ -160,31 +161,29 @@ def error_comparison(
 ) -> Comparison:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    Candidates start from both models' debiased gaps, or, where the models judge the same answers, so that the noise of
-    their errors may add up, from both at one of the ends of their own intervals. From there the gaps of one model
-    shrink while those of the other grow, as observed or smoothed over bins. Noise is drawn jointly. The interval holds
-    the differences of the candidates that the observed difference does not reject, and the p-value is the largest of
-    the candidates with equal errors.
+    The candidates are those of the module's docstring: from each start the gaps of one model shrink while those of the
+    other grow. Noise is drawn jointly. The interval holds the differences of the candidates that the observed
+    difference does not reject, and the p-value is the largest of the candidates with equal errors.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
-    found = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
-    if found is None:
+    observed = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
+    if observed is None:
         return Comparison(*(float("nan"),) * 5)
-    if _same(first, second):
+    if all(np.array_equal(getattr(first, x), getattr(second, x)) for x in ("count", "confidence", "correct")):
         return Comparison(0.0, 0.0, 0.0, 0.5, 1.0)
-    signs = np.sign(found.weights)
-    value = float(found.of(signs > 0).value - found.of(signs < 0).value)
+    signs = np.sign(observed.weights)
+    value = float(observed.select(signs > 0).value - observed.select(signs < 0).value)
     if value > 0:  # so that swapping the arguments gives exactly the negative
         other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
         return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
-    reach, ends = found.most + _FARTHEST, []
+    reach, ends = observed.most + _FARTHEST, []
     share_lower, p_value = 0.5, 0.0
-    tails = _tails(_START_LEVEL) if found.shares_answers(signs) else [0.5]
-    for family in (found, found.smoothed()):
+    tails = _tails(_START_LEVEL) if observed.shares_answers(signs) else [0.5]
+    for family in (observed, observed.smoothed()):
         starts = np.zeros((len(tails), len(signs)))
         for sign in (1, -1):
-            one = family.of(signs == sign)
+            one = family.select(signs == sign)
             levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.most))
             starts[:, signs == sign] = levels[:, None]
         pairs = np.repeat(starts, 2, axis=0)
@@ -197,12 +196,6 @@ def error_comparison(
                 share_lower, p_value = (above + ties / 2) / resamples, p
     low, high = float(np.min(ends)), float(np.max(ends))
     return Comparison(value, min(low, value), max(high, value), share_lower, p_value)
-
-
-def _same(first: CalibrationSums, second: CalibrationSums) -> bool:
-    return all(
-        np.array_equal(getattr(first, name), getattr(second, name)) for name in ("count", "confidence", "correct")
-    )
 
 
 def _tails(level: float) -> list[float]:
@@ -241,14 +234,10 @@ class _Observed(NamedTuple):
         moves = self.scale > 0
         return float((np.abs(self.family[moves]) / self.scale[moves]).max(initial=0.0)) * (1 + 1e-9)
 
-    def of(self, models: Bool[np.ndarray, " M"]) -> "_Observed":
-        """Selects some models and makes their weights positive."""
-        return _Observed(
-            *(self.gaps[models], self.scale[models], self.fraction[models], self.family[models]),
-            noise=self.noise[:, models],
-            weights=np.abs(self.weights[models]),
-            norm=self.norm,
-        )
+    def select(self, models: Bool[np.ndarray, " M"]) -> "_Observed":
+        """Some models, with positive weights."""
+        fields = {name: getattr(self, name)[models] for name in ("gaps", "scale", "fraction", "family")}
+        return self._replace(**fields, noise=self.noise[:, models], weights=np.abs(self.weights[models]))
 
     def shares_answers(self, signs: Float[np.ndarray, " M"]) -> bool:
         """Whether the noise of two models' mean gaps is correlated, as it is where they judge the same answers.
@@ -283,18 +272,15 @@ class _Observed(NamedTuple):
 
     def solve(self, tails: Sequence[float], starts, directions, ends: tuple[float, float]) -> np.ndarray:
         """Steps t within `ends` at which P(drawn <= observed) at level starts + t·directions reaches each tail."""
-        wanted = np.asarray(tails)
-        low, high = (np.full(len(wanted), end, np.float64) for end in ends)
+        low, high = (np.full(len(tails), end, np.float64) for end in ends)
         value = self.value
-        return _bisect(low, high, lambda t: (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < wanted)
+        return _bisect(low, high, lambda t: (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < tails)
 
     def equal(self, starts: Float[np.ndarray, "K M"], directions, reach: float) -> Float[np.ndarray, "K M"]:
         """Levels from each of `starts` in `directions`, at which the statistic is 0."""
         low, high = (np.full(len(starts), end) for end in (-reach, reach))
-        return (
-            starts
-            + directions * _bisect(low, high, lambda t: self.error(starts + directions * t[:, None]) > 0)[:, None]
-        )
+        steps = _bisect(low, high, lambda t: self.error(starts + directions * t[:, None]) > 0)
+        return starts + directions * steps[:, None]
 
     def errors_at(self, tails: Sequence[float], starts, directions, ends: tuple[float, float]) -> list[float]:
         """Statistics of the candidates at the steps that `solve` returns."""
@@ -343,20 +329,11 @@ def _observe(
     if groups == 1:
         covariance[:] = 0.0
     values, vectors = np.linalg.eigh(covariance)
-    root = (
-        vectors * np.sqrt(np.maximum(values, 0.0))
-    ) @ vectors.T  # symmetric, so it does not depend on the signs of the eigenvectors
+    root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T  # symmetric: whatever the signs of the vectors
     half = np.random.default_rng(seed).standard_normal((-(-resamples // 2), len(root)))
     noise = np.concatenate([half, -half])[:resamples] @ root
-    return _Observed(
-        gaps,
-        np.sqrt(np.diagonal(covariance)).reshape(gaps.shape),
-        fraction,
-        gaps,
-        noise.reshape(resamples, *gaps.shape),
-        np.asarray(weights),
-        norm,
-    )
+    scale = np.sqrt(np.diagonal(covariance)).reshape(gaps.shape)
+    return _Observed(gaps, scale, fraction, gaps, noise.reshape(resamples, *gaps.shape), np.asarray(weights), norm)
 
 
 def _bisect(low: np.ndarray, high: np.ndarray, above: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -51,9 +51,9 @@ def local_calibration_error(
     residual = data.confidence - data.correct
 
     def gap(point):
-        own, bin_of_own = point
-        distance = jnp.mean(jnp.abs(x - own[None, :]), axis=-1)
-        similar = jnp.where(index == bin_of_own, data.weight * jnp.exp(-distance / bandwidth), 0.0)
+        features, bin_ = point
+        distance = jnp.mean(jnp.abs(x - features[None, :]), axis=-1)
+        similar = jnp.where(index == bin_, data.weight * jnp.exp(-distance / bandwidth), 0.0)
         return jnp.abs(jnp.sum(similar * residual)) / jnp.sum(similar)
 
     gaps = jnp.where(data.weight > 0, jax.lax.map(gap, (x, index), batch_size=16), 0.0)
@@ -99,14 +99,11 @@ def grouping_parts(
         regions: `[N]`, 0 to number − 1; they must not have been chosen by the correctness of these points.
         number: number of regions in a bin.
         bins: number of equal-width bins, closed on the right.
-        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts.
+        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts (ValueError for
+            others; NaN under jit).
 
     Returns:
         `GroupingParts`; NaN where no point counts.
-
-    Raises:
-        ValueError: for invalid shapes and, outside jit (NaN under it), for a point that counts and is not in [0, 1] or
-            in no region, or a weight that is not a whole number, because the bias depends on the number of points.
     """
     check({"confidence": confidence, "correct": correct}, where, counts=True)
     regions = as_indices(regions)

@@ -28,13 +28,13 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
     score, weight = score[order], weight[order]
     ends = jnp.append(score[1:] != score[:-1], True)
 
-    def of_blocks(sums):
+    def block_sums(sums):
         latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # sums never fall: the value at the latest end so far
         before = jnp.concatenate([jnp.zeros(1), latest[:-1]])
         return jnp.where(ends, sums - before, 0.0), before
 
-    weights, weights_before = of_blocks(jnp.cumsum(weight))
-    values, values_before = of_blocks(jnp.cumsum(weight * value[order]))
+    weights, weights_before = block_sums(jnp.cumsum(weight))
+    values, values_before = block_sums(jnp.cumsum(weight * value[order]))
     return _Blocks(weights, values, weights_before, values_before)
 
 

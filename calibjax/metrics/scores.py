@@ -63,11 +63,9 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     variance. The sum does not change, and reliability or resolution may be negative.
 
     Args:
-        sums: sums with every point in a bin (`closed` "right" or "left"); more bins make the remainder smaller.
-        debiased: remove the bias of few points; bins of one point are left as they are.
-
-    Raises:
-        ValueError: if a point is in no bin, or `debiased` and a count is not a whole number.
+        sums: with every point in a bin (ValueError otherwise); more bins make the remainder smaller.
+        debiased: remove the bias of few points (ValueError for a count that is not a whole number); bins of one point
+            are left as they are.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,8 +89,9 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
         if (sums.count % 1 != 0).any():
             raise ValueError("brier_parts: debiased expects sums of whole counts, got fractional counts.")
         noise = (fraction * _variance_of_mean(sums.count, sums.correct, sums.correct_squared)).sum(-1)
-        of_all = _variance_of_mean(points, correct, squared)
-        reliability, resolution, uncertainty = reliability - noise, resolution - noise + of_all, uncertainty + of_all
+        variance = _variance_of_mean(points, correct, squared)
+        reliability, resolution = reliability - noise, resolution - noise + variance
+        uncertainty = uncertainty + variance
     return BrierParts(reliability, resolution, uncertainty, within)
 
 
@@ -122,9 +121,8 @@ class ConfidenceParts(NamedTuple):
 def confidence_parts(confidence, correct, *, where=None):
     """Confidence in correct and in incorrect answers, and how far each is from what it should be.
 
-    Of a model that is overconfident at every level of confidence, ECE is the bias. It falls where confidence in all
-    answers falls, and where only that in incorrect ones does; the separation, right − wrong, tells which (the concern
-    of arXiv 2106.09385). The decomposition holds for any model.
+    The bias of an overconfident model falls where confidence in all answers falls, and where only that in incorrect
+    ones does; the separation, right − wrong, tells which (the concern of arXiv 2106.09385).
 
     Returns:
         `ConfidenceParts`; NaN where no point counts. For the arguments see `expected_calibration_error`; a fractional
@@ -146,14 +144,8 @@ def confidence_parts(confidence, correct, *, where=None):
 def summarise(sums: CalibrationSums) -> dict[str, float]:
     """nll, brier, accuracy, confidence, bias, ece, mce and rmsce of all points, computed in float64 on the host.
 
-    Args:
-        sums: sums with any leading axes (sequences, batches), which are added up.
-
-    Returns:
-        Values by name; `nll` is NaN if a point that counts has no log-probability.
-
-    Raises:
-        ValueError: if no point counts.
+    Leading axes of the sums (sequences, batches) are added up. `nll` is NaN if a point that counts has no
+    log-probability. Raises ValueError if no point counts.
 
     Example:
         >>> import jax.numpy as jnp

@@ -61,13 +61,12 @@ def grid_sums(
     upper = at - node
     values = jnp.stack([jnp.ones_like(at), jnp.where(counts, jnp.asarray(correct).astype(jnp.float32), 0.0)], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
-    add = jnp.vectorize(_add_at_nodes, signature="(n),(n),(n,k)->(m,k)")
-    return add(node, upper, values)
 
+    def add(node: Array, upper: Array, values: Array) -> Array:
+        lower = jnp.zeros((NODES + 1, 2)).at[node].add(values * (1 - upper)[:, None])
+        return lower.at[node + 1].add(values * upper[:, None])
 
-def _add_at_nodes(node: Array, upper: Array, values: Array) -> Array:
-    lower = jnp.zeros((NODES + 1, values.shape[-1])).at[node].add(values * (1 - upper)[:, None])
-    return lower.at[node + 1].add(values * upper[:, None])
+    return jnp.vectorize(add, signature="(n),(n),(n,k)->(m,k)")(node, upper, values)
 
 
 def reliability_curve(

@@ -49,9 +49,6 @@ class CalibrationSums(NamedTuple):
         return count, confidence, correct, squared
 
 
-_PER_BIN = ("count", "confidence", "correct", "correct_squared", "dropped")
-
-
 def calibration_sums(
     confidence: Float[AnyArray, "*G N"],
     correct: AnyArray,
@@ -67,8 +64,7 @@ def calibration_sums(
         confidence: in [0, 1], `[..., N]`.
         correct: 0/1 or bool, or the fraction of correct samples in [0, 1], `[..., N]`.
         log_prob: log-probability of the target, nats, `[..., N]`. None: unknown, `nll` is NaN.
-        bins: number of equal-width bins >= 1.
-        closed: edge convention, "right", "left" or "none"; see `bin_index`.
+        bins, closed: see `bin_index`.
         where: `[..., N]`, False for points that do not count; or weights >= 0.
 
     Returns:
@@ -119,9 +115,9 @@ def sums_of_index(
 
 def _two_sum(high: Any, low: Any, x: Any) -> tuple[Array, Array]:
     total = high + x
-    of_x = total - high
+    added = total - high
     finite = jnp.isfinite(total)  # an infinite sum has no low part
-    low = low + jnp.where(finite, (high - (total - of_x)) + (x - of_x), 0.0)
+    low = low + jnp.where(finite, (high - (total - added)) + (x - added), 0.0)
     high = total + low
     return high, jnp.where(finite, low - (high - total), 0.0)
 
@@ -147,6 +143,6 @@ def total(sums: CalibrationSums) -> CalibrationSums:
     added = {}
     for name, value in sums._asdict().items():
         value = np.asarray(value, np.float64)
-        kept = value.shape[-1:] if name in _PER_BIN else ()
-        added[name] = value.reshape(-1, *kept).sum(axis=0)
+        bins = () if name in ("brier", "nll") else value.shape[-1:]
+        added[name] = value.reshape(-1, *bins).sum(axis=0)
     return CalibrationSums(**added)

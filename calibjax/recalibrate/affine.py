@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
 from calibjax.recalibrate.logistic import regression
-from calibjax.recalibrate.optimize import minimize, report_of
-from calibjax.recalibrate.solvers import Found
+from calibjax.recalibrate.optimize import Minimum, minimize
 
 MAX_CLASSES = 1024
 """Most classes of the methods with a K by K matrix: of a million parameters the optimiser stores forty copies."""
@@ -40,17 +39,10 @@ def _per_class(params: Any, x: Array) -> Array:
     return slope[None, :] * x + intercept[None, :]
 
 
-def _start(classes: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.ones(classes), np.zeros(classes)
-
-
-def _is_label(scores: Array, labels: Array) -> Array:
-    return jnp.arange(scores.shape[1])[None, :] == labels[:, None]
-
-
 def _nll(scores: Array, labels: Array) -> Array:
     """−log softmax of the label's score, selected by comparison: the gradient of an index is a slow scatter."""
-    return jax.nn.logsumexp(scores, axis=1) - jnp.sum(jnp.where(_is_label(scores, labels), scores, 0.0), axis=1)
+    is_label = jnp.arange(scores.shape[1])[None, :] == labels[:, None]
+    return jax.nn.logsumexp(scores, axis=1) - jnp.sum(jnp.where(is_label, scores, 0.0), axis=1)
 
 
 def _vector_loss(params, rows, extra):
@@ -72,8 +64,9 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
     """
     logits, labels = select(data, ("logits", "labels"), where)
     classes = logits.shape[1]
-    most = 1000 if len(np.unique(labels)) == classes else 100
-    (slope, intercept), report = minimize(_vector_loss, _start(classes), (logits, labels), max_iterations=most)
+    start = np.ones(classes), np.zeros(classes)
+    iterations = 1000 if len(np.unique(labels)) == classes else 100
+    (slope, intercept), report = minimize(_vector_loss, start, (logits, labels), max_iterations=iterations)
     return VectorState(slope, intercept, report)
 
 
@@ -82,18 +75,10 @@ def apply_vector(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
     return log_probs_of(_per_class((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32)))
 
 
-def _logit(log_p: Array) -> Array:
-    """log p/(1 − p), p kept within float32's reach of 0 and 1."""
-    log_p = jnp.clip(log_p, -87.0, -1e-7)
-    return log_p - jnp.log(-jnp.expm1(log_p))
-
-
 def _log_odds(logits: Array) -> Array:
-    return _logit(jax.nn.log_softmax(logits))
-
-
-def _line(log_odds: np.ndarray) -> np.ndarray:
-    return np.stack([log_odds.astype(np.float64), np.ones(len(log_odds))])
+    """log p/(1 − p), p kept within float32's reach of 0 and 1."""
+    log_p = jnp.clip(jax.nn.log_softmax(logits), -87.0, -1e-7)
+    return log_p - jnp.log(-jnp.expm1(log_p))
 
 
 def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> VectorState:
@@ -106,13 +91,15 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
         data: with `logits` (at most `MAX_REGRESSIONS` classes), `labels`.
     """
     logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
+
+    def columns(log_odds: np.ndarray) -> np.ndarray:
+        return np.stack([log_odds.astype(np.float64), np.ones(len(log_odds))])
+
     log_odds = np.asarray(_log_odds(jnp.asarray(logits)).T)
-    fits = [
-        regression(_line, (of_class, labels == k), (1.0, 0.0), -_LIMIT, _LIMIT) for k, of_class in enumerate(log_odds)
-    ]
+    fits = [regression(columns, (z, labels == k), (1.0, 0.0), -_LIMIT, _LIMIT) for k, z in enumerate(log_odds)]
     x, values, converged, iterations = zip(*fits, strict=True)
     slope, intercept = np.array(x, np.float32).T
-    return VectorState(slope, intercept, report_of(Found(slope, sum(values), all(converged), max(iterations))))
+    return VectorState(slope, intercept, Minimum(slope, sum(values), all(converged), max(iterations)).report())
 
 
 def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
@@ -129,8 +116,7 @@ def _dense(params: Any, x: Array) -> Array:
 def _matrix_loss(params, rows, extra):
     """NLL plus ODIR, λ/(K(K−1)) Σ_{i≠j} W_ij² + μ/K Σ b_j², added to every prediction: the mean adds it once.
 
-    The parameters are W and c = b + W x̄, the intercept of centred inputs: log-probabilities lie far from 0 together,
-    and W and b would pull at the same string.
+    The parameters are W and c = b + W x̄, the intercept of centred inputs, which is better conditioned.
     """
     x, labels = rows
     matrix, centred = params
@@ -147,9 +133,9 @@ def _intercept(params: Any, mean: Any) -> Any:
     return centred - matrix @ mean
 
 
-def _fit_dense(data, where, off_diagonal: float, intercept: float, of_log_probs: bool) -> MatrixState:
+def _fit_dense(data, where, off_diagonal: float, intercept: float, log_probs: bool) -> MatrixState:
     logits, labels = select(data, ("logits", "labels"), where, MAX_CLASSES)
-    x = np.asarray(jax.nn.log_softmax(jnp.asarray(logits))) if of_log_probs else logits
+    x = np.asarray(jax.nn.log_softmax(jnp.asarray(logits))) if log_probs else logits
     mean = x.mean(axis=0, dtype=np.float64)
     extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
     params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (x, labels), extra)
@@ -169,7 +155,7 @@ def fit_matrix(
         off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
         intercept: μ of μ/K Σ b_j². (The two are chosen by cross-validation in the paper, in 10^−7 to 10^3.)
     """
-    return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=False)
+    return _fit_dense(data, where, off_diagonal, intercept, log_probs=False)
 
 
 def apply_matrix(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
@@ -185,12 +171,9 @@ def fit_dirichlet(
     The linear form of a generative model in which p is Dirichlet-distributed in every class. It differs from matrix
     scaling in what it reads: log p does not depend on a constant added to the logits of a prediction.
 
-    Args:
-        data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
-        off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
-        intercept: μ of μ/K Σ b_j².
+    Arguments as of `fit_matrix`.
     """
-    return _fit_dense(data, where, off_diagonal, intercept, of_log_probs=True)
+    return _fit_dense(data, where, off_diagonal, intercept, log_probs=True)
 
 
 def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:

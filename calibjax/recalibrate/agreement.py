@@ -16,8 +16,6 @@ def sample_agreement(
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
     """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 
-    The fraction is a confidence like any other: recalibrate it with the methods that read `Predictions.confidence`.
-
     Args:
         answers: of each of N questions, S sampled answers as integers: equal answers, equal numbers.
         where: bool `[N, S]`, False for samples that do not count.
@@ -35,10 +33,10 @@ def sample_agreement(
     counts = jnp.ones(answers.shape, bool) if where is None else where
 
     def one(row: tuple[Array, Array]) -> tuple[Array, Array]:
-        own, mask = row
-        votes = jnp.where(mask, jnp.sum((own[:, None] == own[None, :]) & mask[None, :], axis=1), 0)
+        given, mask = row
+        votes = jnp.where(mask, jnp.sum((given[:, None] == given[None, :]) & mask[None, :], axis=1), 0)
         best = jnp.argmax(votes)
-        return own[best], votes[best] / jnp.maximum(jnp.sum(mask), 1)
+        return given[best], votes[best] / jnp.maximum(jnp.sum(mask), 1)
 
     answer, fraction = jax.lax.map(one, (answers, counts))
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)

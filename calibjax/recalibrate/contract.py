@@ -112,12 +112,8 @@ def select(
 ) -> tuple[np.ndarray, ...]:
     """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
 
-    Args:
-        data: as the user gave it.
-        fields: names of `Predictions`.
-        where: bool `[N]`, False for rows that do not count, whose values are not read.
-        max_classes: the largest K.
-        impossible: accept logits of −inf, and return `IMPOSSIBLE` in their place.
+    `where` False: rows that do not count, whose values are not read. `impossible`: accept logits of −inf, and return
+    `IMPOSSIBLE` in their place.
 
     Raises:
         UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
@@ -137,12 +133,15 @@ def select(
         )
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
-        of_label = arrays["logits"][np.arange(len(arrays["labels"])), arrays["labels"]]
-        if (of_label <= IMPOSSIBLE).any():
-            row = rows[int(np.argmax(of_label <= IMPOSSIBLE))]
+        bad = np.take_along_axis(arrays["logits"], arrays["labels"][:, None], axis=1)[:, 0] <= IMPOSSIBLE
+        if bad.any():
+            row = rows[int(np.argmax(bad))]
             raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
     if unembedding is not None:
-        _check_unembedding(unembedding, arrays.get("features"))
+        _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
+        features = arrays.get("features")
+        if features is not None and features.shape[1] != unembedding.shape[1]:
+            raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
         arrays["unembedding"] = unembedding
     return tuple(arrays[field] for field in fields)
 
@@ -183,13 +182,8 @@ def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarra
 
 def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: int | None) -> None:
     """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
-    limits = {
-        "confidence": (0, 1),
-        "correct": (0, 1),
-        "labels": (0, classes),
-        "slices": (0, None),
-        "categories": (0, 2**31 - 1),
-    }
+    limits = {"confidence": (0, 1), "correct": (0, 1), "labels": (0, classes)}
+    limits |= {"slices": (0, None), "categories": (0, 2**31 - 1)}
     for field, value in arrays.items():
         low, high = limits.get(field, (None, None))
         bad = ~np.isfinite(value)
@@ -202,16 +196,6 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
             worst = np.ravel(value[first])[int(np.argmax(np.ravel(bad[first])))]
             wanted = "finite values" if low is None else f"{low} to {'K - 1' if field == 'labels' else high}"
             raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; correct it or leave it out.")
-
-
-def _check_unembedding(unembedding: np.ndarray, features: np.ndarray | None) -> None:
-    bad = ~np.isfinite(unembedding).all(axis=1)
-    if bad.any():
-        row = int(np.argmax(bad))
-        first = unembedding[row][~np.isfinite(unembedding[row])][0]
-        raise UserError(f"unembedding: row {row} holds {first}, expected finite values.")
-    if features is not None and features.shape[1] != unembedding.shape[1]:
-        raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
 
 
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:

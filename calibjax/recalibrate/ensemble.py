@@ -53,14 +53,14 @@ def fit(data: Predictions, where: np.ndarray | None = None) -> EnsembleState:
     logits, labels = select(data, ("logits", "labels"), where, impossible=True)
     single = temperature.fit(Predictions(logits=logits, labels=labels))
     pieces = -(-logits.size // 2**22)
-    of_label = np.concatenate(
+    label_parts = np.concatenate(
         [
             np.asarray(jnp.take_along_axis(_parts(single.log_scale, jnp.asarray(z)), y[None, :, None], axis=2))[..., 0]
             for z, y in zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True)
         ],
         axis=1,
     )
-    weights, report = minimize(_loss, np.full(3, 1 / 3), (of_label.T,), bounds=(np.full(3, 1e-9), np.full(3, 2.0)))
+    weights, report = minimize(_loss, np.full(3, 1 / 3), (label_parts.T,), bounds=(np.full(3, 1e-9), np.full(3, 2.0)))
     converged = bool(report.converged and single.report.converged)
     return EnsembleState(single.log_scale, weights / weights.sum(), report._replace(converged=np.asarray(converged)))
 

@@ -113,9 +113,7 @@ class Estimator:
         first, *others = METHODS[self.method].apply_reads
         unknown = sorted(set(fields) - set(others))
         if unknown:
-            raise UserError(
-                f"{type(self).__name__}: expected {', '.join([first, *others])}, got {', '.join(unknown)} too."
-            )
+            raise UserError(f"{type(self).__name__}: {', '.join(unknown)}: expected {', '.join([first, *others])}.")
         values = as_array(X)
         if first == "confidence" and values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]

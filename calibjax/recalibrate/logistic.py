@@ -1,10 +1,9 @@
 """Parametric maps from confidence to the probability of being correct: temperature, Platt scaling, beta.
 
-All of them read the log-odds of the confidence, of which an exact 0 or 1 has none. They read clip(c, ε, 1 − ε) in its
-place. With ε = 2⁻²⁴, half a float32 spacing below 1, the log-odds of a 1 are 16.6: right for the probability of a token
-that was rounded to 1, but in verbalised confidences, where 1 is the next value after 0.95, its leverage on a straight
-line spoils the fit of everything else. What an exact 1 stands for is a matter of the data. So where they hold an exact
-0 or 1, ε is chosen by the same likelihood as the parameters, among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴.
+All read the log-odds of the confidence, which are infinite at 0 and 1: they read clip(c, ε, 1 − ε). With ε = 2⁻²⁴, half
+a float32 spacing below 1, the log-odds of a 1 are 16.6. That is right for the probability of a token that was rounded
+to 1; in verbalised confidences, where 1 is the next value after 0.95, its leverage spoils the fit of everything else.
+So where the data hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴.
 """
 
 import functools
@@ -17,13 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
-from calibjax.recalibrate.optimize import report_of
-from calibjax.recalibrate.solvers import Found, finished, newton
+from calibjax.recalibrate.optimize import Minimum, lbfgs
 from calibjax.runtime.errors import UserError
 
-_CLIPS = tuple(2.0**-k for k in range(24, 3, -2))  # the first: half a float32 spacing below 1
+_CLIPS = tuple(2.0**-k for k in range(24, 3, -2))
 _BLOCK = 2**13  # rows at a time: what is computed of them stays in the cache
-_LIMIT = 16.0  # |intercept|: σ(16) is the float32 next to 1. Reached only where all are right, or all wrong
+_LIMIT = 16.0  # of slopes and intercepts: σ(16) is the float32 next to 1
 
 
 class OddsState(NamedTuple):
@@ -53,51 +51,37 @@ class BetaState(NamedTuple):
     report: FitReport
 
 
-def _logs(confidence: Any, clip: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """log c, log(1 − c)."""
-    c = numpy.clip(confidence, clip, 1 - clip)
-    return numpy.log(c), numpy.log1p(-c)
+def _value_and_grad(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> list[Any]:
+    """Mean log loss of σ(Σ_p x_p z_p) and its gradient `[P]`; a block is z `[P, n]` and y `[n]`.
 
-
-def _derivatives(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> list[Any]:
-    """Mean log loss of σ(Σ_p x_p z_p), its gradient `[P]` and Hessian `[P, P]`; a block is z `[P, n]` and y `[n]`.
-
-    In NumPy: with so few parameters, to call a program of JAX takes as long as the sums, and to compile it much longer.
+    In NumPy: with so few parameters, calling a program of JAX takes as long as the sums.
     """
 
     def sums(z: np.ndarray, y: np.ndarray) -> tuple[Any, ...]:
-        score = np.einsum("p,pn->n", x, z)
-        if score.min() < -700.0:  # the exponential overflows
-            score = np.maximum(score, -700.0)
+        score = np.maximum(np.einsum("p,pn->n", x, z), -700.0)  # below, the exponential overflows
         e = np.exp(-score)
-        p = 1 / (1 + e)
         loss = np.log1p(e).sum() + np.einsum("n,n->", 1 - y, score)
-        return loss, np.einsum("pn,n->p", z, p - y), np.einsum("pn,qn->pq", z * (p - p * p), z)
+        return loss, np.einsum("pn,n->p", z, 1 / (1 + e) - y)
 
     count = sum(len(y) for _, y in blocks)
     return [sum(parts) / count for parts in zip(*(sums(*block) for block in blocks), strict=True)]
 
 
 def regression(
-    columns: Callable[..., np.ndarray], data: tuple[np.ndarray, ...], start: Any, low: Any, high: Any
-) -> Found:
-    """The x `[P]` within bounds with the least mean log loss of σ(Σ_p x_p z_p).
+    columns: Callable[[np.ndarray], np.ndarray], data: tuple[np.ndarray, np.ndarray], start: Any, low: Any, high: Any
+) -> Minimum:
+    """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p).
 
-    Args:
-        columns: z `[P, n]`, float64, of n of the predictors.
-        data: predictor and target, `[N]` each.
-        start: x.
-        low: of x, `[P]` or a number.
-        high: of x.
-
-    Returns:
-        `Found`.
+    `columns` maps n of the predictors to z `[P, n]`, float64; `data` are predictors and targets, `[N]` each.
     """
     pieces = -(-len(data[1]) // _BLOCK)
     parts = zip(*(np.array_split(part, pieces) for part in data), strict=True)
     blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in parts]
-    found = newton(functools.partial(_derivatives, blocks), np.array(start), low, high, 1000)
-    return finished(found, lambda x: _derivatives(blocks, x)[:2], low, high, 1000)
+    search = functools.partial(lbfgs, functools.partial(_value_and_grad, blocks), low=low, high=high)
+    best = search(np.array(start))
+    if not best.converged:  # the line search failed: saturated scores have no curvature, scores of 0 have the most
+        best = search(np.clip(np.zeros(len(start)), low, high))
+    return best
 
 
 def _fit(
@@ -113,25 +97,27 @@ def _fit(
     if clip is not None and not _CLIPS[0] <= clip < 0.5:
         raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
     exact = bool(((confidence == 0) | (confidence == 1)).any())
-    tried = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
-    low, high = np.array(bounds)
+    clips = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
 
-    def search(at: float) -> Found:
+    def search(at: float) -> Minimum:
         def columns(confidence: np.ndarray) -> np.ndarray:
-            return np.stack(np.broadcast_arrays(*terms(*_logs(confidence.astype(np.float64), at, np))))
+            c = np.clip(confidence.astype(np.float64), at, 1 - at)
+            return np.stack(np.broadcast_arrays(*terms(np.log(c), np.log1p(-c))))
 
-        return regression(columns, (confidence, correct), start, low, high)
+        return regression(columns, (confidence, correct), start, *map(np.array, bounds))
 
-    fits = [(search(at), at) for at in tried]
-    found, best = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
-    params = tuple(map(np.asarray, found.x.astype(np.float32)))
-    return params, np.asarray(best, np.float32), report_of(found)
+    fits = [(search(at), at) for at in clips]
+    best, at = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
+    params = tuple(map(np.asarray, best.x.astype(np.float32)))
+    return params, np.asarray(at, np.float32), best.report()
 
 
-def _map(terms: Callable[..., tuple[Any, ...]], params: Any, clip: Any, data: Predictions) -> Float[Array, " N"]:
+def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, data: Predictions) -> Float[Array, " N"]:
     """σ of the sum of the terms, each times its parameter."""
-    of_data = terms(*_logs(jnp.asarray(data.confidence, jnp.float32), clip))
-    return jax.nn.sigmoid(sum(param * term for param, term in zip(params, of_data, strict=True)))
+    *params, clip, _ = state
+    c = jnp.clip(jnp.asarray(data.confidence, jnp.float32), clip, 1 - clip)
+    terms_of_c = terms(jnp.log(c), jnp.log1p(-c))
+    return jax.nn.sigmoid(sum(param * term for param, term in zip(params, terms_of_c, strict=True)))
 
 
 def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
@@ -166,7 +152,7 @@ def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
 def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
-    return _map(_odds, state[:1], state.clip, data)
+    return _apply(_odds, state, data)
 
 
 def _platt(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
@@ -177,23 +163,8 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
     """Platt scaling: logistic regression of correctness on log(c/(1 − c)) (Platt 1999, section 2, without his prior).
 
     No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`; slope and intercept are kept within ±16,
-    which only data do reach that one threshold separates. The slope may be negative, where a larger confidence means
-    more mistakes: then the ranking is turned round.
-
-    Args:
-        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        clip: see `fit_odds`.
-
-    Returns:
-        `PlattState`; `report.converged` is False on separable data.
-
-    Raises:
-        UserError: `clip` out of range; see `select`.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
-        >>> np.asarray(apply_platt(fit_platt(data), data)).round(3).tolist()
-        [0.75, 0.75, 0.75, 0.75]
+    which only data reach that one threshold separates. The slope may be negative, where a larger confidence means more
+    mistakes: then the ranking is reversed. Arguments and errors as of `fit_odds`.
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
     (slope, intercept), clipped, report = _fit(_platt, (1.0, 0.0), bounds, data, where, clip)
@@ -202,7 +173,7 @@ def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float
 
 def apply_platt(state: PlattState, data: Predictions) -> Float[Array, " N"]:
     """σ(slope · log(c/(1 − c)) + intercept)."""
-    return _map(_platt, state[:2], state.clip, data)
+    return _apply(_platt, state, data)
 
 
 def _beta(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
@@ -213,22 +184,7 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
     """Beta calibration: σ(a log c − b log(1 − c) + m), a, b >= 0 (Kull et al. 2017, section 4, "abm").
 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
-    monotone. a and b are kept below 16, m within ±16.
-
-    Args:
-        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        clip: see `fit_odds`.
-
-    Returns:
-        `BetaState`; `report.converged` is False on separable data.
-
-    Raises:
-        UserError: `clip` out of range; see `select`.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
-        >>> np.asarray(apply_beta(fit_beta(data), data)).round(3).tolist()
-        [0.75, 0.75, 0.75, 0.75]
+    monotone. a and b are kept below 16, m within ±16. Arguments and errors as of `fit_odds`.
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
     (a, b, m), clipped, report = _fit(_beta, (1.0, 1.0, 0.0), bounds, data, where, clip)
@@ -237,7 +193,7 @@ def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float 
 
 def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
-    return _map(_beta, state[:3], state.clip, data)
+    return _apply(_beta, state, data)
 
 
 METHODS = {

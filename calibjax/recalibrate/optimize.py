@@ -1,26 +1,49 @@
-"""The two optimisers of the fits: Newton's method or BFGS in float64, and Adam on mini-batches for networks."""
+"""The optimisers of the fits: L-BFGS-B (SciPy) in float64, and Adam on mini-batches for networks."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
+from scipy import linalg, optimize
 
 from calibjax.recalibrate.contract import FitReport
-from calibjax.recalibrate.solvers import Found, bfgs, finished, newton
 
 _BLOCK = 2**22  # numbers of float64 at a time: what a fit holds beside its data, a few times over
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
-_NEWTON, _SCALED = 8, 512  # parameters: at most, for Newton's method, and for the Hessian at the start
-_EXACT = 128  # parameters, at most, for Newton's method after L-BFGS-B
-_BEFORE, _AFTER = 200, 100  # iterations, at most, of L-BFGS-B and of that method
-_SAMPLE = 512  # rows of that Hessian, about
+_HESSIAN, _SAMPLE = 512, 512  # most parameters, and rows, of the Hessian that a fit without bounds is scaled by
+_ROUND, _RIDGE = 40, 1e-6  # iterations after which it is computed again; what is added, of its diagonal
+_VALUE, _GRADIENT = 1e-13, 1e-9  # tolerances: relative decrease of the objective, largest component of its gradient
 
 Loss = Callable[[Any, tuple[Array, ...], Any], Float[Array, " N"]]
+
+
+class Minimum(NamedTuple):
+    """Result of a search: x `[P]` in float64, the objective there, whether the tolerances were met, iterations."""
+
+    x: np.ndarray
+    value: float
+    converged: bool
+    iterations: int
+
+    def report(self) -> FitReport:
+        """`converged` only at a finite optimum."""
+        return FitReport.of(self.value, bool(self.converged and self.value > _SEPARATED), self.iterations)
+
+
+def lbfgs(
+    value_and_grad: Callable[[np.ndarray], Any], start: np.ndarray, low: Any, high: Any, max_iterations: int = 1000
+) -> Minimum:
+    """L-BFGS-B of a function x -> (value, gradient `[P]`), with `low` <= x <= `high`."""
+    options = {"maxiter": max_iterations, "maxfun": 2 * max_iterations, "maxcor": 20}
+    options |= {"ftol": _VALUE, "gtol": _GRADIENT}
+    bounds = optimize.Bounds(low, high)
+    end = optimize.minimize(value_and_grad, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    return Minimum(end.x, float(end.fun), bool(end.success), end.nit)
 
 
 def _total(loss: Loss, like: Any, rows: tuple[Array, ...], extra: Any) -> Callable[[Array], Array]:
@@ -30,25 +53,31 @@ def _total(loss: Loss, like: Any, rows: tuple[Array, ...], extra: Any) -> Callab
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _slope(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> tuple[Array, Array]:
-    """Value and gradient `[P]` at x `[P]`."""
+def _value_and_grad(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> tuple[Array, Array]:
     return jax.value_and_grad(_total(loss, like, rows, extra))(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _curvature(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> tuple[Array, Array, Array]:
-    """Value, gradient and Hessian `[P, P]` at x. Linearised once: the exponentials serve all columns."""
-    value_and_grad = jax.value_and_grad(_total(loss, like, rows, extra))
-    gradient, along, value = jax.linearize(lambda x: value_and_grad(x)[::-1], x, has_aux=True)
-    return value, gradient, jax.vmap(along)(jnp.eye(x.size, dtype=x.dtype))
+def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> Array:
+    """The Hessian, a column at a time: neither memory nor the program grows with P."""
+    gradient = jax.grad(_total(loss, like, rows, extra))
+    return jax.lax.map(lambda column: jax.jvp(gradient, (x,), (column,))[1], jnp.eye(x.size, dtype=x.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> tuple[Array]:
-    """The Hessian at x, a column at a time: neither memory nor the program grows with P."""
-    slope = jax.grad(_total(loss, like, rows, extra))
-    columns = jnp.eye(x.size, dtype=x.dtype)
-    return (jax.lax.map(lambda column: jax.jvp(slope, (x,), (column,))[1], columns),)
+def _scaled(value_and_grad: Callable, hessian: np.ndarray, before: Minimum, max_iterations: int) -> Minimum:
+    """L-BFGS from `before` in the coordinates v = Lᵀ(x − before.x), with L Lᵀ nearly the Hessian there."""
+    ridge = _RIDGE * np.diag(hessian) + 1e-12
+    lower = np.linalg.cholesky(hessian + np.diag(ridge))
+
+    def to_x(v: np.ndarray) -> np.ndarray:
+        return before.x + linalg.solve_triangular(lower, v, lower=True, trans=1)
+
+    def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = value_and_grad(to_x(v))
+        return value, linalg.solve_triangular(lower, gradient, lower=True)
+
+    end = lbfgs(objective, np.zeros_like(before.x), -np.inf, np.inf, max_iterations)
+    return end._replace(x=to_x(end.x), iterations=before.iterations + end.iterations)
 
 
 def minimize(
@@ -60,19 +89,14 @@ def minimize(
     bounds: tuple[Any, Any] | None = None,
     max_iterations: int = 1000,
 ) -> tuple[Any, FitReport]:
-    """The parameters with the least mean of `loss` over the rows, all in float64.
+    """The parameters with the least mean of `loss` over the rows, by L-BFGS-B in float64 on the default device.
 
-    A likelihood in float32 is known to 1e-7, and its optimum to the root of that: too little to tell whether a fit
-    converged, or to compare with another library. So float64, with the derivatives from JAX, on the default device.
-
-    Up to 8 parameters by Newton's method: their Hessian costs hardly more than the gradient. Up to 512 without bounds
-    by BFGS that begins with the Hessian of a sample: a quarter of the iterations; with fewer than four rows for each
-    it would be that of the penalty. More, or where these do not end, by L-BFGS-B. That may take a direction of little
-    curvature for the optimum, so up to 128 parameters Newton's method follows.
+    (In float32 a likelihood is known to 1e-7, and its optimum to the root of that.) Up to 512 parameters without bounds
+    are scaled by the Hessian of a sample of the rows: few iterations, also where curvatures are very different.
 
     Args:
-        loss: `(params, rows, extra) -> [n]`, per prediction, twice differentiable; a penalty is added to every one. A
-            module's function, not a closure: one program serves all calls of the same shapes.
+        loss: `(params, rows, extra) -> [n]`, per prediction, convex; a penalty is added to every one. A module's
+            function, not a closure: one program serves all calls of the same shapes.
         start: pytree of arrays.
         rows: arrays with a common first axis.
         extra: pytree that `loss` also gets.
@@ -86,53 +110,34 @@ def minimize(
     def flat(tree: Any) -> np.ndarray:
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
 
-    n = len(rows[0])
-    pieces = -(-sum(row.size for row in rows) // _BLOCK)
     with jax.enable_x64(True):
-        x = flat(start)
-        low, high = (-np.inf, np.inf) if bounds is None else map(flat, bounds)
+        pieces = -(-sum(row.size for row in rows) // _BLOCK)
+        blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
         like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
 
-        def at(program: Callable, x: Any, parts: Any) -> tuple[Any, ...]:
-            """Means over the rows of all parts."""
-            sums = [jax.device_get(program(loss, like, x, part, extra)) for part in parts]
-            return tuple(sum(leaves) / sum(len(part[0]) for part in parts) for leaves in zip(*sums, strict=True))
+        def value_and_grad(x: np.ndarray) -> tuple[Any, ...]:
+            sums = [jax.device_get(_value_and_grad(loss, like, x, block, extra)) for block in blocks]
+            return tuple(sum(parts) / len(rows[0]) for parts in zip(*sums, strict=True))
 
-        blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
-
-        def slope(x: np.ndarray) -> tuple[Any, ...]:
-            return at(_slope, x, blocks)
-
-        def curved(x: np.ndarray) -> tuple[Any, ...]:
-            return (*slope(x), lambda: at(_hessian, x, blocks)[0])
-
-        found = Found(x, np.inf, False, 0)
-        if x.size <= _NEWTON:
-            found = newton(lambda x: at(_curvature, x, blocks), x, low, high, max_iterations)
-        elif bounds is None and x.size <= min(_SCALED, n // 4):
-            sample = [tuple(jnp.asarray(row[:: -(-n // _SAMPLE)]) for row in rows)]
-            found = bfgs(slope, lambda x: at(_hessian, x, sample)[0], x, max_iterations)
-        if found.converged or x.size <= _NEWTON or x.size > _EXACT:
-            found = finished(found, slope, low, high, max_iterations)
+        x = flat(start)
+        if bounds is not None or x.size > _HESSIAN:
+            low, high = (-np.inf, np.inf) if bounds is None else map(flat, bounds)
+            best = lbfgs(value_and_grad, x, low, high, max_iterations)
         else:
-            most = min(max_iterations, found.iterations + _BEFORE)
-            found = finished(found, slope, low, high, most)
-            found = newton(curved, found.x, low, high, min(max_iterations, most + _AFTER), found.iterations)
+            sample = tuple(jnp.asarray(row[:: -(-len(row) // _SAMPLE)]) for row in rows)
+            best, before = Minimum(x, np.inf, False, 0), -1
+            while not best.converged and before < best.iterations < max_iterations:
+                before = best.iterations
+                hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
+                best = _scaled(value_and_grad, hessian, best, min(_ROUND, max_iterations - before))
     leaves, treedef = jax.tree.flatten(start)
-    ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
-    parts = zip(np.split(found.x.astype(np.float32), ends), leaves, strict=True)
-    params = treedef.unflatten([part.reshape(np.shape(leaf)) for part, leaf in parts])
-    return params, report_of(found)
-
-
-def report_of(found: Found) -> FitReport:
-    """The report of a search for the least mean loss."""
-    finite_optimum = found.value > _SEPARATED
-    return FitReport.of(found.value, bool(found.converged and finite_optimum), found.iterations)
+    parts = np.split(best.x.astype(np.float32), np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
+    params = treedef.unflatten([part.reshape(np.shape(leaf)) for part, leaf in zip(parts, leaves, strict=True)])
+    return params, best.report()
 
 
 STEPS, BATCH = 2000, 256
-_LOOK, _PATIENCE = 50, 300  # steps between looks at the loss kept from training; without a better one before it stops
+_LOOK, _PATIENCE = 50, 300  # steps between looks at the held-out loss; without a better one before it stops
 
 
 @functools.cache
@@ -165,10 +170,10 @@ def descend(
     seed: int = 0,
     groups: np.ndarray | None = None,
 ) -> tuple[Any, FitReport]:
-    """Adam on mini-batches, and of what it passes through, that with the least loss on a fifth kept from training.
+    """Adam on mini-batches; of start and all steps looked at, the one with the least loss on a held-out fifth.
 
-    The start is among what it passes through, so a network that starts as the identity is kept where training harms.
-    Batches have one size, whatever the number of rows: one program for all data.
+    So a network that starts as the identity stays it where training harms. Batches have one size, whatever the number
+    of rows: one program for all data.
 
     Args:
         loss: as for `minimize`.
@@ -179,7 +184,7 @@ def descend(
         groups: int `[N]`; rows of one group stay together in the split (where there are at least two groups).
 
     Returns:
-        (parameters as numpy, the report: `converged` is that the loss kept from training no longer fell at the end).
+        (parameters as numpy, the report: `converged` is that the held-out loss no longer fell at the end).
     """
     rng = np.random.default_rng(seed)
     n = len(rows[0])
@@ -188,8 +193,8 @@ def descend(
         validation, training = shuffled[:fifth], shuffled[fifth:]
     else:
         names = rng.permutation(np.unique(groups))
-        kept = np.isin(groups, names[: max(len(names) // 5, 1)])
-        validation, training = rng.permutation(np.flatnonzero(kept)), np.flatnonzero(~kept)
+        held_out = np.isin(groups, names[: max(len(names) // 5, 1)])
+        validation, training = rng.permutation(np.flatnonzero(held_out)), np.flatnonzero(~held_out)
     if not len(training):  # a single row
         training = validation
     # Whole batches, rows repeated in turn to fill them.

@@ -24,13 +24,7 @@ _REMEDY = "Restore the directory from a copy, or fit the method again."
 
 
 class Recalibrator(NamedTuple):
-    """A fitted method, as `load` returns it.
-
-    Attributes:
-        name: in `METHODS`.
-        state: what its `fit` returned.
-        notes: as given to `save`.
-    """
+    """A fitted method, as `load` returns it: name in `METHODS`, what its `fit` returned, and the notes of `save`."""
 
     name: str
     state: Any
@@ -73,8 +67,7 @@ class Recalibrator(NamedTuple):
     def _in_blocks(self, reads: Predictions) -> np.ndarray:
         """Runs one program, of a block of rows, over all rows: programs of other shapes round differently.
 
-        A threshold found on a table would otherwise fall between a confidence of the table and that of the same
-        prediction alone.
+        Otherwise a threshold chosen on a table could separate a confidence from that of the same prediction alone.
         """
         given = {name: x for name, x in reads._asdict().items() if x is not None}
         rows = {name: np.asarray(x) for name, x in given.items() if name != "unembedding"}
@@ -140,7 +133,8 @@ def save(
         raise UserError(
             f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
         )
-    arrays = {path: np.asarray(leaf, order="C") for path, leaf in _flat(state).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, order="C") for path, x in leaves}
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     with new_directory(Path(directory), replace=True) as fresh:
 
@@ -180,7 +174,7 @@ def load(directory: str | Path) -> Recalibrator:
         arrays = from_bytes((directory / _ARRAYS).read_bytes())
         if different := different_arrays(array_digests(arrays), digests):
             raise ValueError(f"the checksum of {', '.join(different[:5])} differs")
-        state = _built(_state_type(name), arrays, "")
+        state = _built(_state_type(name), _nested(arrays))
     except Exception as error:  # safetensors raises an exception of its own
         raise UserError(f"{directory}: cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
     return Recalibrator(name, state, notes)
@@ -191,30 +185,21 @@ def _state_type(name: str) -> Any:
     return typing.get_type_hints(METHODS[name].fit)["return"]
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, np.ndarray]:
-    """Arrays of a state by dotted path."""
-    tree = tree._asdict() if hasattr(tree, "_asdict") else tree
-    if isinstance(tree, Mapping):
-        parts = (_flat(value, f"{path}{name}.") for name, value in tree.items())
-        return {name: leaf for part in parts for name, leaf in part.items()}
-    return {path[:-1]: np.asarray(tree)}
-
-
-def _built(kind: Any, arrays: Mapping[str, np.ndarray], path: str) -> Any:
-    """The state of `_flat`: fields that are NamedTuples by their types, nested dicts where a field is `Any`."""
-    if hasattr(kind, "_fields"):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _built(hints[name], arrays, f"{path}{name}.") for name in kind._fields})
-    if path[:-1] in arrays:
-        return arrays[path[:-1]]
-    below = {name[len(path) :]: array for name, array in arrays.items() if name.startswith(path)}
-    if not below:
-        raise ValueError(f"{path[:-1]} is missing")
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Dicts in dicts, by dotted path."""
     tree: dict[str, Any] = {}
-    for name, array in below.items():
-        *parents, last = name.split(".")
+    for path, array in arrays.items():
+        *parents, last = path.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = array
     return tree
+
+
+def _built(kind: Any, tree: Any) -> Any:
+    """The state of nested dicts: those of which the type is a NamedTuple become one."""
+    if not hasattr(kind, "_fields"):
+        return tree
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _built(hints[name], tree[name]) for name in kind._fields})

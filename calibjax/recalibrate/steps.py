@@ -72,8 +72,8 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
     cuts = np.arange(1, min(bins, n)) * n // min(bins, n)
     edges = ((x[cuts - 1].astype(np.float64) + x[cuts]) / 2).astype(np.float32)
     ends = np.searchsorted(x, edges, side="right")
-    kept = np.diff(ends, append=n) > 0  # of edges that part the points alike the last: no bin is empty
-    edges, ends = edges[kept], np.append(ends[kept], n)
+    last = np.diff(ends, append=n) > 0  # of edges that part the points alike: no bin is empty
+    edges, ends = edges[last], np.append(ends[last], n)
     counts = np.diff(ends, prepend=0)
     values = np.add.reduceat(target, ends - counts) / counts
     error = np.mean((np.repeat(values, counts) - target) ** 2)
@@ -81,8 +81,8 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
 
 
 def _look_up(state: BinState, confidence: Array) -> Array:
-    found = jnp.asarray(state.values)[jnp.searchsorted(jnp.asarray(state.edges), confidence)]
-    return jnp.where(jnp.isnan(confidence), confidence, found)  # the search takes NaN for the largest
+    values = jnp.asarray(state.values)[jnp.searchsorted(jnp.asarray(state.edges), confidence)]
+    return jnp.where(jnp.isnan(confidence), confidence, values)  # the search takes NaN for the largest
 
 
 def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: int = 15) -> BinState:

@@ -202,9 +202,9 @@ def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarr
         with jax.enable_x64(True):
             return [jax.device_get(_dense_sums(np.float64(u), *block)) for block in blocks]
 
-    found = fit_temperature(sums_at)
-    report = FitReport.of(found.nll, found.converged, found.iterations)
-    return TemperatureState(np.asarray(found.log_scale, np.float32), report)
+    fitted = fit_temperature(sums_at)
+    report = FitReport.of(fitted.nll, fitted.converged, fitted.iterations)
+    return TemperatureState(np.asarray(fitted.log_scale, np.float32), report)
 
 
 _BLOCK = 2**22

@@ -25,7 +25,7 @@ from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, as_go
 from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
-from calibjax.train.solve import Design, Problem, fit_temperature, head_params, make_design, predict, solve
+from calibjax.train.solve import Design, fit_temperature, head_params, make_design, predict, solve
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import TrainStep, make_train_step
 
@@ -293,7 +293,7 @@ class _Fitting:
         if not candidate.is_solved:
             return self._train(candidate, self._tokens, "all")
         design = self._design(candidate.head)
-        return head_params(design, solve(design, _problem(candidate), candidate.decay))
+        return head_params(design, solve(design, candidate.trial, candidate.decay))
 
     @functools.cached_property
     def _towards(self) -> Float[np.ndarray, " N"]:
@@ -328,7 +328,7 @@ class _Fitting:
             design, key = self._design(candidate.head), (candidate.head, fold)
             weights = (self._fold != fold).astype(np.float32)
             start = self._solutions.get(key)
-            self._solutions[key] = solve(design, _problem(candidate), candidate.decay, weights, start)
+            self._solutions[key] = solve(design, candidate.trial, candidate.decay, weights, start)
             return predict(design, self._solutions[key])[self._fold == fold]
         others = np.sort(np.concatenate([rows for number, rows in enumerate(self._folds) if number != fold]))
         params = self._train(candidate, self._tokens.take(others), str(fold))
@@ -350,10 +350,6 @@ class _Fitting:
         smallest = min((len(tokens.source), *(len(self._tokens.source) - len(rows) for rows in self._folds)))
         rows = len(tokens.source) if part == "all" else smallest
         return train_head(tokens, self._plan, candidate.head, candidate.trial, rows=rows, context=context)
-
-
-def _problem(candidate: Candidate) -> Problem:
-    return Problem(*candidate.trial)
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
@@ -418,15 +414,8 @@ def train_head(
 ) -> Any:
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
-    Args:
-        tokens: the sequences to train on.
-        plan: optimiser, batches and epochs.
-        head: what is trained.
-        trial: the loss.
-        rows: sequences that the number of steps follows from, so that heads of folds of almost one size share a
-            program; None: those of `tokens`.
-        context: directory for checkpoints and logs, and the mesh, which is set; its seed determines the initial
-            parameters and the batches.
+    `rows`: sequences that the number of steps follows from, so that heads of folds of almost one size share a program;
+    None: those of `tokens`. The seed of `context` determines the initial parameters and the batches; its mesh is set.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)

@@ -106,8 +106,7 @@ class Checkpoints:
             except UserError as error:
                 damaged[step] = str(error)
                 continue
-            if items["run"] != self._run:
-                stored = items["run"]
+            if (stored := items["run"]) != self._run:
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
                 different = sorted(str(_NAMES.get(key, key)) for key in changed)
                 raise UserError(
@@ -115,11 +114,21 @@ class Checkpoints:
                     "Choose another output directory, or remove this one."
                 )
             try:
-                restored = together(functools.partial(self._read_state, step, state, items["checksums"]))
+                restored = together(functools.partial(self._read_state, step, state, items["checksums"]["arrays"]))
             except UserError as error:
                 damaged[step] = str(error)
                 continue
-            self._give_up(damaged, step)
+            for number, reason in damaged.items():  # Orbax saves no step that is older than one it has
+                if is_first():
+                    _log.warning(
+                        "%s: the checkpoint of step %d is damaged (%s); resuming from step %d, the newest that is "
+                        "whole. The damaged one is removed.",
+                        self._manager.directory,
+                        number,
+                        reason,
+                        step,
+                    )
+                self._manager.delete(number)
             return restored, items["data"]
         if damaged:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
@@ -130,53 +139,29 @@ class Checkpoints:
         return None
 
     def _read_jsons(self, step: int) -> dict[str, Any]:
-        """A step's JSON values by name, `checksums` None in what earlier versions wrote; UserError if damaged."""
-        names = ["data", "run"]
-        if (Path(self._manager.directory) / str(step) / "checksums").exists():
-            names.append("checksums")
+        """A step's JSON values by name; UserError if damaged."""
+        names = ("data", "run", "checksums")
         try:
             items = ocp.args.Composite(**{name: ocp.args.JsonRestore() for name in names})
-            found = dict(self._manager.restore(step, args=items).items())
-            found["checksums"] = unseal(found["checksums"]) if "checksums" in names else None
+            values = dict(self._manager.restore(step, args=items).items())
+            values["checksums"] = unseal(values["checksums"])
         except Exception as error:  # Orbax raises bare Exception for damaged files
             raise UserError(f"{', '.join(names)}: cannot be read: {_first_line(error)}") from error
-        expected = found["checksums"] and found["checksums"]["jsons"]
-        different = [name for name in ("data", "run") if expected and json_digest(found[name]) != expected[name]]
-        if different:
+        expected = values["checksums"]["jsons"]
+        if different := [name for name in ("data", "run") if json_digest(values[name]) != expected[name]]:
             raise UserError(f"the checksum of {', '.join(different)} differs")
-        return found
+        return values
 
-    def _read_state(self, step: int, state: TrainState, checksums: dict[str, Any] | None) -> TrainState:
+    def _read_state(self, step: int, state: TrainState, digests: dict[str, Any]) -> TrainState:
         """A step's state; UserError if it is damaged."""
         wanted = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
         try:
             restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=wanted))["state"])
         except Exception as error:  # Orbax raises bare Exception for damaged files
             raise UserError(f"state: cannot be read: {_first_line(error)}") from error
-        if checksums is None:
-            if is_first():
-                _log.warning(
-                    "%s: step %d has no checksums, as in checkpoints of earlier versions; it is not verified.",
-                    self._manager.directory,
-                    step,
-                )
-        elif different := different_arrays(array_digests(restored), checksums["arrays"]):
+        if different := different_arrays(array_digests(restored), digests):
             raise UserError(f"the checksum of {', '.join(different[:5])} differs")
         return restored
-
-    def _give_up(self, damaged: dict[int, str], step: int) -> None:
-        """Removes damaged steps, all newer than `step`: Orbax saves no step that is older than one it has."""
-        for number, reason in damaged.items():
-            if is_first():
-                _log.warning(
-                    "%s: the checkpoint of step %d is damaged (%s); resuming from step %d, the newest that is whole. "
-                    "The damaged one is removed.",
-                    self._manager.directory,
-                    number,
-                    reason,
-                    step,
-                )
-            self._manager.delete(number)
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -245,7 +230,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         raise UserError(f"{file}: {error}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
-    if digests is None and "checksums" in description:
+    if digests is None:
         raise UserError(f"{directory / CHECKSUMS} is missing. {_HEAD_REMEDY}")
     if lm is not None and fingerprint != lm.fingerprint:
         raise UserError(
@@ -259,17 +244,15 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         else:
             with ocp.StandardCheckpointer() as checkpointer:
                 params = checkpointer.restore(directory.absolute() / "params", on_host)
-        found, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
-        if found != expected:  # onto the host, Orbax does not look
-            raise ValueError(f"expected arrays of the shapes {expected}, found {found}")
+        shapes, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
+        if shapes != expected:  # onto the host, Orbax does not look
+            raise ValueError(f"expected arrays of the shapes {expected}, found {shapes}")
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
             raise ValueError("they are not finite")
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = _first_line(error)
         raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
-    if digests is None:
-        _log.warning("%s: written by an earlier version, without checksums; it is not verified.", directory)
-    elif different := different_arrays(array_digests(params), digests):
+    if different := different_arrays(array_digests(params), digests):
         raise UserError(
             f"{directory / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_HEAD_REMEDY}"
         )

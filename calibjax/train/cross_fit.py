@@ -51,8 +51,8 @@ class Score(NamedTuple):
 
     @property
     def log_factor(self) -> float:
-        """The log of the refitted factor; 0 if it is within its noise."""
-        return self.refit.log_scale if self.refit is not None and is_significant(self.refit) else 0.0
+        """The log of the refitted factor, if it is applied; otherwise 0."""
+        return _applied(self.refit)
 
     @property
     def calibration_error(self) -> float:
@@ -103,10 +103,17 @@ def score(
     that the best temperature of the whole distribution has.
     """
     fit = recalibrate.fit_temperature(likelihood(tokens, log_scale, top_label=True)) if refit else None
-    scored = Score(name, log_scale, fit, metrics.CalibrationSums(*[np.zeros(0)] * 7), shrinkage)
-    arrays = {**tokens.arrays, "log_scale": tokens.spread(log_scale + np.float32(scored.log_factor))}
-    sums = to_host(_sums(curves_of(arrays, tokens.scales), arrays["log_scale"]))
-    return scored._replace(sums=metrics.CalibrationSums(*(np.asarray(x, np.float64) for x in sums)))
+    refitted = tokens.spread(log_scale + np.float32(_applied(fit)))
+    sums = to_host(_sums(curves_of(tokens.arrays, tokens.scales), refitted))
+    sums = metrics.CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
+    return Score(name, log_scale, fit, sums, shrinkage)
+
+
+def _applied(refit: recalibrate.TemperatureFit | None) -> float:
+    """The log of a factor that differs from 1 by more than two standard errors; applying another would add noise."""
+    if refit is None or not refit.converged or abs(refit.log_scale) <= _ERRORS * refit.standard_error:
+        return 0.0
+    return refit.log_scale
 
 
 @jax.jit
@@ -137,8 +144,3 @@ def as_good(candidates: Sequence[Score], scaling: Score) -> list[Score]:
         return difference <= max(error, allowed)
 
     return [candidate for candidate in candidates if is_as_good(candidate)]
-
-
-def is_significant(refit: recalibrate.TemperatureFit) -> bool:
-    """Whether the factor differs from 1 by more than two standard errors; applying another one would add its noise."""
-    return refit.converged and abs(refit.log_scale) > _ERRORS * refit.standard_error

@@ -133,13 +133,9 @@ def token_curves(
         sequences: S sequences of T positions.
         heads: what they read is stored.
         top_k: how many of the largest logits to store, for losses that read them.
-        keep: "disk": in files in `context.directory`, from which a killed pass resumes, and which a later call with the
-            same arguments reads; "memory".
+        keep: "disk": in `context.directory`, from which a killed pass resumes and a later one reads; or "memory".
         batch_size: sequences per forward pass.
         context: directory, log and progress.
-
-    Returns:
-        `TokenCurves`.
 
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.

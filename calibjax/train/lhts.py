@@ -32,16 +32,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.samples import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import (
-    INT_MAX,
-    Count,
-    NonNegative,
-    Positive,
-    Range,
-    Weight,
-    named,
-    options_identity,
-)
+from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.curves import array_hash
 from calibjax.train.state import Schedule
@@ -212,11 +203,11 @@ class LhtsObjective:
             return jnp.moveaxis(x.reshape(rows, blocks, block, x.shape[-1]), 1, 0)
 
         @jax.checkpoint
-        def of_block(parts: tuple[Array, Array]) -> Array:
+        def block_kl(parts: tuple[Array, Array]) -> Array:
             student = decoder.unembed(self.model, params, parts[0])
             return reverse_kl(student, jax.lax.stop_gradient(decoder.unembed(self.model, frozen, parts[1])))
 
-        kl = jax.lax.map(of_block, (cut(hidden), cut(scored)))
+        kl = jax.lax.map(block_kl, (cut(hidden), cut(scored)))
         return jnp.moveaxis(kl, 0, 1).reshape(rows, blocks * block)[:, :length]
 
 
@@ -294,18 +285,6 @@ def fit_lhts(
     """
     context = context or RunContext()
     options.check(context.mesh)
-    with context.kept() as context:
-        return _fit_lhts(lm, sequences, options, context, method, samples)
-
-
-def _fit_lhts(
-    lm: LanguageModel,
-    sequences: Sequences,
-    options: LhtsOptions,
-    context: RunContext,
-    method: Method,
-    samples: Path | None,
-) -> LhtsFit:
     check_dense(lm.config, "choose a dense model")
     if not sequences.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
@@ -315,22 +294,25 @@ def _fit_lhts(
             f"{conditions} conditions of one student: expected a model without a soft-cap or with untied embeddings; "
             "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
-    sequences = mix_samples(
-        lm,
-        sequences,
-        options.samples,
-        directory=samples or context.require_directory(),
-        prompt=options.prompt,
-        batch_size=options.batch_size,
-        context=context,
-    )
-    if method == "partition":
-        return _fit_partition(lm, sequences, options, context)
-    temperature, condition = _by_temperature(len(sequences.tokens), options, context.seed)
-    arrays = {**sequences.arrays(), "temperature": temperature}
-    if conditions > 1:
-        arrays["condition"] = condition
-    params, scale, report = _fit_student(lm, options.objective, arrays, sequences, options, context, method)
+    with context.kept() as context:
+        sequences = mix_samples(
+            lm,
+            sequences,
+            options.samples,
+            directory=samples or context.require_directory(),
+            prompt=options.prompt,
+            batch_size=options.batch_size,
+            context=context,
+        )
+        if method == "partition":
+            return _fit_partition(lm, sequences, options, context)
+        # The long-horizon temperature of each sequence, drawn evenly.
+        drawn = np.random.default_rng([context.seed, 1]).permutation(len(sequences.tokens)).astype(np.int32)
+        condition = drawn % np.int32(conditions)
+        arrays = {**sequences.arrays(), "temperature": np.asarray(options.temperatures, np.float32)[condition]}
+        if conditions > 1:
+            arrays["condition"] = condition
+        params, scale, report = _fit_student(lm, options.objective, arrays, sequences, options, context, method)
     names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
     return LhtsFit({name: conditioned(params, index, scale) for index, name in enumerate(names)}, report)
 
@@ -360,13 +342,6 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
         student, scale, report = _fit_student(lm, objective, arrays, pool, options, at, "partition")
         params = conditioned(student, options.quantiles - 1, scale)
     return LhtsFit({"partition": params}, {**report, "mean_log_prob": means})
-
-
-def _by_temperature(count: int, options: LhtsOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The long-horizon temperature of each of `count` sequences, drawn evenly, and its index."""
-    conditions = len(options.temperatures)
-    condition = np.random.default_rng([seed, 1]).permutation(count).astype(np.int32) % np.int32(conditions)
-    return np.asarray(options.temperatures, np.float32)[condition], condition
 
 
 def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOptions) -> Float[np.ndarray, " S"]:
@@ -404,7 +379,7 @@ def _fit_student(
         remat=options.remat,
         sharding=vocab_sharding(mesh, lm.config),
     )
-    params, steps, final = tune(
+    params, report = tune(
         trained,
         trained.likelihood,
         [student],
@@ -414,24 +389,12 @@ def _fit_student(
         options,
         context=context.titled(method),
         identity={
-            "options": options_identity(options),
             "method": method,
-            "seed": context.seed,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
             "windows": array_hash(arrays),
         },
         carry=RunningMean.empty(sequences.tokens.shape[1]),
     )
-    context.log(
-        f"{method}: {steps:,} steps on {len(train_rows):,} sequences; validation NLL "
-        f"{final['validation_nll']:.4f} on {len(validation_rows):,}"
-    )
-    report = {
-        "options": options_identity(options),
-        "objective": dataclasses.asdict(objective),
-        "steps": steps,
-        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
-        **final,
-    }
+    report = {"options": report["options"], "objective": dataclasses.asdict(objective), **report}
     return params, trained.condition_scale, report

@@ -32,11 +32,7 @@ _FLUSH_EVERY = 30.0  # seconds between writes of events to the disk
 class TrainLog:
     """Writes scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), in process 0 only.
 
-    Args:
-        directory: created if missing.
-        first_step: step of the checkpoint that the run resumes from. Rows of later steps are removed, because the steps
-            are run again.
-        track: a tracker that gets the scalars too.
+    Rows of steps after `first_step`, from which the run resumes, are removed. `track`: a tracker that gets them too.
     """
 
     def __init__(self, directory: Path, *, first_step: int, track: TrackerName = "tensorboard"):
@@ -49,16 +45,13 @@ class TrainLog:
 
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / "train.jsonl"
-        kept = []
-        if file.is_file():
-            for line in file.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:  # incomplete: the run was killed while it was written
-                    continue
+        lines = []
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # incomplete: the run was killed while it was written
+                row = json.loads(line)
                 if row["step"] <= first_step:
-                    kept.append(line + "\n")
-        write_file(file, "".join(kept))
+                    lines.append(line + "\n")
+        write_file(file, "".join(lines))
         self._file = file.open("a")
         (directory / "tensorboard").mkdir(exist_ok=True)
         self._events = EventsWriter(str(directory / "tensorboard" / "events"))
@@ -92,12 +85,7 @@ class TrainLog:
 
 
 class Evaluation(NamedTuple):
-    """Evaluation during training.
-
-    Attributes:
-        function: maps parameters to the scalars to log.
-        every: steps between evaluations; the parameters after the last step are always evaluated.
-    """
+    """`function` maps parameters to the scalars to log, `every` so many steps and after the last."""
 
     function: Callable[[Any], dict[str, float]]
     every: int
@@ -147,22 +135,19 @@ def train(
 
     Args:
         step_fn: result of `make_train_step`.
-        state: the state before the first step; donated.
-        frozen: arrays that the objective reads.
-        hyper: scalars that the objective reads.
+        state: before the first step; donated.
+        frozen, hyper: arrays and scalars that the objective reads.
         batches: iterator over this process's rows of each batch, dicts of arrays; has `get_state` and `set_state`.
-        steps: total number of steps, counted from the state before the first.
+        steps: in all, from the state before the first.
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-        evaluation: evaluation during training, if any.
 
     Returns:
         The state after the last step.
 
     Raises:
-        NonFiniteLossError: names the first step whose loss or gradient was not finite; checkpoints of earlier
-            steps are kept.
+        NonFiniteLossError: a loss or gradient was not finite; checkpoints of earlier steps are kept.
         UserError: the directory holds checkpoints of another run.
     """
     context = context.titled(context.title or "training")

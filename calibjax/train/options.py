@@ -26,7 +26,7 @@ ALPHA_GRID = (1.0, 4.0, 20.0)
 """Values of `--alpha` with which it tries joint, from the lowest NLL towards the lowest calibration error."""
 AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))
 """What the heads read that are tried where no features are given, the simplest first."""
-_NARROW = 64
+_NARROW = 64  # most units of an MLP head that is a candidate among others
 DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
 """Values of `--weight-decay` that are tried for a linear head of hidden states."""
 
@@ -247,6 +247,10 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     built = [(recipe.head, features) for features in reads]
     if options.head is None and options.features is None and solved:
         built.append(("mlp", ("hidden_states",)))
+    if recipe.intermediate_size is not None:
+        width = recipe.intermediate_size(hidden_size)
+    else:
+        width = min(hidden_size, _NARROW) if len(built) > 1 else None
     try:
         heads = tuple(
             HeadConfig(
@@ -255,7 +259,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
                 features=features,
                 pooling=options.pooling,
                 identity_start=not recipe.random_start,
-                intermediate_size=_width(recipe, hidden_size, among=len(built)),
+                intermediate_size=width,
                 normalize=recipe.normalize,
                 min_scale=recipe.min_scale,
             )
@@ -292,13 +296,6 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     )
 
 
-def _width(recipe: Recipe, hidden_size: int, *, among: int) -> int | None:
-    """Of a head's MLP; a small one where it is a candidate among others."""
-    if recipe.intermediate_size is not None:
-        return recipe.intermediate_size(hidden_size)
-    return min(hidden_size, _NARROW) if among > 1 else None
-
-
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     """Raises `UserError` where an option is given that this kind of head does not read."""
     if kind not in HEADS:
@@ -312,11 +309,8 @@ def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     flags = {"identity_start": "--random-start"}
     unread = [flags.get(name, f"--{name}") for name in given if given[name] and name not in HEADS[kind].options]
     if unread:
-        raise UserError(f"{', '.join(unread)}: a {kind} head does not read {_it(unread)}; leave {_it(unread)} out.")
-
-
-def _it(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
+        them = "it" if len(unread) == 1 else "them"
+        raise UserError(f"{', '.join(unread)}: a {kind} head does not read {them}; leave {them} out.")
 
 
 def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:

@@ -149,11 +149,10 @@ def read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
         )
         tensors = {name: np.asarray(x, np.float32) for name, x in load_any(directory / AUTHORS).items()}
         params = _AUTHORS_PARAMS[kind](tensors)
-        found, expected = (
-            jax.tree.map(np.shape, tree) for tree in (params, jax.eval_shape(config.init, jax.random.key(0)))
-        )
-        if found != expected:
-            raise ValueError(f"expected parameters of the shapes {expected}, found {found}")
+        trees = params, jax.eval_shape(config.init, jax.random.key(0))
+        shapes, expected = (jax.tree.map(np.shape, tree) for tree in trees)
+        if shapes != expected:
+            raise ValueError(f"expected parameters of the shapes {expected}, found {shapes}")
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise UserError(f"{directory}: cannot be read as a head of the authors' code ({error!r}).") from error
     return FittedHead(config, params, 0.0, lm.fingerprint)

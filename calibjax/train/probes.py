@@ -12,21 +12,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
+from safetensors.numpy import load_file, save
 
 from calibjax.data import batches
-from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
+from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import check_orbax_path, new_directory, read_json, write_file
+from calibjax.runtime.files import new_directory, read_json, write_file
 from calibjax.runtime.sharding import local_rows, replicated
 from calibjax.train.loop import train
 from calibjax.train.state import OptimizerConfig, create_state
 from calibjax.train.step import make_train_step
 
 _STEPS, _BATCH = 400, 256
+_WEIGHTS, _DESCRIPTION = "probe.safetensors", "probe.json"
 _REMEDY = "Remove this directory to fit the probe again."
 
 ProbeParams = dict[str, np.ndarray]
@@ -89,19 +90,16 @@ def fit_probe(
 
 
 def save_probe(directory: Path, params: ProbeParams, *, name: str, fingerprint: str, notes: Any = None) -> None:
-    """Writes a probe: `params/` (Orbax), `probe.json` (name, base model's fingerprint, notes), and checksums."""
-    check_orbax_path(directory)
+    """Writes `probe.safetensors`, `probe.json` (name, fingerprint of the base model, notes), and checksums."""
+    description = {"probe": name, "base_fingerprint": fingerprint, "notes": notes or {}}
     with new_directory(directory, replace=True) as fresh:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(fresh / "params", params)
 
-        def describe() -> None:
-            size = len(params["weights"])
-            known = {"probe": name, "features": size, "base_fingerprint": fingerprint, "notes": notes or {}}
-            write_file(fresh / "probe.json", json.dumps(known, indent=2) + "\n")
+        def write() -> None:
+            write_file(fresh / _WEIGHTS, save(params))
+            write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
             write_checksums(fresh, array_digests(params))
 
-        on_first(describe)
+        on_first(write)
 
 
 def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
@@ -110,21 +108,13 @@ def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
     Raises:
         UserError: it is of another base model, or not as it was written.
     """
-    digests = read_checksums(directory, _REMEDY)
+    if read_checksums(directory, _REMEDY) is None:
+        raise UserError(f"{directory}: checksums.json is missing. {_REMEDY}")
     try:
-        known = read_json(directory / "probe.json")
-        size, of_model = int(known["features"]), known["base_fingerprint"]
-    except (OSError, LookupError, TypeError, ValueError) as error:
+        base = read_json(directory / _DESCRIPTION)["base_fingerprint"]
+        params = load_file(directory / _WEIGHTS)
+    except Exception as error:  # safetensors raises an exception of its own
         raise UserError(f"{directory}: not a probe ({error}). {_REMEDY}") from error
-    if of_model != fingerprint:
+    if base != fingerprint:
         raise UserError(f"{directory}: this probe was fitted on another base model. {_REMEDY}")
-    try:
-        like = {"weights": np.zeros(size, np.float32), "bias": np.zeros((), np.float32)}
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(directory.absolute() / "params", like)
-    except Exception as error:  # Orbax raises bare Exception for damaged files
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{directory}: cannot be read ({reason}). {_REMEDY}") from error
-    if digests is None or different_arrays(array_digests(params), digests):
-        raise UserError(f"{directory}: damaged (a checksum differs). {_REMEDY}")
     return params

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -20,7 +19,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, NonNegative, Positive, Weight, options_identity
+from calibjax.runtime.options import Count, NonNegative, Positive, Weight
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.curves import array_hash
 from calibjax.train.options import checked_alpha
@@ -205,11 +204,6 @@ def sft_objective(
     )
 
 
-def split_validation(sequences: Sequences, options: SftOptions, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the training rows and the validation rows."""
-    return hold_back(sequences, options.validation_fraction, seed)
-
-
 def fit_sft(
     lm: LanguageModel,
     sequences: Sequences,
@@ -249,56 +243,35 @@ def fit_sft(
         32
     """
     context = context or RunContext()
-    options.check(context.mesh)
-    with context.kept() as context:
-        return _fit_sft(lm, sequences, options, context, consume=consume)
-
-
-def _fit_sft(
-    lm: LanguageModel, sequences: Sequences, options: SftOptions, context: RunContext, *, consume: bool
-) -> SftFit:
     mesh = context.mesh
+    options.check(mesh)
     options.check_model(lm.config)
     if not sequences.where.any():
         raise UserError(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
         )
     config, lora = options.configure(lm.config), options.lora
-    train_rows, validation_rows = split_validation(sequences, options, context.seed)
+    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
     objective = sft_objective(lm.config, options, lm.dtype, mesh)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
     del placed
-    params, steps, final = tune(
-        objective,
-        objective.likelihood(),
-        held,
-        frozen,
-        sequences.take(train_rows).arrays(),
-        sequences.take(validation_rows).arrays(),
-        options,
-        context=context.titled("fine-tuning"),
-        identity={
-            "options": options_identity(options),
-            "seed": context.seed,
-            "fingerprint": lm.fingerprint,
-            "dtype": str(lm.dtype),
-            "windows": array_hash(sequences._asdict()),
-        },
-        reduction=options.reduction,
-        consume=lora is None and consume,
-    )
-    context.log(
-        f"fine-tuned for {steps:,} steps on {len(train_rows):,} sequences; validation NLL "
-        f"{final['validation_nll']:.4f} on {len(validation_rows):,}"
-    )
-    report = {
-        "options": options_identity(options),
-        "steps": steps,
-        "windows": {"train": len(train_rows), "validation": len(validation_rows)},
-        **final,
-    }
+    data = array_hash(sequences._asdict())
+    with context.kept() as context:
+        params, report = tune(
+            objective,
+            objective.likelihood(),
+            held,
+            frozen,
+            sequences.take(train_rows).arrays(),
+            sequences.take(validation_rows).arrays(),
+            options,
+            context=context.titled("fine-tuning"),
+            identity={"fingerprint": lm.fingerprint, "dtype": str(lm.dtype), "windows": data},
+            reduction=options.reduction,
+            consume=lora is None and consume,
+        )
     if lora is not None:
         # Compiled with the shardings of the result: one by one, the products of adapters are whole on every device.
         params = jax.jit(lora.merge, out_shardings=param_shardings(mesh, frozen))(frozen, params)

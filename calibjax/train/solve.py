@@ -17,45 +17,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float
+import scipy.optimize
+from jaxtyping import Array, Bool, Float
 
 from calibjax import recalibrate
 from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, HeadConfig
 from calibjax.kernels import VocabCurves
 from calibjax.losses import LOSSES, curve_loss
-from calibjax.recalibrate.solvers import lbfgs
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
 from calibjax.train.curves import TokenCurves, curves_of, features_of
+from calibjax.train.options import Trial
 
 _SUM = 512  # tokens that are added in float32; the rest of a sum is in float64
 _RIDGE = 1e-6  # of the mean curvature: for features that are constant, or depend on others
 _FREE_DECAY = 1e-3  # of the statistics of the logits
 _BOUNDS = (math.log(MIN_SCALE), math.log(MAX_SCALE))
-_ITERATIONS, _RELATIVE, _SLOPE = 60, 1e-8, 3e-5  # of L-BFGS; below, float32 sums are noise
+_LBFGS = {"maxiter": 60, "maxfun": 120, "maxcor": 20, "ftol": 1e-8, "gtol": 3e-5}  # below, float32 sums are noise
 
 
 class Design(NamedTuple):
-    """The tokens of a fit and their standardised features, on the devices; N is padded to whole sums.
+    """The N tokens of a fit, padded to whole sums, and their standardised features, on the devices.
 
-    Attributes:
-        head: the linear head.
-        features: float32 `[N, F]`, mean 0 and variance 1 over the tokens that count.
-        mean, deviation: float64 `[F]`.
-        decayed: bool `[F]`, the features whose weights are penalised.
-        curves: `VocabCurves` of N tokens.
-        curvature: float64 `[1 + F, 1 + F]`, H of bias and weights.
-        start: log s of temperature scaling.
-        tokens: N without padding.
+    `decayed`: the features whose weights are penalised; `curvature`: H of bias and weights; `start`: log s of
+    temperature scaling; `tokens`: N without padding.
     """
 
     head: HeadConfig
     features: Float[Array, "N F"]
-    mean: np.ndarray
-    deviation: np.ndarray
-    decayed: np.ndarray
+    mean: Float[np.ndarray, " F"]
+    deviation: Float[np.ndarray, " F"]
+    decayed: Bool[np.ndarray, " F"]
     curves: VocabCurves
-    curvature: np.ndarray
+    curvature: Float[np.ndarray, "G G"]
     start: float
     tokens: int
 
@@ -64,6 +58,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     """The tokens that count and what `head` reads, standardised; `start`: log s of temperature scaling on them."""
     arrays = tokens.flat([*tokens.arrays])
     count = len(arrays["valid"])
+    fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
     features = np.asarray(features_of(head, arrays, tokens.scales), np.float32)
     mean = features.mean(axis=0, dtype=np.float64)
     features = features - mean.astype(np.float32)
@@ -73,15 +68,11 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     features /= deviation.astype(np.float32)
     widths = [(FEATURES[name].width is None, FEATURES[name].width or head.hidden_size) for name in head.features]
     decayed = np.repeat([wide for wide, _ in widths], [width for _, width in widths])
-    placed = _place({"features": features, **{name: arrays[name] for name in arrays if name in _names()}})
+    placed = _place({"features": features, **{name: x for name, x in arrays.items() if name in fields}})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
     return Design(head, features, mean, deviation, decayed, curves, curvature, start, count)
-
-
-def _names() -> set[str]:
-    return set(VocabCurves.__dataclass_fields__) - {"scales"}
 
 
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -109,25 +100,13 @@ def _gram(features: Float[Array, "N F"], curves: VocabCurves, log_scale: Float[A
     return jnp.matmul((weight[:, None] * extended).T, extended, precision=jax.lax.Precision.HIGHEST)
 
 
-class Problem(NamedTuple):
-    """What is minimised. Static in compiled functions.
-
-    Attributes:
-        loss: a name of `LOSSES`.
-        alpha: its main weight, or None.
-    """
-
-    loss: str
-    alpha: float | None
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _value_and_slope(problem: Problem, x: Float[Array, " G"], features, curves: VocabCurves, weights):
+def _value_and_slope(trial: Trial, x: Float[Array, " G"], features, curves: VocabCurves, weights):
     """Sums of the loss over `_SUM` tokens at a time, and the gradient of their sum, at bias and weights x."""
 
     def total(x: Array) -> tuple[Array, Array]:
-        hyper = {} if problem.alpha is None else {"alpha": problem.alpha}
-        values, _ = curve_loss(LOSSES[problem.loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
+        hyper = {} if trial.alpha is None else {"alpha": trial.alpha}
+        values, _ = curve_loss(LOSSES[trial.loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
         sums = jnp.sum(jnp.where(weights > 0, weights * values, 0.0).reshape(-1, _SUM), axis=1)
         return jnp.sum(sums), sums
 
@@ -143,19 +122,15 @@ def _log_scale(x: Float[Array, " G"], features: Float[Array, "N F"]) -> Float[Ar
 
 def solve(
     design: Design,
-    problem: Problem,
+    trial: Trial,
     decay: float,
     weights: Float[np.ndarray, " N"] | None = None,
     start: Float[np.ndarray, " G"] | None = None,
 ) -> Float[np.ndarray, " G"]:
     """Bias and weights `[1 + F]`, float64, of the standardised features, with the least objective.
 
-    Args:
-        design: the tokens.
-        problem: the loss.
-        decay: penalty of the weights that are penalised, at least 0.
-        weights: of the tokens, 0 for those that the fit must not see; None: 1.
-        start: where to begin, such as the solution for a larger decay; None: temperature scaling.
+    `weights`: of the tokens, 0 for those that the fit must not see; None: 1. `start`: where to begin, such as the
+    solution for a larger decay; None: temperature scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights
@@ -169,12 +144,12 @@ def solve(
     def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
         x = first + scipy.linalg.solve_triangular(lower, v, lower=True, trans=1)
         at = jnp.asarray(x, jnp.float32)
-        sums, slope = to_host(_value_and_slope(problem, at, design.features, design.curves, placed))
+        sums, slope = to_host(_value_and_slope(trial, at, design.features, design.curves, placed))
         value = np.asarray(sums, np.float64).sum() / count + 0.5 * (penalty * x) @ x
         gradient = np.asarray(slope, np.float64) / count + penalty * x
         return value, scipy.linalg.solve_triangular(lower, gradient, lower=True)
 
-    end = lbfgs(objective, np.zeros_like(first), -np.inf, np.inf, _ITERATIONS, (_RELATIVE, _SLOPE))
+    end = scipy.optimize.minimize(objective, np.zeros_like(first), jac=True, method="L-BFGS-B", options=_LBFGS)
     return first + scipy.linalg.solve_triangular(lower, end.x, lower=True, trans=1)
 
 
@@ -200,10 +175,7 @@ def likelihood(
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
     """The likelihood of the tokens as a function of a factor e^u on every scale; groups are sequences.
 
-    Args:
-        tokens: the tokens.
-        log_scale: of those that count; None: 0.
-        top_label: see `recalibrate.likelihood_sums`.
+    `log_scale`: of the tokens that count; None: 0. `top_label`: see `recalibrate.likelihood_sums`.
     """
     arrays = tokens.flat()
     count = len(arrays["valid"])

@@ -62,7 +62,7 @@ def make_train_step(
     Args:
         objective: see `Objective`.
         optimizer: optax transformation.
-        carrying: whether the objective is a `CarryingObjective`; the micro-batches update its state in order.
+        carrying: the objective is a `CarryingObjective`; the micro-batches update its state in order.
         accumulate: number of micro-batches per batch; a divisor of the batch size. The gradient is that of the mean
             over the whole batch, whatever the numbers of tokens in the micro-batches.
         reduction: "sum" takes the gradient of the sum instead of the mean, so that a batch with more tokens takes a

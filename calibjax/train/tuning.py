@@ -15,7 +15,16 @@ from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options
+from calibjax.runtime.options import (
+    BatchSize,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Range,
+    check_options,
+    options_identity,
+)
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import Evaluation, train
 from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
@@ -90,7 +99,7 @@ def check_dense(config: DecoderConfig, remedy: str) -> None:
 
 
 def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = None) -> TrainState:
-    """Returns the state that `tune` starts from, with float32 parameters."""
+    """The state that `tune` starts from, with float32 parameters."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     return create_state(params, optimizer, () if carry is None else carry)
 
@@ -109,24 +118,23 @@ def tune(
     carry: Any = None,
     reduction: Literal["mean", "sum"] = "mean",
     consume: bool = False,
-) -> tuple[Any, int, dict[str, float]]:
+) -> tuple[Any, dict[str, Any]]:
     """Trains parameters in float32, with checkpoints and logs in `context.directory`.
 
     Args:
-        objective: the objective to minimise.
+        objective: minimised on the training sequences.
         likelihood: negative log-likelihood, evaluated on the validation sequences.
         source: a list of one tree, the initial parameters, placed on `context.mesh`. It is emptied, so that they can be
             freed.
         frozen: arrays that objective and likelihood read.
         train_arrays, validation_arrays: arrays of the sequences, one row each.
-        options: see `TuningOptions`.
-        context, identity: as in `train`; the seed determines the order of the sequences.
+        context: its seed determines the order of the sequences.
+        identity: as in `train`; options and seed are added.
         carry: initial state of a `CarryingObjective`; None for other objectives.
-        reduction: as in `make_train_step`.
         consume: donate the initial parameters instead of copying them.
 
     Returns:
-        The trained parameters, the number of steps, and the last evaluation.
+        The parameters, and the report: options, steps, numbers of sequences, and the last evaluation.
     """
     rows = len(next(iter(train_arrays.values())))
     steps = max(1, options.epochs * rows // options.batch_size)
@@ -140,9 +148,8 @@ def tune(
     jitted = jax.jit(likelihood)
 
     def evaluate(params: Any) -> dict[str, float]:
-        sums = []
-        for batch, _ in eval_batches(validation_arrays, options.batch_size):
-            sums.append(jitted(params, frozen, batch, {}))
+        batches = eval_batches(validation_arrays, options.batch_size)
+        sums = [jitted(params, frozen, batch, {}) for batch, _ in batches]
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
         return {"validation_nll": float(loss / count)}
 
@@ -168,9 +175,15 @@ def tune(
             ),
             steps=steps,
             context=context,
-            identity=identity,
+            identity={"options": options_identity(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
             evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
-    return state.params, steps, final
+    validation = len(next(iter(validation_arrays.values())))
+    context.log(
+        f"{context.title}: {steps:,} steps on {rows:,} sequences; validation NLL {final['validation_nll']:.4f} on "
+        f"{validation:,}"
+    )
+    windows = {"train": rows, "validation": validation}
+    return state.params, {"options": options_identity(options), "steps": steps, "windows": windows, **final}

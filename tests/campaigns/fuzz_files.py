@@ -206,7 +206,7 @@ TARGETS = {
     "gguf": Target(8, ("gguf/*",), read_gguf),
     "adapter": Target(6, ("adapter/*.json", "adapter/*.safetensors"), read_adapter),
     "head": Target(8, ("head/*", "head/params/*", "head/params/*/*"), read_head),
-    "probe": Target(6, ("probe/*", "probe/params/*", "probe/params/*/*"), read_probe),
+    "probe": Target(6, ("probe/*",), read_probe),
     "answers": Target(6, ("answers/*",), read_answers),
     "checkpoint": Target(4, ("checkpoints/1/*", "checkpoints/1/*/*", "checkpoints/1/*/*/*"), read_checkpoint),
     "rows": Target(15, ("rows/*",), read_rows),

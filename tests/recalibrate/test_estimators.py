@@ -89,7 +89,7 @@ def test_options():
         recalibrate.HistogramBinning().transform(CONFIDENCE)
     with pytest.raises(UserError, match="expected 4 distinct labels, one a column, got 2"):
         recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 150))
-    with pytest.raises(UserError, match="expected confidence, got features too"):
+    with pytest.raises(UserError, match="features: expected confidence"):
         recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny import make_lm, model_tensors, write_model
+from tiny import model_tensors, write_model
 
 from calibjax import FittedHead, HeadConfig, UserError, load_head, load_model, save_head
 from calibjax.cli import main
@@ -275,27 +275,3 @@ def test_the_array_is_named(tmp_path, capsys):
     write_checksums(tmp_path / "model2", arrays)
     assert main(["generate", "--model", str(tmp_path / "model2"), "--prompt", "w1"]) == 2
     assert "the weights do not have the fingerprint in calibjax.json" in capsys.readouterr().err
-
-
-# --- what earlier versions wrote, without checksums ---
-
-
-def without_checksums(directory, description, **others):
-    (directory / "checksums.json").unlink()
-    stored = json.loads((directory / description).read_text())
-    (directory / description).write_text(json.dumps({k: v for k, v in stored.items() if k not in NEW} | others))
-
-
-NEW = ("checksums", "tensor_dtypes")
-
-
-def test_heads_of_earlier_versions(tmp_path, caplog):
-    lm = make_lm()
-    config = HeadConfig(hidden_size=16, kind="linear")
-    head = FittedHead(config, jax.jit(config.init)(jax.random.key(0, impl="rbg")), 0.5, lm.fingerprint)
-    save_head(tmp_path / "head", head)
-    assert bits(load_head(tmp_path / "head", lm).params) == bits(head.params)
-    assert not caplog.records
-    without_checksums(tmp_path / "head", "head.json")
-    assert bits(load_head(tmp_path / "head", lm).params) == bits(head.params)
-    assert "head: written by an earlier version, without checksums; it is not verified" in caplog.text

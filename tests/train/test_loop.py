@@ -281,11 +281,3 @@ def test_a_file_in_place_of_the_checkpoints(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match="checkpoints: expected a directory of checkpoints, found a file"):
         run(tmp_path)
-
-
-def test_checkpoints_of_earlier_versions(whole, tmp_path, caplog):
-    run(tmp_path, steps=4)
-    for step in (2, 4):
-        shutil.rmtree(tmp_path / f"checkpoints/{step}/checksums")
-    same_bits(run(tmp_path), whole[0])
-    assert "step 4 has no checksums, as in checkpoints of earlier versions; it is not verified" in caplog.text

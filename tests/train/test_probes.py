@@ -49,11 +49,11 @@ def test_a_probe_is_kept_with_its_model(fitted, tmp_path):
         np.testing.assert_array_equal(found[name], value)
     with pytest.raises(UserError, match="fitted on another base model"):
         load_probe(place, "g")
-    description, weights = place / "probe.json", next(file for file in (place / "params").rglob("d/*"))
+    description, weights = place / "probe.json", place / "probe.safetensors"
     for file, damaged in (
         (description, description.read_bytes().replace(b"mean", b"last")),
         (weights, bytes([*weights.read_bytes()[:-9], weights.read_bytes()[-9] ^ 1, *weights.read_bytes()[-8:]])),
-        (place / "params" / "_METADATA", b""),
+        (weights, b""),
     ):
         whole = file.read_bytes()
         file.write_bytes(damaged)

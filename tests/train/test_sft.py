@@ -13,7 +13,7 @@ from interrupt import killed_at_step
 from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import load_sequences, read_source
+from calibjax.data import hold_back, load_sequences, read_source
 from calibjax.models import decoder, hf_export, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
@@ -21,7 +21,7 @@ from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
-from calibjax.train.sft import SftObjective, SftOptions, fit_sft, split_validation
+from calibjax.train.sft import SftObjective, SftOptions, fit_sft
 from calibjax.train.tuning import first_state
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -226,7 +226,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypa
     sequences, _ = load_sequences(read_source(text), lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
     # Batches of all sequences: their order is nothing to agree on.
-    train_rows, _ = split_validation(sequences, SftOptions(**options), 0)
+    train_rows, _ = hold_back(sequences, SftOptions(**options).validation_fraction, 0)
     fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=len(train_rows), warmup_fraction=0.2, **options)
     monkeypatch.setattr(hf_export, "_FILE_BYTES", 3000)
     save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source)

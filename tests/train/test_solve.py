@@ -64,14 +64,14 @@ def test_the_optimum(tokens, features, loss, alpha, decay):
     head = HeadConfig(kind="linear", hidden_size=16, features=features)
     design = solve.make_design(tokens, head, -0.5)
     weights = np.random.default_rng(0).integers(0, 2, design.tokens).astype(np.float32)  # the tokens of other folds
-    x = solve.solve(design, solve.Problem(loss, alpha), decay, weights)
+    x = solve.solve(design, solve.Trial(loss, alpha), decay, weights)
     standardised = np.asarray(design.features, np.float64)[: design.tokens]
     arguments = (standardised, design.decayed, decay, weights.astype(np.float64), alpha)
     best = optimize.minimize(objective, x, arguments, jac=True, method="BFGS", options={"gtol": 1e-8})
     print(f"gap {objective(x, *arguments)[0] - best.fun:.1e}, gradient {np.abs(objective(x, *arguments)[1]).max():.1e}")
     assert objective(x, *arguments)[0] - best.fun < 1e-6
     np.testing.assert_allclose(x, best.x, atol=5e-3)
-    from_there = solve.solve(design, solve.Problem(loss, alpha), decay, weights, start=best.x)
+    from_there = solve.solve(design, solve.Trial(loss, alpha), decay, weights, start=best.x)
     np.testing.assert_allclose(from_there, best.x, atol=5e-3)
 
 
@@ -105,6 +105,6 @@ def test_constant_features_get_no_weight(tokens):
     arrays = {**tokens.arrays, "hidden_states": np.ones_like(tokens.arrays["hidden_states"])}
     head = HeadConfig(kind="linear", hidden_size=16, features=("hidden_states",))
     design = solve.make_design(tokens._replace(arrays=arrays), head, -0.5)
-    x = solve.solve(design, solve.Problem("cross-entropy", None), 0.0)
+    x = solve.solve(design, solve.Trial("cross-entropy", None), 0.0)
     np.testing.assert_allclose(x[1:], 0.0, atol=1e-6)
     np.testing.assert_allclose(x[0], solve.fit_temperature(tokens).log_scale, atol=2e-3)

@@ -38,7 +38,7 @@ class Material(NamedTuple):
         groups: labels `[N]` of rows that are resampled together, or None.
         unit, clusters: names of the predictions and of what is resampled.
         title: a few words on the data.
-        save_head: writes the state of a contender that is a head; None where there is none.
+        save_head: writes the state of a contender that is a head.
     """
 
     base: Outcome
@@ -121,10 +121,10 @@ def compare(
         >>> logits = rng.normal(size=(800, 4))
         >>> labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
         >>> parts = [recalibrate.Predictions(logits=3 * logits[i::2], labels=labels[i::2]) for i in range(2)]
-        >>> found = calibjax.compare(*parts, ["isotonic"], context=calibjax.RunContext(progress=False))
-        >>> found.winner
+        >>> compared = calibjax.compare(*parts, ["isotonic"], context=calibjax.RunContext(progress=False))
+        >>> compared.winner
         'temperature'
-        >>> found.recalibrator()(logits=logits[:2]).shape
+        >>> compared.recalibrator()(logits=logits[:2]).shape
         (2, 4)
     """
     unknown = [name for name in methods if name not in METHODS]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from calibjax.recalibrate import METHODS, Method, Predictions, parameter_count
 from calibjax.runtime.context import RunContext
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 
 def with_confidence(data: Predictions) -> Predictions:
-    """Returns predictions with confidence and correctness computed from logits and labels, if there are logits."""
+    """Predictions with confidence and correctness from logits and labels, if there are logits."""
     if data.logits is None:
         return data
     outcome = uncalibrated(data)
@@ -81,17 +81,10 @@ def contenders(
     *,
     however_large: bool = True,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Makes the contenders of `METHODS` for two sets of predictions.
+    """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
 
-    Args:
-        calibration: predictions to fit on.
-        held_out: predictions to evaluate on, with the same fields.
-        base: the uncalibrated held-out predictions.
-        names: names in `METHODS`.
-        however_large: False skips methods with a parameter per pair of classes if there are fewer predictions.
-
-    Returns:
-        Contenders by name, and for each name that is left out the reason.
+    `base` are the uncalibrated held-out predictions; `however_large` False leaves out methods with a parameter per pair
+    of classes if there are fewer predictions.
     """
     rows, left_out = {}, {}
     classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
@@ -141,22 +134,17 @@ def _distribution(
         log_probs = np.asarray(apply(block))
         best = log_probs.max(axis=1)
         # Rounding can make two classes equal: the choice has not changed then.
-        kept = log_probs[np.arange(len(rows)), choice[rows]] >= best
-        chosen = np.where(kept, choice[rows], log_probs.argmax(axis=1))
-        of_label = log_probs[np.arange(len(rows)), labels[rows]]
+        same = log_probs[np.arange(len(rows)), choice[rows]] >= best
+        chosen = np.where(same, choice[rows], log_probs.argmax(axis=1))
         right = (chosen == labels[rows]).astype(np.float32)
-        parts.append((np.exp(best), right, chosen, of_label))
+        parts.append((np.exp(best), right, chosen, log_probs[np.arange(len(rows)), labels[rows]]))
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 def run_contenders(
     rows: Mapping[str, Contender], *, context: RunContext | None = None
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Fits and evaluates every contender. One that fails does not stop the others.
-
-    Returns:
-        Results by name, and for each name that failed the reason.
-    """
+    """Results of all contenders by name, and for each that failed, which does not stop the others, the reason."""
     results, failed = {}, {}
     bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")
     for name, contender in bar:
@@ -166,7 +154,7 @@ def run_contenders(
             state = contender.fit()
             seconds = time.perf_counter() - start
             outcome = contender.predict(state)
-            bad = _bad(outcome)
+            bad = ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))
             if bad.any():
                 raise ValueError(f"it gave {outcome.confidence[bad][0]} as a confidence, {bad.sum():,} such values")
             results[name] = Result(outcome, seconds, contender.parameters(state), state)
@@ -179,7 +167,3 @@ def not_converged(results: Mapping[str, Result]) -> list[str]:
     """Names of those whose fit reports that it did not end at a finite optimum."""
     reports = {name: getattr(result.state, "report", None) for name, result in results.items()}
     return [name for name, report in reports.items() if report is not None and not report.converged]
-
-
-def _bad(outcome: Outcome) -> Bool[np.ndarray, " N"]:
-    return ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))

@@ -40,28 +40,26 @@ def comparison_json(
     seed: int = 0,
     sort: SortKey = "log_loss",
 ) -> dict[str, dict[str, Any]]:
-    """The rows of a comparison, best first: the fields of `results_json` and those that a comparison adds.
+    """The rows of a comparison, best first.
 
-    `nll` is the negative log-likelihood of the true class, and null for methods that give a confidence alone;
-    `log_loss` is that of correctness (`metrics.negative_log_likelihood`), which all methods have: null where it is
-    infinite, because `certain_and_wrong` predictions were given 0 or 1 and were not so. Further: debiased_ece
-    (`metrics.error_interval`), adaptive_ece, smooth_ece, auroc; `changed`, the number of predictions that the method
-    changed; parameters, fit_seconds. `against` holds, for each of `COMPARED`, the difference from `reference`:
-    difference, 95% interval, fraction of resamples in which it is lower, p-value (`metrics.Comparison`), and that
-    p-value corrected for the number of rows compared (`metrics.holm`); `against_uncalibrated` the same, uncorrected.
+    `nll` is the negative log-likelihood of the true class, null for methods that give a confidence alone; `log_loss`
+    that of correctness (`metrics.negative_log_likelihood`), null where it is infinite: `certain_and_wrong` counts wrong
+    predictions with confidence 1, or right ones with 0. `changed` is the number of predictions that the method changed
+    from "uncalibrated", or else from the first row. `against` holds the difference from `reference` for each of
+    `COMPARED` (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`);
+    `against_uncalibrated` the same, uncorrected.
 
     Args:
-        results: name -> result. `changed` counts from "uncalibrated", or else from the first.
+        results: name -> result.
         reference: name of temperature scaling.
         groups: labels `[N]`; points of one group are resampled together.
         bins, closed: of the reliability bins.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+        resamples, seed: of the bootstrap.
         sort: figure to order the rows by; fits that did not converge follow the others.
     """
     options: dict[str, Any] = {"resamples": resamples, "seed": seed}
-    binning_of_sums: dict[str, Any] = {"groups": groups, "bins": bins, "closed": closed, "seed": seed}
-    resampled = {name: _resample(result.outcome, binning_of_sums, options) for name, result in results.items()}
+    summing: dict[str, Any] = {"groups": groups, "bins": bins, "closed": closed, "seed": seed}
+    resampled = {name: _resample(result.outcome, summing, options) for name, result in results.items()}
     base = results.get("uncalibrated", next(iter(results.values()))).outcome
     rows = {
         name: _row(result, resampled[name], base, {"bins": bins, "closed": closed}, options)
@@ -75,18 +73,13 @@ def comparison_json(
             if other in rows:
                 pairs = (row, rows[other]), (resampled[name], resampled[other])
                 row[field] = {} if name == other else _differences(*pairs, options)
-    _correct(rows)
-    unconverged = not_converged(results)
-    return dict(sorted(rows.items(), key=lambda item: (item[0] in unconverged, *_order(item[1], sort))))
-
-
-def _correct(rows: Mapping[str, dict[str, Any]]) -> None:
-    """Adds `holm_p` to every difference: corrected for all rows that are compared in the same figure."""
-    for key in COMPARED:
+    for key in COMPARED:  # corrected for all rows that are compared in the same figure
         compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
         corrected = metrics.holm({name: against.get("p_value", math.nan) for name, against in compared.items()})
         for name, against in compared.items():
             against["holm_p"] = corrected[name]
+    unconverged = not_converged(results)
+    return dict(sorted(rows.items(), key=lambda item: (item[0] in unconverged, *_order(item[1], sort))))
 
 
 class _Resampled(NamedTuple):
@@ -97,16 +90,14 @@ class _Resampled(NamedTuple):
     draws: dict[str, np.ndarray]
 
 
-def _resample(outcome: Outcome, binning_of_sums: Mapping[str, Any], options: Mapping[str, Any]) -> _Resampled:
-    def sums_of(log_prob: np.ndarray | None) -> CalibrationSums:
-        return metrics.pooled_sums(outcome.confidence, outcome.correct, log_prob=log_prob, **binning_of_sums)
-
-    sums = sums_of(None)
+def _resample(outcome: Outcome, summing: Mapping[str, Any], options: Mapping[str, Any]) -> _Resampled:
+    pair = outcome.confidence, outcome.correct
+    sums = metrics.pooled_sums(*pair, **summing)
     values = metrics.resample_sums(sums, _scores_and_bins, **options)
     draws = {"brier": values[:, 0], "log_loss": values[:, 1], "bins": values[:, 2:]}
     if outcome.log_prob is None:
         return _Resampled(sums, None, draws)
-    likelihood = sums_of(outcome.log_prob)
+    likelihood = metrics.pooled_sums(*pair, log_prob=outcome.log_prob, **summing)
     draws["nll"] = metrics.resample_sums(likelihood, _scores_and_bins, **options)[:, 1]
     return _Resampled(sums, likelihood, draws)
 
@@ -117,12 +108,12 @@ def _row(
     outcome, (sums, likelihood, draws) = result.outcome, resampled
     row: dict[str, Any] = metrics.summarise(sums)
     log_loss = row.pop("nll")
-    pair = np.asarray(outcome.confidence), np.asarray(outcome.correct)
+    c, y = pair = outcome.confidence, outcome.correct
     unknown = base.choice is None or outcome.choice is None
-    row |= {
+    return row | {
         "nll": None if likelihood is None else _finite(metrics.summarise(likelihood)["nll"]),
         "log_loss": _finite(log_loss),
-        "certain_and_wrong": _certain_and_wrong(outcome),
+        "certain_and_wrong": int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum()),
         **ece_json(metrics.error_interval(sums, **options), **convention),
         "adaptive_ece": _finite(float(metrics.adaptive_calibration_error(*pair, bins=convention["bins"]))),
         "smooth_ece": _finite(float(metrics.smooth_ece(*pair))),
@@ -132,7 +123,6 @@ def _row(
         "fit_seconds": round(result.fit_seconds, 4),
         "reliability": reliability_json(metrics.total(sums), draws["bins"]),
     }
-    return row
 
 
 def _differences(
@@ -159,11 +149,6 @@ def _scores_and_bins(sums: CalibrationSums) -> np.ndarray:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _certain_and_wrong(outcome: Outcome) -> int:
-    c, y = outcome.confidence, outcome.correct
-    return int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum())
 
 
 def _order(row: Mapping[str, Any], sort: SortKey) -> tuple[bool, float]:
