@@ -22,6 +22,7 @@ from calibjax.recalibrate.estimators import (
     ScalingBinning,
     TemperatureScaling,
     VectorScaling,
+    VennAbersCalibration,
 )
 from calibjax.recalibrate.methods import METHODS
 from calibjax.recalibrate.saved import Recalibrator, load, save
@@ -61,6 +62,7 @@ __all__ = [
     "TemperatureFit",
     "TemperatureScaling",
     "VectorScaling",
+    "VennAbersCalibration",
     "fit_daca",
     "fit_temperature",
     "likelihood_sums",

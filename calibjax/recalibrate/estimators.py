@@ -179,6 +179,7 @@ ConfidenceTemperatureScaling = _estimator("ConfidenceTemperatureScaling", "confi
 PlattScaling = _estimator("PlattScaling", "platt")
 BetaCalibration = _estimator("BetaCalibration", "beta")
 IsotonicCalibration = _estimator("IsotonicCalibration", "isotonic")
+VennAbersCalibration = _estimator("VennAbersCalibration", "venn_abers")
 HistogramBinning = _estimator("HistogramBinning", "histogram")
 ScalingBinning = _estimator("ScalingBinning", "scaling_binning")
 LocalRecalibration = _estimator("LocalRecalibration", "lore")

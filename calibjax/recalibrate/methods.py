@@ -12,6 +12,7 @@ Example:
     platt (4,)
     beta (4,)
     isotonic (4,)
+    venn_abers (4,)
     histogram (4,)
     scaling_binning (4,)
 """

@@ -1,5 +1,6 @@
-"""Maps of the confidence without a formula: isotonic regression, histogram binning, scaling-binning."""
+"""Maps of the confidence without a formula: isotonic regression, Venn-Abers, histogram binning, scaling-binning."""
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,15 @@ class IsotonicState(NamedTuple):
 
     x: np.ndarray
     y: np.ndarray
+    report: FitReport
+
+
+class VennAbersState(NamedTuple):
+    """Distinct confidences x ascending, float32 `[M]`; the values p₀ and p₁ around them, float32 `[M + 1]` each."""
+
+    x: np.ndarray
+    p0: np.ndarray
+    p1: np.ndarray
     report: FitReport
 
 
@@ -63,6 +73,64 @@ def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> Isotonic
 def apply_isotonic(state: IsotonicState, data: Predictions) -> Float[Array, " N"]:
     """The curve at every confidence."""
     return jnp.interp(jnp.asarray(data.confidence, jnp.float32), jnp.asarray(state.x), jnp.asarray(state.y))
+
+
+def fit_venn_abers(data: Predictions, where: np.ndarray | None = None) -> VennAbersState:
+    """Inductive Venn-Abers prediction (Vovk and Petej 2014, arXiv 1211.0025): p₁/(1 − p₀ + p₁).
+
+    p₀ and p₁ are the values of isotonic regression at a confidence that is added to the data as wrong and as right. By
+    the algorithm of Vovk et al. 2015 (arXiv 1511.00213), section 4.
+
+    Example:
+        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
+        >>> [f"{p:.3f}" for p in apply_venn_abers(fit_venn_abers(data), data)]
+        ['0.333', '0.500', '0.500', '0.667']
+    """
+    confidence, correct = select(data, ("confidence", "correct"), where)
+    x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
+    right = np.bincount(point, weights=correct)
+    p1 = _with_one_right(weight, right)
+    p0 = 1 - _with_one_right(weight[::-1], (weight - right)[::-1])[::-1]
+    return VennAbersState(x, np.float32([0.0, *p0]), np.float32([*p1, 1.0]), FitReport.of())
+
+
+def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Of each group the value of isotonic regression once one more right prediction is added to it.
+
+    The slope of the convex minorant of the cumulative sums (right over weight, as complex numbers) at the added step,
+    which moves on by a group at a time.
+    """
+
+    def turn(a: complex, b: complex, c: complex) -> float:  # positive: to the left
+        return ((b - a).conjugate() * (c - a)).imag
+
+    steps = [complex(*step) for step in zip(weight, right, strict=True)]
+    left = -1 - 1j
+    hull: list[complex] = []
+    for point in (left, *itertools.accumulate(steps, initial=0j)):
+        while len(hull) > 1 and turn(hull[-2], hull[-1], point) <= 0:
+            hull.pop()
+        hull.append(point)
+    hull.reverse()
+    values = []
+    for step in steps:
+        slope = hull[-2] - hull[-1]
+        values.append(slope.imag / slope.real)
+        left += step
+        if turn(hull[-1], hull[-2], left) < 0:
+            hull.pop()
+            while len(hull) > 1 and turn(left, hull[-1], hull[-2]) <= 0:
+                hull.pop()
+            hull.append(left)
+    return np.array(values)
+
+
+def apply_venn_abers(state: VennAbersState, data: Predictions) -> Float[Array, " N"]:
+    """p₁/(1 − p₀ + p₁)."""
+    confidence, x = jnp.asarray(data.confidence, jnp.float32), jnp.asarray(state.x)
+    p0 = jnp.asarray(state.p0)[jnp.searchsorted(x, confidence, side="right")]
+    p1 = jnp.asarray(state.p1)[jnp.searchsorted(x, confidence)]
+    return jnp.where(jnp.isnan(confidence), confidence, p1 / (1 - p0 + p1))  # the search takes NaN for the largest
 
 
 def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
@@ -138,6 +206,9 @@ def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Floa
 METHODS = {
     "isotonic": Method(
         fit_isotonic, apply_isotonic, ("confidence", "correct"), "Zadrozny and Elkan 2002", monotone=True
+    ),
+    "venn_abers": Method(
+        fit_venn_abers, apply_venn_abers, ("confidence", "correct"), "Vovk and Petej 2014", monotone=True
     ),
     "histogram": Method(fit_histogram, apply_histogram, ("confidence", "correct"), "Zadrozny and Elkan 2001"),
     "scaling_binning": Method(

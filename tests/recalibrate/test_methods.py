@@ -160,6 +160,25 @@ def test_scikit_learn(name):
         assert_within(apply_host(name, state, Predictions(confidence=new)), want, 1e-5, "new points")
 
 
+def test_venn_abers_by_its_definition():
+    """Isotonic regression (scikit-learn) of the calibration data and the new confidence, as wrong and as right."""
+    from sklearn.isotonic import IsotonicRegression
+
+    rng = np.random.default_rng(50)
+    confidence = rng.beta(4, 2, 60).round(2)
+    correct = (rng.random(60) < confidence**2).astype(np.float32)
+    state = METHODS["venn_abers"].fit(Predictions(confidence=confidence, correct=correct))
+    new = np.concatenate([np.unique(confidence), rng.random(40), [0.0, 1.0]]).astype(np.float32)
+
+    def added(c, y):
+        points = np.append(np.float32(confidence), c), np.append(correct, y)
+        return IsotonicRegression().fit(*points).predict([c])[0]
+
+    p0, p1 = (np.array([added(c, y) for c in new]) for y in (0, 1))
+    got = apply_host("venn_abers", state, Predictions(confidence=new))
+    assert_within(got, p1 / (1 - p0 + p1), 1e-6, "Venn-Abers")
+
+
 def test_the_temperature_of_the_issue():
     rng = np.random.default_rng(7)
     labels = rng.integers(0, 10, 1500)
