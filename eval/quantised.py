@@ -61,7 +61,7 @@ def main() -> None:
         heads = own | {f"first {name}": dataclasses.replace(h, fingerprint=lm.fingerprint) for name, h in first.items()}
         figures = calibjax.evaluate(lm, held_out, heads).figures
         order = ("uncalibrated", "temperature", "first temperature", "ats", "first ats")
-        cells = [f"{figures[name]['nll'].value:.4f}, {figures[name]['ece'].value:.4f}" for name in order]
+        cells = [", ".join(f"{figures[name][figure].value:.4f}" for figure in ("nll", "ece")) for name in order]
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)
 
 
