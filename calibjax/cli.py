@@ -26,7 +26,6 @@ from calibjax.runtime.version import __version__
 
 Run = Callable[..., Mapping[str, Any] | None]
 
-
 COMMANDS: dict[str, str] = {
     "quickstart": "Shows everything on a small language model, in minutes.",
     "train ats": "Fits Adaptive Temperature Scaling to a frozen model.",
@@ -65,14 +64,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Any, run: Run) -> int:
-    """Runs work as `main` does a command, whose options were made elsewhere: by a recipe or a script.
+    """Runs `run(options)` as `main` runs a command; returns the exit code.
 
     Args:
         options: a dataclass. Without a field `json` nothing is printed of what `run` returns.
         run: as a command's; it may return None.
-
-    Returns:
-        The exit code.
     """
     return _until_stopped(lambda: _execute(options, run), shlex.join(["python", *sys.argv]))
 
@@ -95,7 +91,14 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 
         if not isinstance(error, BrokenPipeError) and (error.filename is not None or storage_failure(error) is None):
             raise
-        return _without_output(error)
+        with contextlib.suppress(OSError):
+            print(f"stopped: the output cannot be written ({error.strerror}).", file=sys.stderr, flush=True)
+        for stream in (sys.stdout, sys.stderr):  # Python would try again at its end
+            try:
+                print(end="", file=stream, flush=True)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 1
     except KeyboardInterrupt:
         report("Ctrl-C")
         code = signals.INTERRUPTED
@@ -112,18 +115,6 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
                 jax.distributed.shutdown()  # all leave together
             os._exit(code)  # the others may wait for this one, and its clean-up for them
     return code
-
-
-def _without_output(error: OSError) -> int:
-    """The exit code where standard output or standard error cannot be written; Python would try again at its end."""
-    with contextlib.suppress(OSError):
-        print(f"stopped: the output cannot be written ({error.strerror}).", file=sys.stderr, flush=True)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            print(end="", file=stream, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return 1
 
 
 def _quiet_loops() -> None:
@@ -150,10 +141,9 @@ def _run_command(args: list[str]) -> int:
 
     try:
         with signals.ending_at_once():
-            name = _command_of(args)
+            name = _command_name(args)
             options_type, run = load_command(name)
-            from calibjax.commands.config import with_config
-            from calibjax.commands.parser import parse
+            from calibjax.commands.parser import parse, with_config
 
             given = with_config(name, options_type, args[len(name.split()) :])
             options = parse(options_type, given, prog=f"calibjax {name}")
@@ -174,45 +164,34 @@ def load_command(name: str) -> tuple[type, Run]:
     return getattr(module, f"{name.title().replace(' ', '')}Options"), module.run
 
 
-def _command_of(args: list[str]) -> str:
-    """The command that the arguments begin with.
-
-    Raises:
-        UserError: there is no such command.
-        SystemExit: after help, the version or the script of completion.
-    """
-    words = args[: 2 if args and args[0] in GROUPS else 1]
-    name = " ".join(words)
+def _command_name(args: list[str]) -> str:
+    """The command that the arguments begin with; exits after help, the version or the script of completion."""
+    group = args[0] if args and args[0] in GROUPS else ""
+    words = args[: 2 if group else 1]
+    name, last = " ".join(words), words[-1] if words else ""
     if name in COMMANDS:
         return name
-    if words == ["--version"]:
+    if name == "--version":
         print(f"calibjax {__version__}")
         raise SystemExit(0)
-    if words == ["--completion"]:
-        from calibjax.commands.completion import completion_script
+    if last in ("", "-h", "--help", *GROUPS):
+        helped = last in ("-h", "--help")
+        lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
+        lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
+        lines += [f"  {command:<15} {summary}" for command, summary in COMMANDS.items() if command.startswith(group)]
+        lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
+        if not group:
+            lines.append("calibjax --version prints the version; --completion bash (or zsh) a script.")
+        print("\n".join(lines), file=sys.stdout if helped else sys.stderr)
+        raise SystemExit(0 if helped else 2)
+    from calibjax.commands.parser import completion_script, fail
 
-        print(completion_script(args[1:], {name: load_command(name)[0] for name in COMMANDS}), end="")
+    if name == "--completion":
+        print(completion_script(args[1:], {command: load_command(command)[0] for command in COMMANDS}), end="")
         raise SystemExit(0)
-    if not words or words[-1] in ("-h", "--help", *GROUPS):
-        asked = bool(words) and words[-1] in ("-h", "--help")
-        print(_help(words[0] if words and words[0] in GROUPS else ""), file=sys.stdout if asked else sys.stderr)
-        raise SystemExit(0 if asked else 2)
-    from calibjax.commands.parser import fail
-
-    group = f"{words[0]} " if words[0] in GROUPS else ""
-    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(group)}
+    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(f"{group} " if group else "")}
     known |= {} if group else {other: other for other in (*GROUPS, "--help", "--version")}
-    fail(f"calibjax has no command {name!r}", words[-1], known, "calibjax --help lists them")
-
-
-def _help(group: str) -> str:
-    lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
-    lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
-    lines += [f"  {name:<15} {summary}" for name, summary in COMMANDS.items() if name.startswith(group)]
-    lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
-    return "\n".join(
-        lines if group else [*lines, "calibjax --version prints the version; --completion bash (or zsh) a script."]
-    )
+    fail(f"calibjax has no command {name!r}", last, known, "calibjax --help lists them")
 
 
 def _execute(options: Any, run: Run) -> int:
@@ -226,7 +205,7 @@ def _execute(options: Any, run: Run) -> int:
     from calibjax.commands.common import leaving_nothing
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
-    from calibjax.runtime.errors import NonFiniteLossError, UserError, printable, storage_failure
+    from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
     from calibjax.runtime.options import check_options
 
     try:
@@ -237,24 +216,25 @@ def _execute(options: Any, run: Run) -> int:
         if not prints and hasattr(options, "quiet"):
             options = dataclasses.replace(options, quiet=True)
         as_json = getattr(options, "json", False)
-        write = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
 
         def log(line: str) -> None:
-            write(printable(line))
+            if prints:
+                print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
         with leaving_nothing(getattr(options, "out", None)):
             try:
-                document = run(options, log if prints else _discard)
+                document = run(options, log)
             finally:
                 locks.release()
     except NonFiniteLossError as error:
         print(f"stopped: {_one_line(error, options)}", file=sys.stderr)
         return 1
-    except UserError as error:
-        print(f"error: {_one_line(error, options)}", file=sys.stderr)
-        return _exit_code(storage_failure(error))
     except Exception as error:
         failure = storage_failure(error)
+        code = 2 if failure is None or failure.errno in DENIED else 1  # 2 also where a path must not be written
+        if isinstance(error, UserError):
+            print(f"error: {_one_line(error, options)}", file=sys.stderr)
+            return code
         if failure is not None:
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail likewise
             where = failure.filename or getattr(options, "out", None)
@@ -266,7 +246,7 @@ def _execute(options: Any, run: Run) -> int:
         if jax.process_count() == 1:
             if failure is None:
                 raise
-            return _exit_code(failure)
+            return code
         if failure is None:
             traceback.print_exc()
         print(
@@ -282,13 +262,6 @@ def _execute(options: Any, run: Run) -> int:
     return 1 if document and document.get("held_out", {}).get("failed") else 0
 
 
-def _exit_code(failure: OSError | None) -> int:
-    """2 after invalid input, among it a path that must not be written, 1 where the storage failed."""
-    from calibjax.runtime.errors import DENIED
-
-    return 2 if failure is None or failure.errno in DENIED else 1
-
-
 def _one_line(error: Exception, options: Any) -> str:
     """The message; where it begins with an argument of the library, with the option in its place."""
     from calibjax.commands.parser import list_options
@@ -296,13 +269,10 @@ def _one_line(error: Exception, options: Any) -> str:
 
     flags = {option.path[-1]: option.flag for option in list_options(type(options))} | {"model": "--model"}
     message = " ".join(str(error).split())
-    if (found := re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)) and found[2] in flags:
-        message = f"{flags[found[2]]}{': ' if found[3] == ': ' else ' '}{message[found.end() :]}"
+    argument = re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)
+    if argument and argument[2] in flags:
+        message = f"{flags[argument[2]]}{': ' if argument[3] == ': ' else ' '}{message[argument.end() :]}"
     return printable(message)
-
-
-def _discard(line: str) -> None:
-    """For `log`."""
 
 
 if __name__ == "__main__":

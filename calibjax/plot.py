@@ -257,12 +257,12 @@ def forest(
         UserError: no difference.
     """
     ax = _axes(ax)
-    if "methods" in (found := _set(differences)):
-        rows = {name: row.get("against", {}).get(figure) for name, row in found["methods"].items()}
+    if "methods" in (results := _set(differences)):
+        rows = {name: row.get("against", {}).get(figure) for name, row in results["methods"].items()}
         differences = {
             name: (row["difference"], row["low"], row["high"]) for name, row in rows.items() if row is not None
         }
-        title = title or f"Δ {_NAMES.get(figure, figure)} against {found.get('reference', 'temperature')}"
+        title = title or f"Δ {_NAMES.get(figure, figure)} against {results.get('reference', 'temperature')}"
     if not differences:
         raise UserError(f"forest: expected at least one difference, found none of {figure}.")
     lines = np.arange(len(differences))[::-1]
@@ -313,12 +313,12 @@ def _set(results: Any) -> Any:
 
 def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
     """(name, row) of a method."""
-    found = _set(results)
-    if not isinstance(found, Mapping):
+    results = _set(results)
+    if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
-    if "methods" not in found:
-        return method or "", found
-    rows = found["methods"]
+    if "methods" not in results:
+        return method or "", results
+    rows = results["methods"]
     name = list(rows)[-1] if method is None else method
     if name not in rows:
         raise UserError(f"method: expected one of {', '.join(rows)}, got {name!r}.")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from calibjax.eval.report.figures import blank
 from calibjax.plot import LINES, MARKS, MUTED, legend, plain
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,11 @@ class Table(NamedTuple):
     def column(self, name: str) -> list[str]:
         index = self.header.index(name)
         return [row[index] for row in self.rows]
+
+
+def blank(width: float, height: float) -> Figure:
+    """A new figure of this size in inches, without pyplot's global state."""
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def tables(page: str) -> list[Table]:

@@ -35,9 +35,9 @@ from rich.table import Table
 from static_profile import CHIPS, Program
 
 from calibjax import kernels
+from calibjax.runtime.compilers import DoesNotCompile, compiler_version
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.tpu_compiler import DoesNotCompile, compiler_version
 
 MEASURED = Path(__file__).parents[2] / "shared" / "measure" / "measured_by_tokamax.json"
 NAMES = {"v6e": "tpu_v6_lite", "v7x": "tpu7x"}
@@ -146,7 +146,7 @@ class Profiles:
         sources = sorted(Path(kernels.__file__).parent.rglob("*.py"))
         ours = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
         self._sources = {True: f"calibjax {ours}", False: f"tokamax {_version('tokamax')}"}
-        self._compiler = f"jax {jax.__version__}, libtpu {compiler_version()}"
+        self._compiler = f"jax {jax.__version__}, {compiler_version()}"
         self.stored: dict[str, dict[str, Any]] = read_json(file) if file.exists() else {}
 
     def compile(self, requests: Iterable[Request], minutes: float) -> None:

@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.table import Table
 from static_profile import CHIPS
 
+from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.tpu_compiler import DoesNotCompile
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64

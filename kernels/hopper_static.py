@@ -25,7 +25,7 @@ from bench import softcap
 from contenders import PRESETS, Problem
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from calibjax.runtime.gpu_compiler import gpu_devices
+from calibjax.runtime.compilers import gpu_devices
 
 
 def _numbers(pattern: str, text: str) -> list[int]:

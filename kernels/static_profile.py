@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from calibjax.kernels.pallas_tpu import blocks
+from calibjax.runtime.compilers import slice_devices, with_compiler
 from calibjax.runtime.hlo import executions
-from calibjax.runtime.tpu_compiler import slice_devices, with_compiler
 
 
 class Chip(NamedTuple):

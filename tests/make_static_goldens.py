@@ -6,13 +6,14 @@ Nothing runs on a device. `tests/kernels/test_static.py` compares with the file;
 to have changed, or with another jax or libtpu, and look at the difference.
 """
 
+import importlib.metadata
 import json
 import re
 import sys
 import tempfile
 from pathlib import Path
 
-from calibjax.runtime.tpu_compiler import compiler_version, slice_devices, with_compiler
+from calibjax.runtime.compilers import slice_devices, with_compiler
 
 TESTS = Path(__file__).parent
 FILE = TESTS / "goldens" / "static.json"
@@ -119,7 +120,7 @@ def figures():
 def versions():
     import jax
 
-    return {"jax": jax.__version__, "libtpu": compiler_version()}
+    return {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from calibjax.cli import COMMANDS, main
-from calibjax.commands.plan.chips import CHIPS
+from calibjax.commands.plan import CHIPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

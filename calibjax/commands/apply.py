@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from calibjax import metrics
-from calibjax.commands.common import ColumnOptions, JsonOptions
-from calibjax.data.table import PredictionTable, read_table, table_rows
+from calibjax.commands.common import JsonOptions, TableOptions
+from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
-from calibjax.eval.compare.contenders import Outcome, uncalibrated
+from calibjax.eval.compare.contenders import uncalibrated
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
@@ -20,7 +20,7 @@ from calibjax.runtime.files import check_new_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ApplyOptions(ColumnOptions, JsonOptions):
+class ApplyOptions(TableOptions, JsonOptions):
     """Recalibrates the predictions of a table with a method that `calibjax compare --save` fitted.
 
     The table has the columns of `compare`, without the outcome where it is not known. Where it is (correct, or label),
@@ -28,7 +28,6 @@ class ApplyOptions(ColumnOptions, JsonOptions):
 
     Attributes:
         table: new predictions: .csv, .tsv, .jsonl, .json, .parquet or .npz.
-        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         method: directory that `compare --save` wrote.
         out: file to write: .csv, .tsv, .jsonl, .parquet or .npz. All columns of the table, and calibrated_confidence;
             of a method that recalibrates a distribution also calibrated_prediction, the predicted class, and
@@ -37,8 +36,6 @@ class ApplyOptions(ColumnOptions, JsonOptions):
     """
 
     heading: ClassVar[str] = "data"
-    table: Path
-    skip_broken: bool = False
     method: Path
     out: Path
 
@@ -55,10 +52,7 @@ class ApplyOptions(ColumnOptions, JsonOptions):
 def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
-    with about("--table"):
-        table = read_table(options.table, outcomes=False, **options.reading(), skip_broken=options.skip_broken)
-    for note in table.notes:
-        log(note)
+    table = options.read_table(options.table, log, outcomes=False, skip_broken=options.skip_broken)
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)
@@ -66,8 +60,14 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
     document["converged"] = bool(recalibrator.state.report.converged)
     if table.predictions.labels is not None or table.predictions.correct is not None:
-        before, after = uncalibrated(table.predictions), _outcome(columns, table)
-        document["figures"] = {"uncalibrated": _figures(before), recalibrator.name: _figures(after)}
+        before = uncalibrated(table.predictions)
+        correct = before.correct
+        if "prediction" in columns:
+            correct = (columns["prediction"] == table.predictions.labels).astype(np.float32)
+        document["figures"] = {
+            "uncalibrated": _figures(before.confidence, before.correct),
+            recalibrator.name: _figures(columns["confidence"], correct),
+        }
     if not options.json:
         _print(document, options)
     return document
@@ -81,32 +81,24 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
         data = data._replace(confidence=base.confidence)
     if table.groups is not None:
         data = data._replace(slices=table.groups.astype(np.int32))
-    found = recalibrator(data)
+    recalibrated = recalibrator(data)
     if recalibrator.method.gives == "confidence":
-        return {"confidence": found}
-    probabilities = np.exp(found)
-    confidence = np.minimum(probabilities.max(axis=1), 1.0)
-    return {"confidence": confidence, "prediction": found.argmax(axis=1), "p": probabilities}
+        return {"confidence": recalibrated}
+    p = np.exp(recalibrated)
+    return {"confidence": np.minimum(p.max(axis=1), 1.0), "prediction": recalibrated.argmax(axis=1), "p": p}
 
 
-def _outcome(columns: dict[str, np.ndarray], table: PredictionTable) -> Outcome:
-    correct = uncalibrated(table.predictions).correct
-    if "prediction" in columns:
-        correct = (columns["prediction"] == table.predictions.labels).astype(np.float32)
-    return Outcome(columns["confidence"], correct)
-
-
-def _figures(outcome: Outcome) -> dict[str, float]:
-    sums = metrics.pooled_sums(outcome.confidence, outcome.correct)
-    found, ece = metrics.summarise(sums), metrics.error_interval(sums)
+def _figures(confidence: np.ndarray, correct: np.ndarray) -> dict[str, float]:
+    sums = metrics.pooled_sums(confidence, correct)
+    summary, ece = metrics.summarise(sums), metrics.error_interval(sums)
     return {
-        "log_loss": found["nll"],
-        "brier": found["brier"],
+        "log_loss": summary["nll"],
+        "brier": summary["brier"],
         "ece": ece.value,
         "ece_low": ece.low,
         "ece_high": ece.high,
-        "accuracy": found["accuracy"],
-        "confidence": found["confidence"],
+        "accuracy": summary["accuracy"],
+        "confidence": summary["confidence"],
     }
 
 
@@ -145,12 +137,12 @@ def _print(document: dict[str, Any], options: ApplyOptions) -> None:
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]
     rows = [
         [
-            row,
-            *(short(of_row[key]) for key in ("log_loss", "brier")),
-            f"{short(of_row['ece'])} [{short(of_row['ece_low'])}, {short(of_row['ece_high'])}]",
-            *(short(of_row[key]) for key in ("accuracy", "confidence")),
+            title,
+            *(short(row[key]) for key in ("log_loss", "brier")),
+            f"{short(row['ece'])} [{short(row['ece_low'])}, {short(row['ece_high'])}]",
+            *(short(row[key]) for key in ("accuracy", "confidence")),
         ]
-        for row, of_row in figures.items()
+        for title, row in figures.items()
     ]
     verdict = (
         f"The recalibrated predictions are better: {line}." if better else f"WARNING: no improvement here: {line}."

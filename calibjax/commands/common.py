@@ -5,8 +5,7 @@ import dataclasses
 import functools
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -15,13 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.commands.config import NAME as CONFIG
-from calibjax.commands.config import write_config
-from calibjax.eval.report.schema import SCHEMA as SCHEMA
-from calibjax.eval.report.schema import Document
+from calibjax.commands.parser import CONFIG, write_config
+from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import is_first, on_first
+from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
 from calibjax.runtime.locks import RUN_LOCK, hold
@@ -43,6 +40,8 @@ from calibjax.runtime.tracking import TrackerName, check_tracker
 if TYPE_CHECKING:
     from calibjax.data import Format, Rows, Sequences
     from calibjax.data.splits import SplitOrder
+    from calibjax.data.table import PredictionTable
+    from calibjax.eval.tokens import MethodResult
     from calibjax.models import LanguageModel
 
 # Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
@@ -55,29 +54,20 @@ def presentation(default: Any = dataclasses.MISSING) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelPathOptions:
-    """Where a language model is.
+class ModelOptions:
+    """The language model of a command, and the devices that it runs on.
 
     Attributes:
         model: directory with config.json and safetensors, GGUF file, converted model, or hub id.
-    """
-
-    heading: ClassVar[str] = "model"
-    model: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(ModelPathOptions):
-    """The language model of a command.
-
-    Attributes:
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
         dtype: compute dtype of the model; by default bfloat16 on accelerators where its weights are, else float32.
     """
 
     heading: ClassVar[str] = "model"
+    model: str
     adapter: Path | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
+    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,13 +169,33 @@ class ColumnOptions:
     tokens: bool = False
     truth: Path | None = None
 
-    def reading(self) -> dict[str, Any]:
-        """Arguments of `read_table`; raises `UserError` for columns that are not of this form."""
+    def read_table(self, file: Path, log: Callable[[str], None], **options: Any) -> "PredictionTable":
+        """The table in a file, with notes on it logged; further options are those of `data.table.read_table`."""
+        from calibjax.data.table import read_table
+
         pairs = [pair for given in self.columns for pair in re.split(r",(?=\w+=)", given.strip(", "))]
         for pair in pairs:
             if not re.fullmatch(r"\w+=.+", pair):
                 raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
-        return {"columns": dict(pair.split("=", 1) for pair in pairs), "tokens": self.tokens, "truth": self.truth}
+        columns = dict(pair.split("=", 1) for pair in pairs)
+        with about("--table"):
+            table = read_table(file, columns=columns, tokens=self.tokens, truth=self.truth, **options)
+        for note in table.notes:
+            log(note)
+        return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableOptions(ColumnOptions):
+    """A table of predictions.
+
+    Attributes:
+        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
+    """
+
+    heading: ClassVar[str] = "data"
+    table: Path
+    skip_broken: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,28 +357,20 @@ class DataOptions:
 
 
 def on_devices(work: Work) -> Work:
-    """Wraps the function of a command, one of whose arguments are options with `devices` and `dtype`.
-
-    Attention is as these options choose.
-
-    Raises:
-        UserError: `--cudnn-attention` with a dtype that cuDNN's attention does not take.
-    """
+    """Wraps the function of a command: its attention is what the options, its first argument, choose."""
 
     @functools.wraps(work)
-    def carried_out(*args: Any, **options: Any) -> Any:
-        run = next(value for value in args if hasattr(value, "devices"))
-        if not run.devices.cudnn_attention and "calibjax.nn.attention" not in sys.modules:
-            return work(*args, **options)  # a table needs no models
+    def wrapped(options: Any, *args: Any, **more: Any) -> Any:
+        if not options.devices.cudnn_attention:
+            return work(options, *args, **more)
         from calibjax.nn.attention import cudnn_attention
 
-        asked = run.devices.cudnn_attention or cudnn_attention.value
-        if asked and run.dtype == "float32":
+        if options.dtype == "float32":
             raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
-        with cudnn_attention(asked):
-            return work(*args, **options)
+        with cudnn_attention(True):
+            return work(options, *args, **more)
 
-    return cast(Work, carried_out)
+    return cast(Work, wrapped)
 
 
 def load_placed(
@@ -382,13 +384,8 @@ def load_placed(
 ) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
-    Args:
-        path: as `load_model`'s.
-        mesh: of `DeviceOptions`. One device is the default one, with whole weights.
-        dtype: to compute in; None: bfloat16 on accelerators where the weights are stored in it, else float32.
-        stored: of the weights; None: `dtype`.
-        adapter: as `load_model`'s.
-        log: called with one line on the model.
+    It computes in `dtype`; None: in bfloat16 on accelerators where the weights are stored in it, else in float32.
+    `stored` is the dtype of the weights, by default `dtype`.
 
     Raises:
         UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
@@ -419,11 +416,7 @@ def load_placed(
 def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
     """Checks the options of a command, makes its mesh, opens its data and claims its output directory.
 
-    Options are checked by their ranges, then by their own `check` and those of the groups in them, where there is one.
     Of data that is at hand the first row is read, so that a wrong path or column is found before the model is loaded.
-
-    Raises:
-        UserError: an option is out of range, data cannot be read, or the directory holds something else.
     """
     check_options(options)
     if hasattr(options, "check"):
@@ -480,11 +473,11 @@ def check_sources(options: Any) -> None:
         return
     from calibjax.data import is_hub_id, is_multiple_choice
 
-    for option, source, of_source, column_optional in given:
+    for option, source, part, column_optional in given:
         if is_hub_id(source):
             continue
         with about(option):
-            rows = options.text.open(source, of_source)
+            rows = options.text.open(source, part)
             if not is_multiple_choice(rows):
                 options.text.recognise(rows, column_optional=column_optional)
 
@@ -492,17 +485,19 @@ def check_sources(options: Any) -> None:
 @contextlib.contextmanager
 def leaving_nothing(out: Path | None) -> Iterator[None]:
     """Removes what a run has made (directories, run.json, run.yaml), where it ends by a `UserError` without results."""
-    made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
-    empty = out is not None and (bool(made) or (out.is_dir() and not any(out.iterdir())))
+    if out is None:
+        yield
+        return
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    empty = bool(made) or (out.is_dir() and not any(out.iterdir()))
     try:
         yield
     except UserError:
-        if out is not None and empty and is_first():
+        if empty and is_first():
             with contextlib.suppress(OSError):
-                names = {entry.name for entry in out.iterdir()}
-                if names <= {"run.json", CONFIG}:
-                    for name in names:
-                        (out / name).unlink()
+                if {entry.name for entry in out.iterdir()} <= {"run.json", CONFIG}:
+                    for entry in out.iterdir():
+                        entry.unlink()
             with contextlib.suppress(OSError):
                 for path in made:
                     path.rmdir()  # fails where it is not empty
@@ -513,23 +508,22 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
     """Makes `out` the directory of the run that `identity` describes, or finds that it already is, and locks it.
 
     Raises:
-        UserError: it holds another run, or something that is no run at all; another process uses it; or as
-            `check_orbax_path`.
+        UserError: it holds another run or other files, another process uses it, or Orbax cannot write there.
     """
-    on_first(functools.partial(_claim, out, identity))
 
+    def claim() -> None:
+        content = json.loads(json.dumps(identity))
+        check_orbax_path(out)
+        _holds_run(out, content)  # before anything is made
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            hold(out)
+            if not _holds_run(out, content):
+                write_file(out / "run.json", json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot write there ({error}).") from error
 
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    identity = json.loads(json.dumps(identity))
-    check_orbax_path(out)
-    _holds_run(out, identity)  # before anything is made
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        hold(out)
-        if not _holds_run(out, identity):
-            write_file(out / "run.json", json.dumps(identity, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write there ({error}).") from error
+    on_first(claim)
 
 
 def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
@@ -537,25 +531,23 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
     file = out / "run.json"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
-    held = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
-    held = {name for name in held if name != RUN_LOCK and not is_temporary(name, file.name)}  # a kill may leave them
-    if file.name in held <= {file.name, CONFIG}:
-        held = set()  # a run that ended before any work, by an invalid option: nothing would be lost
-    if file.name in held:
-        try:
-            stored = read_json(file)
-        except ValueError as error:
-            raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
-        if stored != identity:
-            different = ", ".join(_differences(stored, identity)[:8])
-            raise UserError(
-                f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
-                "or give the same options to resume it."
-            )
-        return True
-    if held:
+    names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    names = {name for name in names if name != RUN_LOCK and not is_temporary(name, file.name)}  # a kill may leave them
+    if names <= {file.name, CONFIG} and names != {CONFIG}:
+        return False  # at most a run that ended before any work, by an invalid option
+    if file.name not in names:
         raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
-    return False
+    try:
+        stored = read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
+    if stored != identity:
+        different = ", ".join(_differences(stored, identity)[:8])
+        raise UserError(
+            f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
+            "or give the same options to resume it."
+        )
+    return True
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:
@@ -585,46 +577,54 @@ def split_names(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for part in given for name in part.split(",") if name.strip()))
 
 
-HEAD = "head/ (for calibjax.load_head)"
+def make_document(
+    results: "Mapping[str, dict[str, MethodResult]]", run: Mapping[str, Any], **options: Any
+) -> dict[str, Any]:
+    """The contents of metrics.json: the figures of the set `held_out` and of others; options as `results_json`'s."""
+    from calibjax.eval.tokens import results_json
+
+    figures = {name: results_json(methods, **options) for name, methods in results.items()}
+    document: Document = {"schema": SCHEMA, "held_out": figures.pop("held_out"), "run": dict(run)}
+    return document | ({"transfer": figures} if figures else {})
 
 
-def training_curves(directory: Path) -> dict[str, dict[str, Any]]:
-    """What `train.loop.train` logged in and below a directory, by the name of each log's folder.
+def write_results(document: Document, out: Path) -> None:
+    """Writes metrics.json, with the curves of every train.jsonl but those of folds, then what is drawn from it."""
+    from calibjax.eval.report.page import write_report
 
-    The same after a kill and a resume. Heads of folds are left out.
-    """
     curves = {}
-    for file in sorted(directory.glob("**/train.jsonl")):
-        if "folds" in file.relative_to(directory).parts:
+    for file in sorted(out.glob("**/train.jsonl")):
+        if "folds" in file.relative_to(out).parts:
             continue
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         curve: dict[str, list[Any]] = {}
         for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
-            of_value = [row for row in rows if value in row]
-            curve |= {step: [row["step"] for row in of_value], value: [row[value] for row in of_value]}
-        name = file.parent.relative_to(directory).as_posix()
-        curves[name.removeprefix("fit/")] = curve
-    return curves
-
-
-def write_results(document: Document, out: Path) -> None:
-    """Writes metrics.json, then what is drawn from it."""
-    from calibjax.eval.report.page import write_report
-
-    if curves := training_curves(out):
+            chosen = [row for row in rows if value in row]
+            curve |= {step: [row["step"] for row in chosen], value: [row[value] for row in chosen]}
+        curves[file.parent.relative_to(out).as_posix().removeprefix("fit/")] = curve
+    if curves:
         document["training"] = curves
     write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
     write_report(document, out)
 
 
-def finish(document: Document, out: Path, *, holds: str = HEAD, show: bool = True, subjects: bool = False) -> None:
-    """Writes the results; `show` prints the verdict, the table and where the files are. The first process does it.
+def finish(
+    document: Document,
+    out: Path | None,
+    *,
+    holds: str = "head/ (for calibjax.load_head)",
+    show: bool = True,
+    subjects: bool = False,
+) -> None:
+    """Writes the results in `out`, if any, and prints verdict, table and the names of files. The first process does it.
 
     `holds` names what else the run left in `out`; `subjects` prints the table of subjects too.
     """
     if not is_first():
         return
-    write_results(document, out)
-    if show:
+    files = ""
+    if out is not None:
+        write_results(document, out)
         files = f"results in {out}: report.html, metrics.json, reliability.png, {holds}"
+    if show:
         print_report(document, files=files, subjects=subjects)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from calibjax.commands.common import JsonOptions, ModelPathOptions
+from calibjax.commands.common import JsonOptions
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.models.load import stored_dtype, tensor_dtypes
@@ -19,7 +19,7 @@ from calibjax.runtime.sharding import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertOptions(JsonOptions, ModelPathOptions):
+class ConvertOptions(JsonOptions):
     """Writes a model as an Orbax checkpoint, which loads on any number of devices, or back as safetensors.
 
     The checkpoint holds the weights in the dtype of their files (float16 as float32, which holds it exactly), with
@@ -27,11 +27,13 @@ class ConvertOptions(JsonOptions, ModelPathOptions):
     files are those of Hugging Face's layout; where the tensors were of several dtypes, all are written in float32.
 
     Attributes:
+        model: directory with config.json and safetensors, GGUF file, converted model, or hub id.
         out: directory to write; new or empty.
         to: format to write.
         json: print what was done as one JSON document.
     """
 
+    model: str
     out: Path
     to: Literal["orbax", "safetensors"] = "orbax"
 

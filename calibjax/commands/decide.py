@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from calibjax.commands.common import ColumnOptions, JsonOptions, presentation
-from calibjax.data.table import PredictionTable, read_table
+from calibjax.commands.common import JsonOptions, TableOptions, presentation
+from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, decide
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -19,7 +19,7 @@ from calibjax.runtime.options import Fraction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecideOptions(ColumnOptions, JsonOptions):
+class DecideOptions(TableOptions, JsonOptions):
     """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
 
     The table has the columns of `compare`: confidence and correct (0 or 1), or the probabilities of the options of
@@ -28,7 +28,6 @@ class DecideOptions(ColumnOptions, JsonOptions):
 
     Attributes:
         table: answers with known outcomes: .csv, .tsv, .jsonl, .json, .parquet or .npz.
-        skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         risk: largest fraction of wrong answers.
         level: probability, over the draw of the table, of the guarantee on the answers that are given.
         claims: rows are factual claims, and those with the same label in the column group are the claims of one
@@ -39,8 +38,6 @@ class DecideOptions(ColumnOptions, JsonOptions):
     """
 
     heading = "data"
-    table: Path
-    skip_broken: bool = False
     risk: Fraction = 0.05
     level: Fraction = 0.9
     claims: bool = False
@@ -59,10 +56,7 @@ class DecideOptions(ColumnOptions, JsonOptions):
 def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns thresholds, with what they guarantee and what they do to the rows of the table."""
     options.check()
-    with about("--table"):
-        table = read_table(options.table, **options.reading(), skip_broken=options.skip_broken)
-    for note in table.notes:
-        log(note)
+    table = options.read_table(options.table, log, skip_broken=options.skip_broken)
     if options.by_category and table.categories is None:
         raise UserError(f"--by-category: {options.table} has no column category.")
     if options.claims and table.groups is None:
@@ -89,43 +83,38 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
     rows, sets = [], []
     for category, decided in document["categories"].items():
         for name, row in decided.items():
+            threshold = row["threshold"]
             if name == "options":
+                shown = "every option" if threshold is None else str(threshold)
+                cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
+                sets.append([category or "all", *cells, short(row["single"], ".3f")])
                 continue
-            shown = f"answers {row['answers']}" if row["threshold"] is None else str(row["threshold"])
+            shown = f"answers {row['answers']}" if threshold is None else str(threshold)
             figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
             cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
             rows.append([f"{category}, {name}" if category else name, f"{row['questions']:,}", shown, *cells])
-        if "options" in decided:
-            row = decided["options"]
-            shown = "every option" if row["threshold"] is None else str(row["threshold"])
-            cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
-            sets.append([category or "all", *cells, short(row["single"], ".3f")])
     columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
     title = f"At most {options.risk} wrong; figures are those of the table itself"
     if options.claims:
         title = title.replace("wrong", "false")
         columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
-    order = (3, 2, 5, 4, 1)
-    more = []
-    if sets:
-        titles = ["options", "questions", "p at least", "right in set", "mean size", "one option"]
-        more.append(TextTable("Sets of options", titles, sets))
+    titles = ["options", "questions", "p at least", "right in set", "mean size", "one option"]
     shown = {name for row in document["categories"].values() for name in row}
-    notes = [f"{name}: {text}." for name, text in document["guarantees"].items() if name in shown]
-    files = "" if options.out is None else f"thresholds and figures in {options.out}"
     print_result(
-        _verdict(document, options), TextTable(title, columns, rows, order), notes=notes, more=more, files=files
+        (_claims_verdict if options.claims else _verdict)(document, options),
+        TextTable(title, columns, rows, (3, 2, 5, 4, 1)),
+        notes=[f"{name}: {text}." for name, text in document["guarantees"].items() if name in shown],
+        more=[TextTable("Sets of options", titles, sets)] if sets else (),
+        files="" if options.out is None else f"thresholds and figures in {options.out}",
     )
 
 
 def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
-    decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
-    total = sum(row["questions"] for row in decided)
-    answered = sum(row["answered"] * row["questions"] for row in decided) / total
+    decided = [row[OF_ANSWERS] for row in document["categories"].values()]
+    answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     none = sum(row["answers"] == "none" for row in decided)
-    if options.claims:
-        return _claims_verdict(decided, options)
+    threshold = decided[0]["threshold"]
     if none == len(decided):
         return (
             f"WARNING: no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
@@ -134,22 +123,22 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
     if options.by_category:
         left = f"; {none} categories are not answered" if none else ""
         return f"{answered:.1%} of the questions are answered, and in each category {limit}{left}."
-    threshold = decided[0]["threshold"]
     if threshold is None:
         return f"All questions can be answered: {limit}."
     return f"Answer where the confidence is above {threshold}: {answered:.1%} of the questions, and {limit}."
 
 
-def _claims_verdict(decided: list[dict[str, Any]], options: DecideOptions) -> str:
+def _claims_verdict(document: dict[str, Any], options: DecideOptions) -> str:
+    decided = [row[OF_CLAIMS] for row in document["categories"].values()]
     limit = f"expected fraction of false claims in an answer is at most {options.risk}"
+    threshold = decided[0]["threshold"]
     if all(row["answers"] == "none" for row in decided):
         return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
     if options.by_category:
         return f"The {limit} in each category, with the claims above its threshold."
-    if decided[0]["threshold"] is None:
+    if threshold is None:
         return f"All claims can be kept: the {limit}."
-    row = decided[0]
-    return f"Keep claims with a confidence above {row['threshold']}: {row['answered']:.1%} of them; the {limit}."
+    return f"Keep claims with a confidence above {threshold}: {decided[0]['answered']:.1%} of them; the {limit}."
 
 
 def _probabilities(table: PredictionTable) -> np.ndarray | None:

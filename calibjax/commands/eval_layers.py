@@ -27,9 +27,8 @@ from calibjax.data import (
 )
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.terminal import print_report
 from calibjax.models import LanguageModel
-from calibjax.runtime.distributed import DeviceOptions, is_first, together
+from calibjax.runtime.distributed import together
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch
 
@@ -49,14 +48,12 @@ class EvalLayersOptions(LayersOptions, OutputOptions, SourceOptions, ModelOption
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
         letters_only: of a question, compare only the letters; --no-letters-only reads the whole vocabulary.
         subjects: print the table of subjects too.
-        devices: devices of the run.
         text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
     """
 
     out: Path | None = presentation(None)
     letters_only: bool = True
     subjects: bool = presentation(False)
-    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 class _Material(NamedTuple):
@@ -90,11 +87,8 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Docum
     )
     document["held_out"]["unit"] = material.unit
     document["run"] |= run_identity("eval layers", options)
-    if options.out is not None:
-        figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-        finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
-    elif not options.json and is_first():
-        print_report(document, subjects=options.subjects)
+    figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
+    finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
     return document
 
 
@@ -103,20 +97,21 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     if not is_multiple_choice(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return _Material(split_text(sequences, 0.5, log), "tokens", "whole vocabulary")
-    asked = choice_sequences(
+    questions = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
     )
-    check_ids(asked.sequences, lm.config.vocab_size)
-    names = lm.tokenizer.convert_ids_to_tokens(list(asked.letters))
+    check_ids(questions.sequences, lm.config.vocab_size)
+    names = lm.tokenizer.convert_ids_to_tokens(list(questions.letters))
+    longest = lm.config.max_positions
     log(
-        f"data: {rows.name}: multiple choice, {asked.read:,} questions read, {asked.too_long:,} of them longer than "
-        f"{lm.config.max_positions} tokens and left out; {len(asked.subjects):,} used, answers {', '.join(names)} "
-        f"after {asked.cue!r}"
+        f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {questions.too_long:,} of them longer "
+        f"than {longest} tokens and left out; {len(questions.subjects):,} used, answers {', '.join(names)} after "
+        f"{questions.cue!r}"
     )
     # Questions of one subject stand together in most files: the halves should be alike.
-    order = np.random.default_rng(options.seed).permutation(len(asked.subjects))
-    halves = split_text(asked.sequences.take(order), 0.5, log)
-    letters = asked.letters if options.letters_only else None
+    order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
+    halves = split_text(questions.sequences.take(order), 0.5, log)
+    letters = questions.letters if options.letters_only else None
     readout = "letters only" if options.letters_only else "whole vocabulary"
-    subjects = tuple(asked.subjects[index] for index in order)
+    subjects = tuple(questions.subjects[index] for index in order)
     return _Material(halves, "questions", readout, letters, subjects)

@@ -22,14 +22,13 @@ from calibjax.commands.common import (
     split_names,
 )
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.evaluator import TaskEvaluator
 from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
-from calibjax.runtime.distributed import DeviceOptions, is_first, on_first, together
+from calibjax.runtime.distributed import on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.options import Positive, run_identity
 from calibjax.train import head_notes, load_head
@@ -55,7 +54,6 @@ class EvalTasksOptions(TasksOptions, OutputOptions, ChatOptions, ModelOptions):
         out: directory for metrics.json, report.html, figures and answers/TASK.jsonl, a question a line, which compare,
             apply and decide read; without it only the tables are printed.
         subjects: print the table of subjects too.
-        devices: devices of the run.
     """
 
     tasks: tuple[str, ...]
@@ -63,7 +61,6 @@ class EvalTasksOptions(TasksOptions, OutputOptions, ChatOptions, ModelOptions):
     temperature: Positive | None = None
     out: Path | None = presentation(None)
     subjects: bool = presentation(False)
-    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 @on_devices
@@ -92,12 +89,8 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
     heads = _heads(options, lm, log)
     document = evaluate_tasks(lm, tasks, heads, options, context, chat=chat, probes=with_probes)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
-    if options.out is not None:
-        finish(
-            document, options.out, holds="answers/ (every question)", show=not options.json, subjects=options.subjects
-        )
-    elif not options.json and is_first():
-        print_report(document, subjects=options.subjects)
+    files = "answers/ (every question)"
+    finish(document, options.out, holds=files, show=not options.json, subjects=options.subjects)
     return document
 
 
@@ -122,12 +115,6 @@ def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
         return {name: load_probe(folder / name, fingerprint) for name in evaluator.probe_names}
 
 
-def temperature_head(lm: LanguageModel, temperature: float) -> FittedHead:
-    """The head that divides every logit by one temperature."""
-    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    return FittedHead(config, {"log_scale": jnp.float32(-math.log(temperature))}, 0.0, lm.fingerprint)
-
-
 def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], None]) -> dict[str, FittedHead]:
     heads: dict[str, FittedHead] = {}
     temperature = options.temperature
@@ -136,7 +123,9 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], No
         if temperature is None:
             log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
     if temperature is not None:
-        heads["temperature"] = temperature_head(lm, temperature)
+        config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+        log_scale = jnp.float32(-math.log(temperature))
+        heads["temperature"] = FittedHead(config, {"log_scale": log_scale}, 0.0, lm.fingerprint)
         log(f"temperature scaling: {temperature:.4f}")
     if options.head is not None:
         heads["ats"] = load_head(options.head, lm)

@@ -27,7 +27,7 @@ class HeadOptions(JsonOptions):
     """Which head leaves JAX.
 
     Attributes:
-        run: directory of a run of `train ats` or `quickstart`, of a head, or of what `compare --save` kept.
+        run: directory of a run of `train ats` or `quickstart`, of a head, or of what `compare --save` wrote.
         model: base model of the head; by default the one of the run.
         method: the fitted head, or temperature scaling of the same run.
         json: print what was written as one JSON document.
@@ -48,7 +48,7 @@ class ExportOptions(HeadOptions):
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
-        also: further files: the head, or the method that compare kept, as an ONNX model (onnx) or as a program of
+        also: further files: the head, or the method that compare saved, as an ONNX model (onnx) or as a program of
             StableHLO (stablehlo), or a program of a small base model with its head (model-stablehlo), which JAX runs
             without calibjax.
     """
@@ -73,20 +73,20 @@ def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[st
     """Verifies what `compare --save` kept, which is portable already, and writes it again."""
     if options.method != "ats" or options.model is not None:
         raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
-    kept = load(options.run)
+    method = load(options.run)
     for kind in options.also:
-        check_program(kept.name, kind)
+        check_program(method.name, kind)
     _check_programs(tuple(kind if kind != "onnx" else "method-onnx" for kind in options.also))
     more: dict[str, bytes] = {}
     if "stablehlo" in options.also:
-        more["method.stablehlo"] = stablehlo_program(kept)
+        more["method.stablehlo"] = stablehlo_program(method)
     if "onnx" in options.also:
-        more["method.onnx"] = onnx_model(kept)
-    save(options.out, kept.name, kept.state, notes=kept.notes, more=more)
+        more["method.onnx"] = onnx_model(method)
+    save(options.out, method.name, method.state, notes=method.notes, more=more)
     files = sorted(file.name for file in options.out.iterdir())
-    log(f"The recalibration method was exported: {kept.name}.")
+    log(f"The recalibration method was exported: {method.name}.")
     log(f"method in {options.out}: {', '.join(files)}")
-    return {"out": str(options.out), "method": kept.name, "files": files}
+    return {"out": str(options.out), "method": method.name, "files": files}
 
 
 def write_export(
@@ -98,9 +98,18 @@ def write_export(
         lm = load_model(_model_of(options, notes))
     more: dict[str, str | bytes] = {}
     if options.method == "temperature":
-        head = _temperature_scaling(head, notes, options.run)
-        temperature = notes["temperature"]
-        more["generation_config.json"] = _generation_config(lm, temperature)
+        temperature = notes.get("temperature")
+        if not isinstance(temperature, float) or not temperature > 0:
+            raise UserError(f"--method temperature: {options.run} records no temperature; export its head instead.")
+        head = constant_head(head, temperature)
+        try:
+            own = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
+        except ValueError:
+            own = {}
+        # Left out, transformers cuts the distribution to its 50 most likely tokens.
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        config = {**(own if isinstance(own, dict) else {}), **sampling}
+        more["generation_config.json"] = json.dumps(config, indent=2) + "\n"
         log(
             f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "
             f"temperature {temperature}, with neither top-k nor top-p, draws from it; any other sampling "
@@ -112,7 +121,11 @@ def write_export(
     if "model-stablehlo" in also:
         more["model.stablehlo"] = model_program(lm, head)
     if "onnx" in also:
-        more["head.onnx"] = _onnx(head, lm)
+        from calibjax.torch import to_onnx
+
+        with tempfile.TemporaryDirectory() as folder:
+            export_head(Path(folder) / "head", head, lm)
+            more["head.onnx"] = to_onnx(Path(folder) / "head")
     export_head(directory, head, lm, notes=notes, more=more)
     return head, lm
 
@@ -136,14 +149,6 @@ def _check_programs(names: tuple[str, ...]) -> None:
             )
 
 
-def _onnx(head: FittedHead, lm: LanguageModel) -> bytes:
-    from calibjax.torch import to_onnx
-
-    with tempfile.TemporaryDirectory() as folder:
-        export_head(Path(folder) / "head", head, lm)
-        return to_onnx(Path(folder) / "head")
-
-
 def _model_of(options: HeadOptions, notes: dict[str, Any]) -> str:
     """The base model: --model, the one that the head or the metrics.json of its run names, or what the run wrote."""
     if options.model is not None:
@@ -158,20 +163,3 @@ def _model_of(options: HeadOptions, notes: dict[str, Any]) -> str:
         except (ValueError, KeyError, TypeError):
             continue
     raise UserError(f"expected the base model; {options.run} holds no metrics.json that names it.")
-
-
-def _temperature_scaling(head: FittedHead, notes: dict[str, Any], directory: Path) -> FittedHead:
-    if not isinstance(notes.get("temperature"), float) or not notes["temperature"] > 0:
-        raise UserError(f"--method temperature: {directory} does not record a temperature; export its head instead.")
-    return constant_head(head, notes["temperature"])
-
-
-def _generation_config(lm: LanguageModel, temperature: float) -> str:
-    """The base model's settings of generation, with those that sample from softmax(logits / temperature)."""
-    try:
-        own = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
-    except ValueError:
-        own = {}
-    # Left out, transformers cuts the distribution to its 50 most likely tokens.
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return json.dumps({**(own if isinstance(own, dict) else {}), **sampling}, indent=2) + "\n"

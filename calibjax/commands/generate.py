@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed, on_devices, presentation
+from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed, on_devices
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate
-from calibjax.runtime.distributed import DeviceOptions, is_first, to_host
+from calibjax.runtime.distributed import is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
 from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed, check_options
 from calibjax.train import head_notes, load_head
@@ -35,7 +35,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
         seed: seed of the draws.
         json: print one JSON document instead of text and tables.
-        devices: devices to run on.
     """
 
     prompt: tuple[Annotated[str, AnyText()], ...]
@@ -46,7 +45,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
     top_p: Annotated[float, Range(0, 1, open="low")] | None = None
     sample_calibrated: bool = False
     seed: Seed = 0
-    devices: DeviceOptions = presentation(DeviceOptions())
 
 
 @on_devices
@@ -75,13 +73,10 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
         sampling=sampling,
     )
     generated = to_host(generated)
-    columns = generated._asdict()
+    columns = (generated.tokens, generated.base_log_probs, generated.confidence, generated.temperature)
     texts = []
     for row, (prompt, text) in enumerate(zip(options.prompt, generated.texts(lm.tokenizer), strict=True)):
-        kept = columns["where"][row]
-        values = (
-            columns[name][row][kept].tolist() for name in ("tokens", "base_log_probs", "confidence", "temperature")
-        )
+        values = (column[row][generated.where[row]].tolist() for column in columns)
         tokens = [
             {"id": i, "token": lm.tokenizer.decode([i]), "log_prob": p, "confidence": c, "temperature": t}
             for i, p, c, t in zip(*values, strict=True)

@@ -1,26 +1,37 @@
-"""Options on the command line: dataclasses of options as flags of `argparse`, each with its default, under headings."""
+"""Options of commands: dataclasses as flags of `argparse`, as a YAML file, and for the completion of shells.
+
+`--config run.yaml` reads options from a file, and every run leaves the file that reproduces it.
+"""
 
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
+import shlex
 import shutil
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
-from calibjax.runtime.errors import UserError, printable
+import yaml
+
+from calibjax.runtime.command_line import command_line
+from calibjax.runtime.errors import UserError, printable, user_path
+from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Positional, check_value, flag_of, marks, shortened
 
 Options = TypeVar("Options")
-Path = tuple[str, ...]
+Fields = tuple[str, ...]
 
 HEADINGS = ("model", "data", "method", "evaluation", "output", "device")
 """In the order of the help. An options class names its own by a class variable `heading`; without one it is method."""
+CONFIG = "run.yaml"
 
 _CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
 _HELP_ALL = "--help-all"
@@ -39,7 +50,7 @@ class Option(NamedTuple):
         help: from the docstring of the class.
     """
 
-    path: Path
+    path: Fields
     flag: str
     heading: str
     annotation: Any
@@ -67,27 +78,26 @@ class Option(NamedTuple):
         return (self.flag, f"--no-{self.flag[2:]}") if self.kind is bool else (self.flag,)
 
     @property
-    def dest(self) -> str:
-        return self.flag[2:].replace("-", "_")
-
-    @property
     def is_positional(self) -> bool:
         return any(marks(self.annotation, Positional))
 
     def read(self, text: str) -> Any:
-        """The value that a text gives; raises `UserError` where it is not one or is out of range."""
+        """The value that a text gives; raises `ArgumentTypeError` where it is not one or is out of range."""
         if text == "None" and self.default is not None and type(None) in typing.get_args(self.annotation):
             return None
         if self.choices:
             if text not in self.choices:
-                raise UserError(f"expected one of {', '.join(self.choices)}, got {shortened(ascii(text))}")
+                expected = f"one of {', '.join(self.choices)}"
+                raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(ascii(text))}")
             return text
         try:
             value = self.kind(text)
+            check_value(self.flag, self.annotation, text if self.kind not in (int, float) else value)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{self.flag}: ")) from error
         except ValueError as error:
             expected = "a whole number" if self.kind is int else "a number"
-            raise UserError(f"expected {expected}, got {shortened(ascii(text))}") from error
-        check_value(self.flag, self.annotation, text if self.kind not in (int, float) else value)
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(ascii(text))}") from error
         return value
 
     def described(self) -> str:
@@ -102,189 +112,22 @@ class Option(NamedTuple):
         return text.replace("%", "%%")
 
 
-def parse(
-    options_type: type[Options],
-    args: Sequence[str],
-    *,
-    prog: str,
-    description: str | None = None,
-    default: Options | None = None,
-    config: bool = True,
-) -> Options:
-    """The options that command-line arguments give.
-
-    Args:
-        options_type: a dataclass; its fields, and those of dataclasses in it, are options.
-        args: the arguments.
-        prog: the command, as the help has it.
-        description: what it does; by default the docstring of `options_type` up to its attributes.
-        default: values of options that are not given, in place of the fields' own.
-        config: the help describes --config, which the caller has read.
-
-    Raises:
-        UserError: an option is unknown, missing, cannot be read or is not in its range.
-        SystemExit: with code 0 after --help.
-    """
-    options = list(list_options(options_type, default))
-    args = [_dashed(arg) for arg in args]
-    doc = (description or inspect.cleandoc(options_type.__doc__ or "")).partition("Attributes:")[0].strip()
-    parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, fold=_HELP_ALL not in args)
-    known = {name: name for option in options if not option.is_positional for name in option.names}
-    for name in (arg.partition("=")[0] for arg in _before_dashes(args) if arg.startswith("--")):
-        if name not in (*known, "--help", _HELP_ALL):
-            fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
-    values = vars(parser.parse_args(args))
-    given = {option.path: values[option.dest] for option in options}
-    given |= {option.path: tuple(given[option.path]) for option in options if option.several}
-    return _assemble(options_type, given, ())
-
-
-def parse_script(options_type: type[Options], args: Sequence[str] | None = None, **options: Any) -> Options:
-    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid.
-
-    `options`: description and default, as of `parse`.
-    """
-    try:
-        given = sys.argv[1:] if args is None else args
-        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, **options)
-    except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
-def list_options(options_type: type, default: Any = None, path: Path = ()) -> Iterator[Option]:
+def list_options(options_type: type, default: Any = None, path: Fields = ()) -> Iterator[Option]:
     """The options of a dataclass, those of dataclasses in it too; `default` is an instance with other defaults."""
     hints, documented = typing.get_type_hints(options_type, include_extras=True), _documented(options_type)
     for field in dataclasses.fields(options_type):
-        value = _default(field) if default is None else getattr(default, field.name)
-        declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
-        heading = declared.__dict__.get("heading", "method")
+        if default is not None:
+            value = getattr(default, field.name)
+        else:
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         hint, at = hints[field.name], (*path, field.name)
         if dataclasses.is_dataclass(hint):
             yield from list_options(typing.cast(type, hint), None if value is dataclasses.MISSING else value, at)
             continue
+        declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
+        heading = declared.__dict__.get("heading", "method")
         unset = getattr(options_type, "unset_value", lambda name: None)(field.name) if value is None else None
         yield Option(at, flag_of(field), heading, hint, value, unset, documented.get(field.name, ""))
-
-
-def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
-    """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
-    initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
-    near = difflib.get_close_matches(given, known)
-    near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
-    near = initials + near
-    raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises `UserError` where argparse prints its usage and exits."""
-
-    def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        if missing := message.partition("the following arguments are required: ")[2]:
-            message = f"{missing}: missing; {self.prog} needs {'them' if ',' in missing else 'it'}"
-        if extra := message.partition("unrecognized arguments: ")[2]:
-            message = (
-                f"{shortened(ascii(extra))}: {self.prog} takes no such argument; {self.prog} --help lists its options"
-            )
-        message = re.sub(r"^(--[\w-]+)/[^:]+", r"\1", message)
-        raise UserError(" ".join(message.split()).removesuffix(".") + ".")
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Breaks no line at a hyphen, as names have them."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _Parser:
-    """`fold` lists the options on devices by name alone."""
-    width = shutil.get_terminal_size().columns
-    form = {"width": width, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
-
-    def wrapped(text: str) -> str:
-        return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
-
-    positional = "".join(f" {option.path[-1].upper()}" for option in options if option.is_positional)
-    parser = _Parser(
-        prog=prog,
-        usage=f"{prog}{positional} [OPTIONS]",
-        description=wrapped(doc),
-        formatter_class=lambda prog: _Formatter(prog, max_help_position=26, width=width),
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser._negative_number_matcher = re.compile(r"-[^-]")  # values such as -1e-3 and -inf: no option has one dash
-    for heading in ("required", *HEADINGS):
-        chosen = [o for o in options if (o.default is dataclasses.MISSING) == (heading == "required")]
-        chosen = [o for o in chosen if heading in ("required", o.heading)]
-        if not chosen:
-            continue
-        folded = fold and heading == "device"
-        names = f"{', '.join(o.flag for o in chosen)}: {prog} {_HELP_ALL}" if folded else ""
-        group = parser.add_argument_group(f"{heading} options", wrapped(names) if folded else None)
-        for option in chosen:
-            _add(group, option, hidden=folded)
-    group = parser.add_argument_group("help")
-    group.add_argument("-h", "--help", _HELP_ALL, action="help", help=f"print this, and exit; {_HELP_ALL}: all options")
-    return parser
-
-
-def _add(group: Any, option: Option, *, hidden: bool) -> None:
-    def read(text: str) -> Any:
-        try:
-            return option.read(text)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.flag}: ")) from error
-
-    shown: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else option.described()}
-    if option.is_positional:
-        form = {"type": read, "metavar": _metavar(option), "nargs": "+" if option.several else None}
-        group.add_argument(option.dest, **form, **shown)
-        return
-    is_required = option.default is dataclasses.MISSING
-    shown |= {"dest": option.dest, "default": None if is_required else option.default, "required": is_required}
-    if option.kind is not bool:
-        form = {"nargs": "*"} if option.several else {}
-        group.add_argument(option.flag, type=read, metavar=_metavar(option), **form, **shown)
-    elif option.default is False:
-        group.add_argument(option.flag, action="store_true", **shown)
-        group.add_argument(option.names[1], action="store_false", **shown | {"help": argparse.SUPPRESS})
-    else:
-        group.add_argument(*option.names, action=_Switch, nargs=0, **shown)
-
-
-class _Switch(argparse.Action):
-    """`--x` and `--no-x`."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
-
-
-def _metavar(option: Option) -> str:
-    if option.choices and not _is_long(option.choices):
-        return "{" + ",".join(option.choices) + "}"
-    name = "NAME" if option.choices else "TEXT" if option.kind is str else option.kind.__name__.upper()
-    return option.path[-1].upper() if option.is_positional else name
-
-
-def _is_long(choices: Sequence[str]) -> bool:
-    return sum(map(len, choices)) > 40
-
-
-def _dashed(arg: str) -> str:
-    """An argument whose option is written with dashes in place of underscores."""
-    name, sign, value = arg.partition("=")
-    return name.replace("_", "-") + sign + value if re.match(r"--\w", arg) else arg
-
-
-def _before_dashes(args: Sequence[str]) -> Iterable[str]:
-    return args[: args.index("--")] if "--" in args else args
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _documented(options_type: type) -> dict[str, str]:
@@ -308,10 +151,260 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _assemble(options_type: type, values: dict[Path, Any], path: Path) -> Any:
+# --- the command line ---
+
+
+def parse(
+    options_type: type[Options],
+    args: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    default: Options | None = None,
+    config: bool = True,
+) -> Options:
+    """The options that command-line arguments give.
+
+    Args:
+        options_type: a dataclass; its fields, and those of dataclasses in it, are options.
+        args: the arguments.
+        prog: the command, as the help has it.
+        description: what it does; by default the docstring of `options_type` up to its attributes.
+        default: values of options that are not given, in place of the fields' own.
+        config: the help describes --config, which the caller has read.
+    """
+    options = list(list_options(options_type, default))
+    args = [re.sub(r"^--\w[^=]*", lambda match: match[0].replace("_", "-"), arg) for arg in args]
+    doc = (description or inspect.cleandoc(options_type.__doc__ or "")).partition("Attributes:")[0].strip()
+    parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, fold=_HELP_ALL not in args)
+    known = {name: name for option in options if not option.is_positional for name in option.names}
+    for arg in args[: args.index("--")] if "--" in args else args:
+        name = arg.partition("=")[0]
+        if arg.startswith("--") and name not in (*known, "--help", _HELP_ALL):
+            fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
+    values = vars(parser.parse_args(args))
+    given = {option.path: values[option.flag[2:]] for option in options}
+    given |= {option.path: tuple(given[option.path]) for option in options if option.several}
+    return _assemble(options_type, given, ())
+
+
+def parse_script(options_type: type[Options], args: Sequence[str] | None = None, **options: Any) -> Options:
+    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid.
+
+    `options`: description and default, as of `parse`.
+    """
+    try:
+        given = sys.argv[1:] if args is None else args
+        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, **options)
+    except UserError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
+    """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
+    initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
+    near = difflib.get_close_matches(given, known)
+    near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
+    near = initials + near
+    raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
+
+
+def _assemble(options_type: type, values: dict[Fields, Any], path: Fields) -> Any:
     hints = typing.get_type_hints(options_type)
     given = {}
     for field in dataclasses.fields(options_type):
         at = (*path, field.name)
         given[field.name] = values[at] if at in values else _assemble(hints[field.name], values, at)
     return options_type(**given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `UserError` where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        if missing := message.partition("the following arguments are required: ")[2]:
+            message = f"{missing}: missing; {self.prog} needs {'them' if ',' in missing else 'it'}"
+        if extra := message.partition("unrecognized arguments: ")[2]:
+            extra = shortened(ascii(extra))
+            message = f"{extra}: {self.prog} takes no such argument; {self.prog} --help lists its options"
+        message = re.sub(r"^(--[\w-]+)/[^:]+", r"\1", message)
+        raise UserError(" ".join(message.split()).removesuffix(".") + ".")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks no line at a hyphen, as names have them."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class _Switch(argparse.Action):
+    """`--x` and `--no-x`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
+
+
+def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _Parser:
+    """`fold` lists the options on devices by name alone."""
+    width = shutil.get_terminal_size().columns
+    form = {"width": width, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+
+    def wrapped(text: str) -> str:
+        return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
+
+    positional = "".join(f" {option.path[-1].upper()}" for option in options if option.is_positional)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog}{positional} [OPTIONS]",
+        description=wrapped(doc),
+        formatter_class=lambda prog: _Formatter(prog, max_help_position=26, width=width),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser._negative_number_matcher = re.compile(r"-[^-]")  # values such as -1e-3 and -inf: no option has one dash
+    for heading in ("required", *HEADINGS):
+        chosen = [o for o in options if heading == ("required" if o.default is dataclasses.MISSING else o.heading)]
+        if not chosen:
+            continue
+        folded = fold and heading == "device"
+        names = f"{', '.join(o.flag for o in chosen)}: {prog} {_HELP_ALL}" if folded else ""
+        group = parser.add_argument_group(f"{heading} options", wrapped(names) if folded else None)
+        for option in chosen:
+            _add(group, option, hidden=folded)
+    group = parser.add_argument_group("help")
+    group.add_argument("-h", "--help", _HELP_ALL, action="help", help=f"print this, and exit; {_HELP_ALL}: all options")
+    return parser
+
+
+def _add(group: Any, option: Option, *, hidden: bool) -> None:
+    name = option.flag[2:]
+    shown: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else option.described()}
+    if option.is_positional:
+        form = {"nargs": "+"} if option.several else {}
+        group.add_argument(name, type=option.read, metavar=option.path[-1].upper(), **form, **shown)
+        return
+    is_required = option.default is dataclasses.MISSING
+    shown |= {"dest": name, "default": None if is_required else option.default, "required": is_required}
+    if option.kind is not bool:
+        metavar = "NAME" if option.choices else "TEXT" if option.kind is str else option.kind.__name__.upper()
+        if option.choices and not _is_long(option.choices):
+            metavar = "{" + ",".join(option.choices) + "}"
+        form = {"nargs": "*"} if option.several else {}
+        group.add_argument(option.flag, type=option.read, metavar=metavar, **form, **shown)
+    elif option.default is False:
+        group.add_argument(option.flag, action="store_true", **shown)
+        group.add_argument(option.names[1], action="store_false", **shown | {"help": argparse.SUPPRESS})
+    else:
+        group.add_argument(*option.names, action=_Switch, nargs=0, **shown)
+
+
+def _is_long(choices: Sequence[str]) -> bool:
+    return sum(map(len, choices)) > 40
+
+
+# --- the file ---
+
+
+def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
+    """The arguments, with those of the file of `--config` before them, so that the command line takes precedence.
+
+    A file of another command is refused, but for those that `options_type.PLANNED` names.
+    """
+    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in args:
+        return args
+    at = args.index("--config")
+    if args.count("--config") > 1 or at + 1 == len(args):
+        raise UserError("--config: expected one file.")
+    return [*_read_config(command, options_type, user_path(args[at + 1])), *args[:at], *args[at + 2 :]]
+
+
+def _read_config(command: str, options_type: Any, file: Path) -> Iterable[str]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"--config {file}: cannot be read ({str(error).splitlines()[0]}).") from error
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise UserError(f"--config {file}: expected a mapping of options to values, such as `batch-size: 32`.")
+    content = dict(content)
+    written_by = content.pop("command", command)
+    if written_by in getattr(options_type, "PLANNED", ()):
+        content = options_type.planned(written_by, content)
+    elif written_by != command:
+        raise UserError(f"--config {file}: is of `calibjax {written_by}`, not of `calibjax {command}`.")
+    for name, value in content.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, Mapping):
+            raise UserError(f"--config {file}: {name}: expected a value or a list of values, got a mapping.")
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        elif isinstance(value, list):
+            yield from (flag, *map(str, value)) if value else ()
+        elif value is not None:
+            yield from (flag, str(value))
+
+
+def write_config(directory: Path, command: str, options: Any) -> None:
+    """Writes run.yaml with every option of a run but those that have no value by default and none here."""
+    values = {}
+    for option in list_options(type(options)):
+        value = functools.reduce(getattr, option.path, options)
+        if option.path[-1] not in ("json", "quiet") and value != () and (value, option.default) != (None, None):
+            values[option.flag[2:]] = list(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+    head = (
+        f"# To run it again: calibjax {command} --config {shlex.quote(str(directory / CONFIG))}\n"
+        "# Options on the command line take precedence over these.\n"
+        f"# Made by: {' '.join((command_line.get() or f'calibjax {command}').split())}\n"
+    )
+    listed = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000) if values else ""
+    write_file(directory / CONFIG, f"{head}command: {command}\n{listed}")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float) else str(value)
+
+
+def made_by(directory: Path) -> str:
+    """The command that made the run of a directory, as typed; "" where that is not known."""
+    try:
+        text = (directory / CONFIG).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    line = re.search(r"^# Made by: (.*)$", text, re.MULTILINE)
+    return line[1] if line else ""
+
+
+# --- the shell ---
+
+_SHELLS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
+_SCRIPT = """\
+_calibjax() {{
+  local words
+  case "${{COMP_WORDS[*]}} " in
+{cases}    *) words="{first} --help --version" ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _calibjax calibjax
+"""
+
+
+def completion_script(shells: Sequence[str], commands: Mapping[str, type]) -> str:
+    """The script that completes commands, options and choices in a shell, the only one of `shells`.
+
+    `commands`: name -> its options.
+    """
+    if len(shells) != 1 or shells[0] not in _SHELLS:
+        raise UserError(f"--completion: expected one of {', '.join(_SHELLS)}.")
+    completed: dict[str, list[str]] = {}
+    for name, options_type in commands.items():
+        words = [word for option in list_options(options_type) for word in (*option.names, *option.choices)]
+        completed[name] = [*words, "--config", "--help"]
+    for group in dict.fromkeys(name.split()[0] for name in commands if " " in name):
+        completed[group] = [name.split()[1] for name in commands if name.startswith(f"{group} ")]
+    cases = [f'    "calibjax {name} "*) words="{" ".join(words)}" ;;\n' for name, words in completed.items()]
+    first = dict.fromkeys(name.split()[0] for name in commands)
+    return _SHELLS[shells[0]] + _SCRIPT.format(cases="".join(cases), first=" ".join(first))

@@ -93,8 +93,8 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Docum
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():
         assert method.tokens is not None
-        of_argmax = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
-        error = np.abs(method.tokens.confidence - of_argmax)
+        exact = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
+        error = np.abs(method.tokens.confidence - exact)
         document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
     write_tokens(lm, held_out, fitted, plan, context, options.out)
     finish(document, options.out, show=not options.json)
@@ -166,7 +166,6 @@ class Syllables:
         """As of transformers: none of the words was added."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Word -> token."""
         return {word: token for token, word in enumerate(self._words)}
 
     def decode(self, ids: Iterable[int], **options: Any) -> str:
@@ -177,15 +176,8 @@ class Syllables:
 def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Float[Array, "S T V"]:
     """Exact P(next token | all tokens so far) after every position, by Bayesian filtering of the topic.
 
-    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); after v, b_k becomes
-    proportional to b_k P_k(v | token), and then the topic drifts.
-
-    Args:
-        language: of the tokens.
-        tokens: `[S, T]`.
-
-    Returns:
-        float32 `[S, T, V]`, rows sum to 1. Entry t is the distribution of the token at t + 1.
+    With belief b over topics, P(next = v) = Σ_k b_k P_k(v | token); after v, b_k becomes proportional to
+    b_k P_k(v | token), and then the topic drifts. Entry t is the distribution of the token at t + 1.
     """
     topics = language.topic_transitions.shape[0]
     start = jnp.full((tokens.shape[0], topics), 1.0 / topics)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from calibjax.commands.common import JsonOptions
-from calibjax.commands.config import made_by
+from calibjax.commands.parser import made_by
 from calibjax.eval.report import Run, print_comparison, print_report, save_report
-from calibjax.eval.report.blocks import Origin
 from calibjax.eval.report.schema import read_metrics, read_tokens, readable
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.locks import hold
@@ -41,7 +40,9 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
         raise UserError("report: expected the directory of at least one run.")
     if options.out is None and len(options.runs) > 1:
         raise UserError("--out: expected a directory to write the report of several runs to.")
-    names = _names(options.runs)
+    names = [Path(os.path.abspath(directory)).name for directory in options.runs]
+    if len(set(names)) < len(names):
+        names = [str(directory) for directory in options.runs]
     out = next(iter(options.runs)) if options.out is None else options.out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
@@ -75,10 +76,4 @@ def _read(directory: Path, name: str) -> Run:
     date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     tokens = directory / "tokens.json"
     sample = read_tokens(tokens) if tokens.is_file() else None
-    return Run(name, document, sample, Origin(date, made_by(directory), directory))
-
-
-def _names(directories: tuple[Path, ...]) -> list[str]:
-    """The directories' own names, or their paths where two have the same."""
-    short = [Path(os.path.abspath(directory)).name for directory in directories]
-    return short if len(set(short)) == len(short) else [str(directory) for directory in directories]
+    return Run(name, document, sample, date, made_by(directory), directory)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from calibjax.commands.common import (
-    SCHEMA,
     BinningOptions,
     EvalDataOptions,
     ModelOptions,
@@ -18,17 +17,17 @@ from calibjax.commands.common import (
     begin,
     finish,
     load_placed,
+    make_document,
     on_devices,
-    presentation,
     split_text,
 )
 from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.token_sample import token_sample
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import DeviceOptions, is_first
+from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.train.ats import AtsFit, fit_ats, limited
@@ -48,12 +47,10 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. Of several,
             such as one per domain, each is predicted by heads fitted on the others, so that the loss is chosen for text
             of a domain that it has not seen.
-        devices: devices of the run.
         ats: how the head is fitted.
     """
 
     data: tuple[str, ...]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
-    devices: DeviceOptions = presentation(DeviceOptions())
     ats: AtsOptions = AtsOptions()
 
 
@@ -66,8 +63,8 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Documen
 
     read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
     parts = {
-        name: split_text(of_set, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-        for name, of_set in read.items()
+        name: split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+        for name, sequences in read.items()
     }
     fit = {name: part for name, (part, _) in parts.items()}
     held_out = concatenate([part for _, part in parts.values()])
@@ -101,9 +98,9 @@ def evaluate(
     heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
     results = {}
     with jax.set_mesh(context.mesh):
-        for name, of_set in sets.items():
+        for name, sequences in sets.items():
             titled = context.titled(f"evaluating {name.replace('_', ' ')}")
-            results[name] = evaluate_tokens(lm, of_set, heads, batch_size=plan.batch_size, context=titled, **options)
+            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=plan.batch_size, context=titled, **options)
     return results
 
 
@@ -125,14 +122,6 @@ def ats_document(
     **options: Any,
 ) -> Document:
     """The contents of metrics.json; options as `results_json`'s."""
-    figures = {name: results_json(of_set, **options) for name, of_set in results.items()}
-    document: Document = {
-        "schema": SCHEMA,
-        "held_out": figures.pop("held_out"),
-        "run": {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint},
-    }
-    if figures:
-        document["transfer"] = figures
-    if fitted.comparison is not None:
-        document["comparison"] = fitted.comparison
-    return document
+    run = {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint}
+    comparison = {} if fitted.comparison is None else {"comparison": fitted.comparison}
+    return make_document(results, run, **options) | comparison

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands.common import (
-    SCHEMA,
     DataOptions,
     ModelOptions,
     TextOptions,
@@ -20,15 +19,12 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import Sequences, is_hub_id
-from calibjax.eval.report.schema import Document
+from calibjax.data import is_hub_id
+from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
 from calibjax.eval.text import evaluate_text, load_bleu
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
-from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
-from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, NonNegative, Range, named, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
@@ -55,7 +51,6 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
         self_bleu: also evaluate the texts by self-BLEU; needs sacrebleu.
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
         analogy_rows: number of analogy questions.
-        devices: devices of the run.
         text: how text becomes sequences; by default of full length, without packing.
         lhts: how the student is trained.
     """
@@ -69,7 +64,6 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
     self_bleu: bool = presentation(False)
     analogies: str | None = presentation(None)
     analogy_rows: Count = presentation(1000)
-    devices: DeviceOptions = presentation(DeviceOptions())
     text: DataOptions = DataOptions(full_sequences=True)
     lhts: LhtsOptions = LhtsOptions()
 
@@ -133,7 +127,19 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
                 batch_size=options.lhts.batch_size,
                 context=context.titled(f"evaluating {name}"),
             )
-            texts[name] = _texts(lm, base, held_out, name, options, context)
+            texts[name] = {
+                f"{temperature:g}": evaluate_text(
+                    lm,
+                    base,
+                    held_out.take(slice(options.texts)),
+                    temperature=temperature,
+                    prompt=options.text_prompt,
+                    batch_size=options.lhts.batch_size,
+                    with_self_bleu=options.self_bleu,
+                    context=context.titled(f"{name} at {temperature:g}"),
+                )
+                for temperature in options.myopic
+            }
             if questions is not None:
                 analogies[name] = evaluate_analogies(
                     lm,
@@ -142,37 +148,8 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
                     batch_size=options.lhts.batch_size,
                     context=context.titled(f"{name}: analogies"),
                 )
-    document: Document = {
-        "schema": SCHEMA,
-        "texts": texts,
-        "analogies": analogies,
-        "run": {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint},
-        "held_out": results_json(results, seed=options.seed),
-    }
+    identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
+    document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}
+    document["held_out"] = results_json(results, seed=options.seed)
     finish(document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json)
     return document
-
-
-def _texts(
-    lm: LanguageModel,
-    scorer: LanguageModel,
-    held_out: Sequences,
-    name: str,
-    options: TrainLhtsOptions,
-    context: RunContext,
-) -> dict[str, dict[str, Any]]:
-    """What a model writes at every myopic temperature, evaluated."""
-    prompts = held_out.take(slice(options.texts))
-    return {
-        f"{temperature:g}": evaluate_text(
-            lm,
-            scorer,
-            prompts,
-            temperature=temperature,
-            prompt=options.text_prompt,
-            batch_size=options.lhts.batch_size,
-            with_self_bleu=options.self_bleu,
-            context=context.titled(f"{name} at {temperature:g}"),
-        )
-        for temperature in options.myopic
-    }

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands.common import (
-    SCHEMA,
     BinningOptions,
     EvalDataOptions,
     ModelOptions,
@@ -17,17 +16,16 @@ from calibjax.commands.common import (
     begin,
     finish,
     load_placed,
+    make_document,
     on_devices,
-    presentation,
     split_text,
 )
 from calibjax.data import Sequences, hold_back
 from calibjax.eval.report.schema import Document
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
 from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.options import Fraction, run_identity
 from calibjax.train.ats import fit_temperature_head
 from calibjax.train.sft import SftOptions, fit_sft
@@ -46,13 +44,11 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
         fit_fraction: fraction of the sequences to train on; the rest is held out.
         dtype: compute dtype, by default as of `train ats`; trained weights are float32, frozen ones of this dtype.
         save_dtype: dtype of the weights in model/; by default float32, or bfloat16 where frozen weights were.
-        devices: devices of the run.
         sft: how the model is trained.
     """
 
     fit_fraction: Fraction = 0.9
     save_dtype: Literal["float32", "bfloat16"] | None = None
-    devices: DeviceOptions = presentation(DeviceOptions())
     sft: SftOptions = SftOptions()
 
 
@@ -100,16 +96,8 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
             tuned = dataclasses.replace(tuned, config=config)
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more
-        figures = {
-            title: results_json(of_set, closed=options.closed, seed=options.seed) for title, of_set in results.items()
-        }
-    document: Document = {
-        "schema": SCHEMA,
-        "held_out": figures.pop("held_out"),
-        "run": {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint},
-    }
-    if figures:
-        document["transfer"] = figures
+    identity = {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint}
+    document = make_document(results, identity, closed=options.closed, seed=options.seed)
     finish(document, options.out, holds="model/ (for --model, or transformers)", show=not options.json)
     return document
 

@@ -44,17 +44,11 @@ def unseal(sealed: Any) -> dict[str, Any]:
 
 
 def array_digests(tree: Any) -> dict[str, str]:
-    """Returns the checksum of the dtype, shape and bytes of every array of a tree.
+    """Returns the checksum of the dtype, shape and bytes of every array of a tree, by dotted path.
 
     Each of the last two axes of an array is cut into gcd(n, 16) equal parts, and the checksum is that of the parts'
     checksums in their order. It does not depend on sharding. If devices hold whole parts, each process hashes its own
-    parts and only checksums are exchanged; otherwise the array is gathered.
-
-    Args:
-        tree: arrays of jax or numpy. If devices of several processes hold them, all processes must call this function.
-
-    Returns:
-        64 hexadecimal digits for each leaf, by dotted path.
+    parts and only checksums are exchanged; otherwise the array is gathered. All processes must call this function.
     """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
@@ -111,29 +105,17 @@ def _part_digests(array: Any) -> np.ndarray:
 
 
 def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
-    """Writes `checksums.json` with the checksums of the files in `directory`, without subdirectories, and of arrays.
-
-    Args:
-        directory: a directory whose files are complete.
-        arrays: checksums of arrays by name.
-    """
+    """Writes `checksums.json` with the checksums of the files directly in `directory`, and those of arrays by name."""
     files = {file.name: _file_digest(file) for file in sorted(directory.iterdir()) if file.is_file()}
     content = seal({"schema": 1, "files": files, "arrays": dict(arrays)})
     write_file(directory / CHECKSUMS, json.dumps(content, indent=2) + "\n")
 
 
 def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
-    """Verifies the files of `checksums.json` in `directory`.
-
-    Args:
-        directory: directory of `write_checksums`.
-        remedy: last sentence of each error message, with what to do about damaged files.
-
-    Returns:
-        The checksums of the arrays; None if there is no `checksums.json`, as in results of earlier versions.
+    """Verifies the files of `checksums.json`; returns the checksums of the arrays, or None if there is no such file.
 
     Raises:
-        UserError: if a file is missing or has changed.
+        UserError: a file is missing or has changed; the message ends with `remedy`.
     """
     file = directory / CHECKSUMS
     if not file.exists():
@@ -149,17 +131,17 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing. {remedy}")
         try:
-            found = _file_digest(directory / name)
+            digest = _file_digest(directory / name)
         except OSError as error:  # of a link to something that is no file on a disk
             raise UserError(f"{directory / name}: cannot be read ({error.strerror}). {remedy}") from error
-        if found != expected:
+        if digest != expected:
             raise UserError(f"{directory / name}: damaged or edited (its checksum differs). {remedy}")
     return arrays
 
 
-def different_arrays(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def different_arrays(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """Returns the names of arrays whose checksums differ or that occur in only one of the two."""
-    return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def _file_digest(file: Path) -> str:

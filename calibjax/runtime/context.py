@@ -58,7 +58,7 @@ class RunContext:
 
     def silent(self) -> "RunContext":
         """Returns the context without log lines and progress bars."""
-        return dataclasses.replace(self, log=_discard, progress=False)
+        return dataclasses.replace(self, log=lambda line: None, progress=False)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator["RunContext"]:
@@ -76,11 +76,7 @@ class RunContext:
             yield dataclasses.replace(self, directory=Path(directory))
 
     def require_directory(self) -> Path:
-        """Returns the directory.
-
-        Raises:
-            UserError: if there is none.
-        """
+        """Returns the directory; raises `UserError` if there is none."""
         if self.directory is None:
             raise UserError("expected a directory to write to; give RunContext(directory=...).")
         return self.directory
@@ -88,7 +84,3 @@ class RunContext:
     def bar(self, items: Iterable[Any] | None = None, *, title: str, unit: str, **options: Any) -> tqdm:
         """Makes a progress bar over `items`, or one to update manually up to `total`: see `progress_bar`."""
         return progress_bar(items, title=title, unit=unit, disable=not self.shows_progress, **options)
-
-
-def _discard(line: str) -> None:
-    """Ignores a log line."""

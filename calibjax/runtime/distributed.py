@@ -51,25 +51,17 @@ class DeviceOptions:
             UserError: for inconsistent options, or if the environment names no processes.
         """
         check_options(self)
-        given = {
-            "--coordinator": self.coordinator,
-            "--processes": self.processes,
-            "--process-id": self.process_id,
-        }
+        given = {"--coordinator": self.coordinator, "--processes": self.processes, "--process-id": self.process_id}
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given) and not self.distributed:
             return
         if missing and not self.distributed:
             raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}, or --distributed.")
-        if self.processes is not None and self.process_id is not None and not 0 <= self.process_id < self.processes:
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
         try:
-            jax.distributed.initialize(
-                self.coordinator,
-                self.processes,
-                self.process_id,
-                heartbeat_timeout_seconds=self.heartbeat_timeout,
-            )
+            timeout = self.heartbeat_timeout
+            jax.distributed.initialize(*given.values(), heartbeat_timeout_seconds=timeout)
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
@@ -101,27 +93,23 @@ def on_first(work: Callable[[], int | None]) -> int:
 
 
 def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
-    """Runs `work` in process 0 and returns the resulting array in all processes.
-
-    Args:
-        work: function without arguments.
-        like: an array with the shape and dtype of its result.
+    """Runs `work` in process 0 and returns the resulting array, of the shape and dtype of `like`, in all processes.
 
     Raises:
         UserError: in all processes if `work` raises one, so that none waits forever.
     """
     if jax.process_count() == 1:
         return np.asarray(work(), like.dtype)
-    found, error = like, None
+    result, error = like, None
     if is_first():
         try:
-            found = np.asarray(work(), like.dtype)
+            result = np.asarray(work(), like.dtype)
         except UserError as caught:
             error = caught
-    found, failed = multihost_utils.broadcast_one_to_all((found, np.int32(error is not None)))
+    result, failed = multihost_utils.broadcast_one_to_all((result, np.int32(error is not None)))
     if failed:
         raise error or UserError("process 0 failed; see its own error message.")
-    return np.asarray(found)
+    return np.asarray(result)
 
 
 def together(work: Callable[[], Result]) -> Result:

@@ -40,15 +40,15 @@ def storage_failure(error: BaseException) -> OSError | None:
     while at is not None and at not in chain:
         chain.append(at)
         if isinstance(at, OSError):
-            found = at
+            failure = at
         else:
             code = re.search(r"\bos[_ ]error(?:_code=')? ?(\d+)\b", str(at))
-            found = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
-            if found is None and (isinstance(at, MemoryError) or _NO_MEMORY.search(str(at))):
+            failure = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+            if failure is None and (isinstance(at, MemoryError) or _NO_MEMORY.search(str(at))):
                 reason = " ".join(str(at).split())[:200]
-                found = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM) + (f": {reason}" if reason else ""))
-        if found is not None and found.errno in _BROKEN | DENIED:
-            return found
+                failure = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM) + (f": {reason}" if reason else ""))
+        if failure is not None and failure.errno in _BROKEN | DENIED:
+            return failure
         at = at.__cause__ or at.__context__
     return None
 
@@ -101,27 +101,23 @@ LARGEST_SIZE = 2**31 - 1
 
 
 def check_fields(config: Any) -> None:
-    """Checks the numbers of a configuration, a dataclass, against the annotations of its fields.
+    """Checks the numbers of a dataclass against the annotations of its fields; raises `UserError` for the first wrong.
 
     Every `int` is a size, from 1 to `LARGEST_SIZE`; every `float` is finite; `bool` is no number. Tuples are checked
     entry by entry, and `None` is valid where the annotation has it. Other types are not checked.
-
-    Raises:
-        UserError: names the first field that is invalid.
     """
     for field in dataclasses.fields(config):
         value: Any = getattr(config, field.name)
         kinds = set(typing.get_args(field.type) or (field.type,))
-        if kinds & {int, float, bool} and not (value is None and type(None) in kinds):
-            if typing.get_origin(field.type) is not tuple:
-                entries = (value,)
-            elif isinstance(value, tuple):
-                entries = value
-            else:
-                raise UserError(f"{field.name}: expected a tuple, got {value!r}.")
-            for entry in entries:
-                if problem := _problem(entry, kinds):
-                    raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]}.")
+        if not kinds & {int, float, bool} or (value is None and type(None) in kinds):
+            continue
+        several = typing.get_origin(field.type) is tuple
+        if several and not isinstance(value, tuple):
+            raise UserError(f"{field.name}: expected a tuple, got {value!r}.")
+        entries: Any = value if several else (value,)
+        for entry in entries:
+            if problem := _problem(entry, kinds):
+                raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]}.")
 
 
 def _problem(value: Any, kinds: set[Any]) -> str | None:

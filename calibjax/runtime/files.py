@@ -41,15 +41,10 @@ def write_file(path: Path, content: str | bytes) -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file with a unique name in the same directory, which is renamed to `path` if the block succeeds.
 
-    An existing file is replaced. A symbolic link is replaced itself, and its target does not change.
-
-    Raises:
-        UserError: if `path` is a directory, a device or a pipe, or no file can be made in its directory.
-        OSError: if the file cannot be written. The temporary file is then removed and an existing file is unchanged.
+    An existing file is replaced. A symbolic link is replaced itself, and its target does not change. If the file cannot
+    be written, it is removed and an existing one is unchanged.
     """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
-    fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
+    fresh = _new_file_path(path)
     try:
         file = fresh.open("xb")
     except OSError as error:
@@ -76,14 +71,8 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     also locks `path` and first clears up after a process of this host that was killed in such a block: its directory is
     removed, and an earlier result that it had moved aside is put back. The file of the lock names them.
 
-    Args:
-        path: a new path or an empty directory; parents are created.
-        replace: whether an earlier result may exist. It is removed after the new one is complete, and only if the new
-            one has all of its entries, so that foreign files are never removed.
-
-    Raises:
-        UserError: if `path` is a file, a symbolic link or a directory that must not be replaced, another process
-            writes it, or its parent cannot be written.
+    With `replace`, an earlier result is removed after the new one is complete, and only if the new one has all of its
+    entries, so that foreign files are never removed. Raises `UserError` for anything else at `path`.
     """
     path = path.absolute()
     with contextlib.ExitStack() as lock:
@@ -100,9 +89,7 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def check_new_file(path: Path) -> None:
     """Raises `UserError` if `new_file(path)` would: it makes the temporary file and removes it again."""
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
-    fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
+    fresh = _new_file_path(path)
     try:
         fresh.touch(exist_ok=False)
         fresh.unlink()
@@ -139,8 +126,9 @@ def check_orbax_path(path: Path) -> None:
     Orbax finds the parts of a checkpoint with a glob pattern that begins with the path, in which [ is special, and
     TensorStore interprets a backslash as a slash.
     """
-    if found := [character for character in "[\\" if character in str(path.absolute())]:
-        raise UserError(f"{path}: Orbax cannot write below a path with {found[0]}: choose another directory.")
+    for character in "[\\":
+        if character in str(path.absolute()):
+            raise UserError(f"{path}: Orbax cannot write below a path with {character}: choose another directory.")
 
 
 def check_plain_files(directory: Path) -> None:
@@ -213,6 +201,12 @@ def _entries(path: Path, replace: bool) -> set[str]:
     if names and not replace:
         raise UserError(f"{path}: expected a new or an empty directory, but it holds {min(names)}.")
     return names
+
+
+def _new_file_path(path: Path) -> Path:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: expected a file or a new path, but this is a directory or a device.")
+    return _beside(path, secrets.token_bytes(_TOKEN), "new")
 
 
 def _beside(path: Path, token: bytes, kind: str) -> Path:

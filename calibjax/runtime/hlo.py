@@ -45,49 +45,44 @@ def collectives(text: str, turns: int = 1) -> tuple[dict[str, Collective], int]:
     Such loops count `turns` times. A collective that the TPU compiler spreads over several fusions counts where it
     starts.
     """
-    computations, entry = _parse(text)
-    found: dict[str, Collective] = {}
+    moved: dict[str, Collective] = {}
     unknown = 0
-
-    def walk(computation: _Computation, times: int) -> None:
-        nonlocal unknown
-        for x in computation:
-            kind = x.opcode.removesuffix("-start")
-            if kind in KINDS:
-                size, received = _bytes(x, kind)
-                old = found.get(kind, Collective(0, 0, 0))
-                found[kind] = Collective(old.count + times, old.bytes + times * received, max(old.largest, size))
-            elif x.opcode == "while":
-                length = _length(computations, x, computation)
-                unknown += length is None
-                walk(computations[_called(x, "body")[0]], times * (turns if length is None else length))
-            elif x.opcode in ("fusion", "call", "conditional", "async-start"):
-                for name in _called(x, "calls", "to_apply", "branch_computations"):
-                    walk([y for y in computations[name] if not _goes_on(y, computations[name])], times)
-
-    walk(computations[entry], 1)
-    return found, unknown
+    for x, times, length in _executed(text, turns):
+        kind = x.opcode.removesuffix("-start")
+        unknown += length is None
+        if kind in KINDS:
+            size, received = _bytes(x, kind)
+            old = moved.get(kind, Collective(0, 0, 0))
+            moved[kind] = Collective(old.count + times, old.bytes + times * received, max(old.largest, size))
+    return moved, unknown
 
 
 def executions(text: str) -> dict[str, int]:
     """How often each instruction of an HLO module runs, by name; those in loops of unknown length as if it were 1."""
+    counts: dict[str, int] = {}
+    for x, times, _ in _executed(text, 1):
+        counts[x.name] = counts.get(x.name, 0) + times
+    return counts
+
+
+def _executed(text: str, turns: int) -> Iterator[tuple[_Instruction, int, int | None]]:
+    """Every instruction, how often it runs, and the length of a loop: None where it is unknown, else 1."""
     computations, entry = _parse(text)
-    found: dict[str, int] = {}
 
-    def walk(computation: _Computation, times: int) -> None:
+    def walk(computation: _Computation, times: int) -> Iterator[tuple[_Instruction, int, int | None]]:
         for x in computation:
-            found[x.name] = found.get(x.name, 0) + times
+            length = _length(computations, x, computation) if x.opcode == "while" else 1
+            yield x, times, length
             if x.opcode == "while":
-                walk(computations[_called(x, "body")[0]], times * (_length(computations, x, computation) or 1))
-            elif x.opcode in ("call", "conditional", "async-start"):
+                yield from walk(computations[_called(x, "body")[0]], times * (turns if length is None else length))
+            elif x.opcode in ("fusion", "call", "conditional", "async-start"):
                 for name in _called(x, "calls", "to_apply", "branch_computations"):
-                    walk(computations[name], times)
+                    yield from walk([y for y in computations[name] if not _continues(y, computations[name])], times)
 
-    walk(computations[entry], 1)
-    return found
+    return walk(computations[entry], 1)
 
 
-def _goes_on(x: _Instruction, computation: _Computation) -> bool:
+def _continues(x: _Instruction, computation: _Computation) -> bool:
     """Whether a collective of a chain of fusions, as the TPU compiler makes them, was begun in an earlier one."""
     starts = any("AsyncCollectiveStart" in y.attributes for y in computation)
     return x.opcode in KINDS and "chain_id=" in x.attributes and not starts
@@ -134,44 +129,33 @@ def _closing(text: str, start: int) -> int:
 
 
 def _called(x: _Instruction, *attributes: str) -> list[str]:
-    found = []
-    for attribute in attributes:
-        match = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[^\s,]+)", x.attributes)
-        if match:
-            found += re.findall(r"%?([^\s,{}%]+)", match[1])
-    return found
-
-
-def _arrays(shape: str) -> Iterator[int]:
-    """Bytes of each array in a shape, without the padding of its layout."""
-    for kind, dimensions in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
-        bits = _BITS.get(kind) or int(re.search(r"\d+", kind)[0])  # pyright: ignore[reportOptionalSubscript]
-        yield math.prod(map(int, filter(None, dimensions.split(",")))) * bits // 8
+    matches = (re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[^\s,]+)", x.attributes) for attribute in attributes)
+    return [name for match in matches if match for name in re.findall(r"%?([^\s,{}%]+)", match[1])]
 
 
 def _bytes(x: _Instruction, kind: str) -> tuple[int, int]:
-    """Returns the bytes of a collective's result, and those that a device receives."""
-    arrays = list(_arrays(x.shape))
+    """Bytes of a collective's result, without the padding of its layout, and those that a device receives."""
+    arrays = []
+    for name, dimensions in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", x.shape):
+        bits = _BITS.get(name) or int(re.search(r"\d+", name)[0])  # pyright: ignore[reportOptionalSubscript]
+        arrays.append(math.prod(map(int, filter(None, dimensions.split(",")))) * bits // 8)
     # With -start of these two: operand, result, and what the transfer needs.
     size = arrays[1] if x.opcode in ("all-gather-start", "collective-permute-start") else sum(arrays)
     if kind == "collective-permute":
         return size, size
     group = _group(x.attributes)
-    share = (group - 1) / group
-    received = {"all-gather": share, "all-to-all": share, "all-reduce": 2 * share, "reduce-scatter": group - 1}[kind]
-    return size, round(size * received)
+    fraction = (group - 1) / group
+    factors = {"all-gather": fraction, "all-to-all": fraction, "all-reduce": 2 * fraction, "reduce-scatter": group - 1}
+    return size, round(size * factors[kind])
 
 
 def _group(attributes: str) -> int:
     """How many devices take part together."""
-    match = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-    if match:
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return len(match[1].split(","))
-    match = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
-    if match:
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
         return int(match[2])
-    match = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
-    if match:
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
@@ -212,14 +196,11 @@ def _source(computation: _Computation, name: str) -> _Instruction | None:
 
 def _constant(computation: _Computation, name: str) -> int | None:
     x = _source(computation, name)
-    if x is None or x.opcode != "constant" or not re.fullmatch(r"-?\d+", x.operands[0]):
-        return None
-    return int(x.operands[0])
+    number = x is not None and x.opcode == "constant" and re.fullmatch(r"-?\d+", x.operands[0])
+    return int(number[0]) if number else None
 
 
 def _element(computation: _Computation, name: str) -> int | None:
     x = _source(computation, name)
-    if x is None or x.opcode != "get-tuple-element":
-        return None
-    match = re.search(r"index=(\d+)", x.attributes)
-    return None if match is None else int(match[1])
+    index = x is not None and x.opcode == "get-tuple-element" and re.search(r"index=(\d+)", x.attributes)
+    return int(index[1]) if index else None

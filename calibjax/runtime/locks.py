@@ -36,10 +36,6 @@ def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], b
 
     Yields:
         The record that an earlier process of this host left; empty if there is none.
-
-    Raises:
-        UserError: another process holds the lock.
-        OSError: the file cannot be written.
     """
     descriptor = _acquire(file, target)
     try:
@@ -56,12 +52,7 @@ def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], b
 
 
 def hold(directory: Path) -> None:
-    """Locks a directory of results until `release` or the end of the process; does nothing if it is held already.
-
-    Raises:
-        UserError: another process holds it.
-        OSError: the lock cannot be written.
-    """
+    """Locks a directory of results until `release` or the end of the process; does nothing if it is held already."""
     file = Path(os.path.realpath(directory)) / RUN_LOCK
     if file not in _held_files:
         _held.enter_context(locked(file, directory))

@@ -95,12 +95,12 @@ def check_options(options: Any) -> None:
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
-        name, annotation, value = flag_of(field), hints[field.name], getattr(options, field.name)
+        value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
             check_options(value)
             continue
-        for one in value if isinstance(value, tuple) else (value,):
-            check_value(name, annotation, one)
+        for each in value if isinstance(value, tuple) else (value,):
+            check_value(flag_of(field), hints[field.name], each)
 
 
 def check_value(name: str, annotation: Any, value: Any) -> None:
@@ -110,9 +110,19 @@ def check_value(name: str, annotation: Any, value: Any) -> None:
             if not limits.holds(value):
                 raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
     if isinstance(value, str | Path):
-        is_name = not any(marks(annotation, AnyText))
-        if expected := _expected_text(str(value), is_name):
-            raise UserError(f"{name}: expected {expected}, got {shortened(ascii(str(value)))}.")
+        text, expected = str(value), None
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            expected = "Unicode text without NUL"
+        elif any(marks(annotation, AnyText)):
+            return
+        elif not text:
+            expected = "a name, which is not empty"
+        elif any(unicodedata.category(character) == "Cc" for character in text):
+            expected = "a name without control characters"
+        elif len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+            expected = "a name of at most 255 bytes, or a path of such names"
+        if expected is not None:
+            raise UserError(f"{name}: expected {expected}, got {shortened(ascii(text))}.")
 
 
 def shortened(value: Any) -> str:
@@ -122,21 +132,6 @@ def shortened(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"a number of about {value.bit_length() * 3 // 10} digits"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
-
-
-def _expected_text(text: str, is_name: bool) -> str | None:
-    """What is expected of a text that is not as `check_options` describes; None if it is."""
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return "Unicode text without NUL"
-    if not is_name:
-        return None
-    if not text:
-        return "a name, which is not empty"
-    if any(unicodedata.category(character) == "Cc" for character in text):
-        return "a name without control characters"
-    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
-        return "a name of at most 255 bytes, or a path of such names"
-    return None
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:

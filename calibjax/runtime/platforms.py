@@ -22,7 +22,6 @@ from pathlib import Path
 
 _NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
 _ANNOUNCED = ("TPU_NAME", "TPU_WORKER_", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_", "TPU_VISIBLE_", "JAX_FORCE_TPU_INIT")
-_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
@@ -30,10 +29,6 @@ def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("
 
     JAX chooses where the variable is set, libtpu is absent, a plugin other than CUDA's is installed, or a TPU may be
     present: the kernel shows one as /dev/accel* or /dev/vfio/N, and a variable such as `TPU_NAME` announces one.
-
-    Args:
-        environment: environment variables.
-        devices: directory of the device nodes.
     """
     if environment.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
         return None
@@ -42,10 +37,11 @@ def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("
     ):
         return None
     plugins = importlib.util.find_spec("jax_plugins")
-    found = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()
-    if not found <= {"xla_cuda12", "xla_cuda13"}:
+    names = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()
+    if not names <= {"xla_cuda12", "xla_cuda13"}:
         return None
-    return "cuda,cpu" if any(importlib.util.find_spec(name) for name in _CUDA) else "cpu"
+    has_cuda = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    return "cuda,cpu" if has_cuda else "cpu"
 
 
 def skip_absent_tpu() -> None:
@@ -90,23 +86,18 @@ def torch_left_out() -> Iterator[None]:
 def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Variables by which JAX keeps compiled programs in the user's cache directory; none where they are set.
 
-    There is a directory for each kind of processor, because programs contain its instructions: home directories are
-    shared between machines. JAX removes the programs that were used least recently.
-
-    Args:
-        environment: environment variables. `JAX_COMPILATION_CACHE_DIR` names another directory,
-            `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
-        cpuinfo: the kernel's description of the processors; need not exist.
+    There is a directory for each kind of processor (by `cpuinfo`, which need not exist), because programs contain its
+    instructions, and home directories are shared between machines. JAX removes the least recently used programs.
     """
     if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
         return {}
-    kept = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
     features = ""
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     kind = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(kept / "calibjax" / "compiled" / kind),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "calibjax" / "compiled" / kind),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -14,36 +14,24 @@ _EVERY = 30.0
 """Seconds between two lines of a phase."""
 _WORTH = 10.0
 """Seconds that a phase must still take for its estimate to be printed."""
-_RECENT = 64
-"""Updates that the rate is the median of."""
 
 
 def progress_bar(
     items: Iterable[Any] | None, *, title: str, unit: str, disable: bool | None, **options: Any
 ) -> standard_tqdm:
-    """A progress bar over `items`, or one to update manually up to `total`.
+    """A progress bar over `items`, or one to update manually up to `total`; `options` are tqdm's.
 
-    Args:
-        items: what to iterate over, or None.
-        title: name of the phase.
-        unit: what is counted.
-        disable: show nothing; None: only in a terminal.
-        options: further arguments of tqdm.
+    It is redrawn in a terminal and in a notebook. With `disable=None` it is hidden elsewhere.
     """
-    kind = Bar if is_interactive() else LineBar
-    return kind(items, desc=title, unit=unit, disable=disable, **options)
-
-
-def is_interactive() -> bool:
-    """Whether standard error is a terminal, or the code runs in a notebook, so that a bar can be redrawn."""
-    return sys.stderr.isatty() or (tqdm is not standard_tqdm and "ipykernel" in sys.modules)
+    redrawn = sys.stderr.isatty() or (tqdm is not standard_tqdm and "ipykernel" in sys.modules)
+    return (Bar if redrawn else LineBar)(items, desc=title, unit=unit, disable=disable, **options)
 
 
 class _Timed(standard_tqdm):
-    """Estimates the time left by the median of recent steps: the first one, and others that compile, are longer."""
+    """Estimates the time left by the median of 64 recent steps: the first one, and others that compile, are longer."""
 
     def __init__(self, *args: Any, **options: Any):
-        self._since, self._durations = 0.0, collections.deque[float](maxlen=_RECENT)
+        self._since, self._durations = 0.0, collections.deque[float](maxlen=64)
         super().__init__(*args, **options)
 
     def update(self, n: float | None = 1) -> bool | None:
@@ -65,33 +53,27 @@ class Bar(_Timed, tqdm):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 class LineBar(_Timed):
-    """A progress bar that is never redrawn: a line at the start, an estimate, every half minute, and at the end.
-
-    The estimate of the time comes from the second step on: the first one includes compilation.
-    """
+    """A progress bar that is never redrawn: a line at the start, an estimate, every half minute, and at the end."""
 
     disable = True  # until it has been made: `close` is called where memory ended before
 
     def __init__(self, items: Iterable[Any] | None = None, **options: Any):
-        options |= {
-            "mininterval": _EVERY,
-            "miniters": 1,
-            "bar_format": "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]",
-        }
+        form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
+        options |= {"mininterval": _EVERY, "miniters": 1, "bar_format": form}
         self._updates = 0
         super().__init__(items, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         left = self._left()
         more = f", about {self.format_interval(left)} left" if left >= 1 else ""
-        self._line(f"{self}{more}" if msg is None else msg)
+        print(f"{self}{more}" if msg is None else msg, file=sys.stderr, flush=True)
         return True
 
     def update(self, n: float | None = 1) -> bool | None:
         shown = super().update(n)
         self._updates += 1
         if self._updates == 2 and not self.disable and (left := self._left()) >= _WORTH:
-            self._line(f"{self.desc}: about {self.format_interval(left)} from a timed step")
+            self.display(f"{self.desc}: about {self.format_interval(left)} from a timed step")
         return shown
 
     def _left(self) -> float:
@@ -127,6 +109,3 @@ class LineBar(_Timed):
     def write(cls, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
         """Prints a line of its own."""
         print(s, file=sys.stdout if file is None else file, end=end, flush=True)
-
-    def _line(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)

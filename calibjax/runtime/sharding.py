@@ -35,15 +35,10 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
-    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`, 1 by default.
-
-    Args:
-        text: value of the option. None: all devices along fsdp.
-        devices: number of devices.
+    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`; None: all along fsdp.
 
     Raises:
-        UserError: for an unknown or duplicate axis, a size that is not a positive integer, or sizes whose product is
-            not `devices`.
+        UserError: an axis is unknown or given twice, a size is no positive integer, or their product not `devices`.
     """
     if text is None:
         return 1, devices, 1
@@ -61,19 +56,9 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh with the axes `AXES`.
-
-    Args:
-        shape: number of devices along each axis. None: all along "data".
-        devices: devices to use. None: `jax.devices()`.
-
-    Raises:
-        ValueError: if the shape does not have the size of `devices`.
-    """
+    """Makes a mesh of `devices` (by default all) with so many along each of `AXES` (by default all along data)."""
     devices = list(jax.devices() if devices is None else devices)
     shape = (len(devices), 1, 1) if shape is None else shape
-    if int(np.prod(shape)) != len(devices):
-        raise ValueError(f"mesh: the shape {shape} needs {int(np.prod(shape))} devices, {len(devices)} were given.")
     # Ordered by the interconnect between TPUs; on other platforms the order is kept.
     ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -221,7 +206,7 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
         return (jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)).astype(dtype)
     over_rows, over_columns = spec
 
-    def of_device(part: jax.Array, index: jax.Array) -> jax.Array:
+    def on_device(part: jax.Array, index: jax.Array) -> jax.Array:
         if over_columns is not None:
             index = jax.lax.all_gather(index, over_columns, axis=0, tiled=True)
         beyond = (index < 0) | (index >= table.shape[0])
@@ -238,7 +223,7 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
         return rows
 
     batch = PartitionSpec(_BATCH)
-    return jax.shard_map(of_device, in_specs=(spec, batch), out_specs=batch)(table, index)
+    return jax.shard_map(on_device, in_specs=(spec, batch), out_specs=batch)(table, index)
 
 
 def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -252,13 +237,13 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
     if groups == 1 or hidden.shape[0] % groups:
         return hidden[row, position]
 
-    def of_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+    def on_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
         row = row - jax.lax.axis_index(_BATCH) * part.shape[0]
         held = (row >= 0) & (row < part.shape[0])
         return jax.lax.psum(jnp.where(held[:, None], part[jnp.where(held, row, 0), position], 0), _BATCH)
 
     specs = PartitionSpec(_BATCH), PartitionSpec(), PartitionSpec()
-    return jax.shard_map(of_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)
+    return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)
 
 
 def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -> NamedSharding:

@@ -41,9 +41,8 @@ class _State:
 def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
     """Within it, SIGTERM raises `Terminated`, and Ctrl-C ends the process even where its exception is swallowed.
 
-    Args:
-        on_stop: called in another thread, with the name of the signal, before a process ends without unwinding: in
-            `ending_at_once`, at a second Ctrl-C, or where `KeyboardInterrupt` did not end it within `PATIENCE` seconds.
+    `on_stop` is called in another thread, with the name of the signal, before a process ends without unwinding: in
+    `ending_at_once`, at a second Ctrl-C, or where `KeyboardInterrupt` did not end it within `PATIENCE` seconds.
     """
     if threading.current_thread() is not threading.main_thread() or _State.handled:
         yield

@@ -81,7 +81,8 @@ class TrainLog:
             self._file.close()
             self._events.close()
         if self._tracker is not None:
-            self._tracker.finish()
+            with contextlib.redirect_stdout(sys.stderr):
+                self._tracker.finish()
 
 
 class Evaluation(NamedTuple):

@@ -59,11 +59,11 @@ class AtsOptions:
         tokens: most tokens of each set to fit on, and to evaluate on: sequences are drawn with the seed.
         folds: parts of the fitting sequences. A head trained without a part predicts it, for the choice and the refit.
             Of several sets, each set is a part.
-        epochs: passes over the fitting sequences.
+        epochs: of mlp and transformer heads: passes over the fitting sequences.
         batch_size: sequences per step.
         accumulate: micro-batches per step.
-        learning_rate: peak learning rate.
-        warmup_fraction: fraction of the steps in which the learning rate rises.
+        learning_rate: of mlp and transformer heads: peak learning rate.
+        warmup_fraction: of mlp and transformer heads: fraction of the steps in which the learning rate rises.
         weight_decay: of AdamW; for a linear head, which is not fitted in steps, the penalty of the weights of hidden
             states, by default chosen among DECAYS.
         keep: where the frozen model's hidden states and scale curves are kept: on disk, so that a resumed run does not
@@ -95,6 +95,12 @@ class AtsOptions:
         """Raises `UserError` where options do not fit together, or batches do not divide among the devices."""
         plan = make_plan(self, hidden_size=64)
         check_batch(mesh, plan.batch_size, plan.accumulate)
+        names = ("epochs", "learning_rate", "warmup_fraction")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        in_steps = any(LOSSES[trial.loss].per_micro_batch for trial in plan.trials)
+        solved = plan.head.pooling == "token" and plan.head.identity_start and not in_steps
+        if given and self.head == "linear" and solved:
+            raise UserError(f"{', '.join(given)}: --head-kind linear is solved at once, not in steps; leave it out.")
 
     @classmethod
     def unset_value(cls, name: str) -> Any:

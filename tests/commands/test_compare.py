@@ -12,13 +12,13 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 from tiny import on_one_device, write_model, write_text
 
-import calibjax.commands.compare.text as command
+import calibjax.commands.compare_text as command
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.data.write import write_rows
 from calibjax.eval.compare.results import COMPARED
+from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
-from calibjax.eval.report.verdicts import comparison_verdict
 from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
 from calibjax.runtime.errors import UserError
 from calibjax.train import options as ats_options

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from calibjax.cli import COMMANDS, load_command, main
-from calibjax.commands.completion import completion_script
+from calibjax.commands.parser import completion_script
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from calibjax.cli import COMMANDS, load_command, main
-from calibjax.commands.compare.material import CompareOptions
-from calibjax.commands.config import with_config, write_config
-from calibjax.commands.parser import list_options, parse
+from calibjax.commands.compare import CompareOptions
+from calibjax.commands.parser import list_options, parse, with_config, write_config
 from calibjax.commands.train_lhts import TrainLhtsOptions
 
 ARGS = ["--model", "m", "--data", "d é.txt", "--out", "o"]

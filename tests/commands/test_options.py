@@ -57,7 +57,7 @@ def test_help_at_80_columns(asked, command, capsys, monkeypatch):
     flags = [option.flag for option in list_options(options_of(command)) if not option.is_positional]
     assert not [flag for flag in flags if flag not in shown]
     if command == "train ats":
-        assert re.search(r"--epochs INT .*\(default:\s+6\)", shown)
+        assert re.search(r"--epochs INT [^(]*\(default:\s+6\)", shown)
         assert ("--heartbeat-timeout INT" in shown) == (asked == "--help-all")
 
 

@@ -16,16 +16,27 @@ from published_sizes import PUBLISHED
 from tiny import make_lm, write_model
 
 from calibjax.cli import main
-from calibjax.commands.plan.chips import CHIPS, GIB, parse_topology
-from calibjax.commands.plan.count import flops
-from calibjax.commands.plan.program import Job, build, device_bytes, kept_bytes
-from calibjax.commands.plan.result import Compiled, _note, compile_step, parameter_counts, plan_job, too_large
+from calibjax.commands.plan import (
+    CHIPS,
+    GIB,
+    Compiled,
+    Job,
+    _note,
+    build,
+    cache_bytes,
+    compile_step,
+    device_bytes,
+    flops,
+    parameter_counts,
+    parse_topology,
+    plan_job,
+    too_large,
+)
 from calibjax.kernels import SCALES
 from calibjax.models.shapes import SHAPES
-from calibjax.runtime import gpu_compiler
+from calibjax.runtime.compilers import DoesNotCompile, compiler_version, with_compiler
 from calibjax.runtime.hlo import collectives, executions
 from calibjax.runtime.sharding import make_mesh
-from calibjax.runtime.tpu_compiler import DoesNotCompile, with_compiler
 from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
 
@@ -150,7 +161,7 @@ def test_operations_of_generation():
 def test_kept_keys_and_values(mesh, divided):
     """32 layers, 64 rows, 1,024 + 16 columns, 8 heads of 128 in bfloat16, twice; 8 heads do not divide among 16."""
     job = dataclasses.replace(make_job(objective="generate", mesh=mesh), new_tokens=17)
-    assert kept_bytes(job) == 2 * 2 * 32 * 64 * 1040 * 8 * 128 // divided
+    assert cache_bytes(job) == 2 * 2 * 32 * 64 * 1040 * 8 * 128 // divided
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -401,7 +412,7 @@ def test_duration_of_temperatures(capsys):
 
 
 def test_without_the_compiler(monkeypatch, capsys):
-    monkeypatch.setattr("calibjax.runtime.tpu_compiler.compiler_version", lambda: None)
+    monkeypatch.setattr("calibjax.runtime.compilers.compiler_version", lambda platform: None)
     assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "From the shapes alone: the TPU compiler is not installed" in out
@@ -495,7 +506,7 @@ def test_chips_are_plausible():
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    gpu_compiler.compiler_version() is None,
+    compiler_version("gpu") is None,
     reason="JAX's CUDA plugin, which holds the compiler for GPUs, is not installed",
 )
 def test_a_step_compiles_for_gpus(capsys):

@@ -17,8 +17,8 @@ from calibjax.cli import main
 from calibjax.commands.common import finish
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import Run, page, save_report
-from calibjax.eval.report.blocks import heatmap_html
 from calibjax.eval.report.html import element
+from calibjax.eval.report.page import heatmap_html
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model

@@ -7,10 +7,10 @@ import re
 import pytest
 import report_documents
 
-from calibjax.eval.report import page, print_comparison, print_report, verdict
+from calibjax.eval.report import figures, page, print_comparison, print_report, verdict
+from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict
 from calibjax.eval.report.schema import SCHEMA, check_document, read_metrics, read_tokens, readable
 from calibjax.eval.report.tables import winner
-from calibjax.eval.report.verdicts import comparison_verdict, lhts_verdict, set_verdict
 from calibjax.runtime.errors import UserError
 
 
@@ -45,8 +45,8 @@ def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
     """Each is refused, or drawn and printed; of what passes the check, each place is drawn once."""
     for name in ("inline_svg", "png"):  # drawing takes seconds
         monkeypatch.setattr(page, name, lambda *_: "")
-    monkeypatch.setattr(page.Drawing, "figure", lambda self: None)
-    monkeypatch.setattr(page.Panel, "figure", lambda self: None)
+    monkeypatch.setattr(figures.Drawing, "figure", lambda self: None)
+    monkeypatch.setattr(figures.Panel, "figure", lambda self: None)
     file, refused, drawn = tmp_path / "metrics.json", 0, set()
     methods = documents[kind]["held_out"]["methods"]
     for path, damaged in mutations(documents[kind]):

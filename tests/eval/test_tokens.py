@@ -16,9 +16,9 @@ from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences,
 
 from calibjax.eval import tokens as eval_tokens
 from calibjax.eval.report import print_report, write_report
-from calibjax.eval.report.verdicts import choice_verdict, kept_loss
-from calibjax.eval.report.verdicts import set_verdict as verdict
-from calibjax.eval.report.verdicts import verdict as run_verdict
+from calibjax.eval.report.notes import choice_verdict, kept_loss
+from calibjax.eval.report.notes import set_verdict as verdict
+from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 

@@ -17,17 +17,17 @@ from tiny import make_lm
 
 from calibjax.commands import common as runs
 from calibjax.commands import eval_layers
-from calibjax.commands.plan.count import flops
+from calibjax.commands.plan import flops
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
 from calibjax.nn import splash_attention as splash
 from calibjax.nn.attention import Visible
+from calibjax.runtime.compilers import with_compiler
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, make_mesh
-from calibjax.runtime.tpu_compiler import with_compiler
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TIME = 256  # two blocks of 128

@@ -1,8 +1,10 @@
 """Trackers beside TensorBoard, offline: every scalar arrives, a resumed run is the same run, one that is missing."""
 
+import contextlib
 import importlib.util
 import json
 import sqlite3
+import sys
 
 import pytest
 
@@ -18,7 +20,8 @@ def track(name, directory, steps):
     tracker = make_tracker(name, directory)
     for step in steps:
         tracker.log({"loss": 1 / step}, step=step)
-    tracker.finish()
+    with contextlib.redirect_stdout(sys.stderr):
+        tracker.finish()
 
 
 def test_tensorboard_needs_none(tmp_path):

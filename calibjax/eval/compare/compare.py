@@ -18,9 +18,9 @@ from calibjax.eval.compare.contenders import (
     with_confidence,
 )
 from calibjax.eval.compare.results import SortKey, comparison_json
+from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import comparison_table, winner
-from calibjax.eval.report.verdicts import comparison_verdict
 from calibjax.recalibrate import METHODS, Predictions, Recalibrator
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.context import RunContext

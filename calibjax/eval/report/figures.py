@@ -1,15 +1,13 @@
 """The figures of a report, each of one or several panels: side by side in a PNG, stacked on a narrow page."""
 
-import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
-from calibjax.eval.report.parts import subjects_name
+from calibjax.eval.report.notes import kept_loss
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import Row, interval, sets_of, title_of
-from calibjax.eval.report.verdicts import kept_loss
+from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
 
 if TYPE_CHECKING:
@@ -21,22 +19,13 @@ MOST = 6
 
 
 class Panel(NamedTuple):
-    """Axes with what is drawn in them.
-
-    Attributes:
-        title: above the axes.
-        note: a second line of the title, such as the main number.
-        draw: draws in given axes.
-        width, height: inches.
-        slanted: whether the labels below are, which takes matplotlib's layout engine.
-    """
+    """Axes of a size in inches with what is drawn in them; `note` is a second line of the title."""
 
     title: str
     note: str
     draw: "Callable[[Axes], Any]"
     width: float = 3.5
     height: float = 3.1
-    slanted: bool = False
 
     def figure(self) -> "Figure":
         """The panel alone, without its title.
@@ -45,11 +34,9 @@ class Panel(NamedTuple):
         """
         from matplotlib.figure import Figure
 
-        made = Figure(figsize=(self.width, self.height), layout="constrained" if self.slanted else None)
+        made = Figure(figsize=(self.width, self.height))
         ax = made.subplots()
         self.draw(ax)
-        if self.slanted:
-            return made
         longest = max((len(label.get_text()) for label in ax.get_yticklabels()), default=0)
         left = 0.25 + 0.075 * longest + (0.2 if ax.get_ylabel() else 0)
         key = ax.get_legend()
@@ -73,8 +60,11 @@ class Drawing(NamedTuple):
 
     def figure(self) -> "Figure":
         """All panels side by side, with their titles."""
+        from matplotlib.figure import Figure
+
         widths = [panel.width for panel in self.panels]
-        made = blank(sum(widths), max(panel.height for panel in self.panels) + 0.6)
+        height = max(panel.height for panel in self.panels) + 0.6
+        made = Figure(figsize=(sum(widths), height), layout="constrained")
         axes = made.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax)
@@ -83,13 +73,6 @@ class Drawing(NamedTuple):
         if self.note:
             made.suptitle(f"{self.description}\n{self.note}", fontsize=10, color=INK, parse_math=False)
         return made
-
-
-def blank(width: float, height: float) -> "Figure":
-    """A new figure of this size in inches, without pyplot's global state."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def png(figure: "Figure") -> bytes:
@@ -143,7 +126,7 @@ def reliability_panels(results: Row) -> list[Panel]:
         Panel(
             title_of(name),
             f"ECE {interval(methods[name]['ece'], zero=True)}",
-            _on(functools.partial(plot.reliability, methods[name], method=name)),
+            lambda ax, name=name: plot.reliability(methods[name], method=name, ax=ax),
         )
         for name in names
     ]
@@ -177,15 +160,18 @@ def _forest(results: Row) -> Iterator[Drawing]:
         rows.pop("uncalibrated", None)  # far away: the others would lie on one line
         differences = {title_of(name): (row["difference"], row["low"], row["high"]) for name, row in rows.items()}
         if differences:
-            draw = functools.partial(plot.forest, differences, title="difference")
-            panels.append(Panel(f"Δ {title} against {reference}", "", _on(draw), 4.4, 1.0 + 0.24 * len(differences)))
+            height = 1.0 + 0.24 * len(differences)
+            panels.append(
+                Panel(
+                    f"Δ {title} against {reference}",
+                    "",
+                    lambda ax, d=differences: plot.forest(d, title="difference", ax=ax),
+                    4.4,
+                    height,
+                )
+            )
     if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
-
-
-def _on(draw: Callable[..., Any]) -> "Callable[[Axes], Any]":
-    """A function of `calibjax.plot`, which takes its axes by name, as one of axes."""
-    return lambda ax: draw(ax=ax)
 
 
 def _risk(results: Row) -> Callable[["Axes"], Any]:

@@ -31,12 +31,7 @@ _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def element(kind: str, *content: Content, **attributes: str | int | None) -> Markup:
-    """An element.
-
-    Args:
-        kind: tag name.
-        content: of the element.
-        attributes: names (`_` stands for `-`; a trailing one is dropped) and values; None: absent.
+    """An element; in names of attributes `_` stands for `-`, a trailing one is dropped, and a value of None is absent.
 
     Raises:
         ValueError: an invalid name of an element or attribute, or one that would hold code.
@@ -63,11 +58,7 @@ def _element(kind: str, content: Markup, attributes: dict[str, Any]) -> Markup:
 
 
 def data_script(value: Any) -> Markup:
-    """A script element of JSON data. Numbers that are not finite become null; no text in it can end the element.
-
-    Args:
-        value: JSON-able, or with floats that are not finite.
-    """
+    """A script element of JSON data. Numbers that are not finite become null; no text in it can end the element."""
     text = json.dumps(_finite(value), ensure_ascii=True, allow_nan=False).translate(_UNSAFE)
     return _element("script", Markup(text), {"type": "application/json"})
 
@@ -81,13 +72,7 @@ def _finite(value: Any) -> Any:
 
 
 def document(title: str, body: Content, style: str, script: str | None) -> str:
-    """A page that loads nothing and runs only `script`: a content security policy names style and script by hash.
-
-    Args:
-        title: of the page.
-        body: of the page.
-        style, script: files of the library, never data.
-    """
+    """A page that loads nothing and runs only `script`: a content security policy names style and script by hash."""
     policy = {
         "default-src": "'none'",
         "img-src": "data:",
@@ -133,15 +118,10 @@ def svg(figure: "Figure", name: str) -> str:
 
 
 def inline_svg(figure: "Figure", name: str, description: str) -> Markup:
-    """An element for a page: ids of its own, the colours of the page, and no reference to anything outside.
+    """An element for a page: ids that begin with `name`, the colours of the page, and no reference to anything outside.
 
     It is rebuilt from the parsed tree of the drawing, so that no text in it can become markup. Styles become
     attributes, since the page's policy allows no inline styles.
-
-    Args:
-        figure: to be drawn.
-        name: unique on the page; letters, digits and hyphens.
-        description: text for screen readers.
     """
     text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg(figure, name))
     root = ElementTree.fromstring(text)

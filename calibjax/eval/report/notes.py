@@ -1,8 +1,10 @@
-"""What a report says beside its results: warnings, conventions, code that uses what was fitted, limitations.
+"""What a report says in words: verdicts, warnings, conventions, code to use, limitations, and model cards.
 
-Also the model card of a fitted head, as Markdown, which is made of them.
+A verdict is the first line of a result: one sentence, by one function for each kind of document. Where a method does
+not beat temperature scaling, it says so.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -17,18 +19,292 @@ from calibjax.eval.report.tables import (
     Row,
     TextTable,
     binning,
+    compares_confidences,
     counted,
     held_out_table,
+    interval,
+    is_higher,
+    is_lower,
     remarks,
     sets_of,
+    short,
+    title_of,
     unit_of,
     winner,
 )
-from calibjax.eval.report.verdicts import set_verdict, verdict
 from calibjax.runtime.version import __version__
 
 FEW = 200
 """Questions of a benchmark below which its figures are hardly more than noise."""
+
+
+def verdict(document: Document) -> str:
+    """The sentence of a run's document; "" where it has nothing to compare."""
+    if "layers" in document:
+        return layers_verdict(document)
+    if "texts" in document:
+        return lhts_verdict(document)
+    line = set_verdict(document["held_out"])
+    return line + _given_loss(document) if line.startswith("WARNING: ATS ") else line
+
+
+def _given_loss(document: Document) -> str:
+    """That the head was kept because its loss was given, not because it beat temperature scaling; "" otherwise."""
+    try:
+        plan = document["run"]["fit"]["plan"]
+        losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    line = (
+        f" The head is kept because --loss {losses} was given: auto keeps temperature scaling where no head beats it."
+    )
+    return "" if plan.get("auto", True) else line
+
+
+def set_verdict(results: Row) -> str:
+    """The sentence of one set: of a comparison, of fine-tuning, of ATS, or of temperature scaling alone.
+
+    A method is better where its expected calibration error and its negative log-likelihood (Brier score, where the
+    answers have no likelihood) are both lower.
+    """
+    methods = results["methods"]
+    if "sort" in results:
+        return comparison_verdict(results)
+    if {"base", "fine_tuned"} <= methods.keys():
+        return _fine_tuning_verdict(methods)
+    if {"ats", "temperature", "uncalibrated"} <= methods.keys():
+        return _ats_verdict(methods)
+    if {"temperature", "uncalibrated"} <= methods.keys():
+        return _temperature_verdict(methods)
+    if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
+        return _base_verdict(methods["uncalibrated"])
+    return _confidences_verdict(methods) if compares_confidences(results) else ""
+
+
+# --- tokens and answers ---
+
+
+def _fine_tuning_verdict(methods: Row) -> str:
+    before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
+    figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
+    if _indistinct(after, before, "nll", after):
+        return f"WARNING: the fine-tuned model does not differ from the base model here: {figures}."
+    if warning := _warning("the fine-tuned model", after, "the base model", before):
+        return warning
+    line = f"The fine-tuned model is better calibrated than the base model: {figures}"
+    if scaled is None:
+        return f"{line}."
+    word = "higher" if after["ece"]["value"] > scaled["ece"]["value"] else "not higher"
+    return f"{line}; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})."
+
+
+def _ats_verdict(methods: Row) -> str:
+    ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
+    key, title = _score_of(ats, scaled, base)
+    if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
+        line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
+        return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
+    ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
+    if reason := _indistinct(ats, scaled, key, ats):
+        return f"WARNING: ATS does not differ from temperature scaling {reason}: {ece}; {score}."
+    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
+    ece_test, score_test = (ats.get("against", {}).get(name) for name in ("ece", key))
+    if ece_test and score_test and is_lower(score_test) and not (is_lower(ece_test) or is_higher(ece_test)):
+        return (
+            f"ATS has a lower {title} than temperature scaling: {score}; its ECE does not differ beyond noise: {ece} "
+            f"({before})."
+        )
+    for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
+        if warning := _warning("ATS", ats, name, other):
+            return warning
+    return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
+
+
+def _temperature_verdict(methods: Row) -> str:
+    scaled, base = methods["temperature"], methods["uncalibrated"]
+    key, title = _score_of(scaled, base)
+    figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
+    if reason := _indistinct(scaled, base, key, base):
+        return f"Temperature scaling does not differ from the uncalibrated model {reason}: {figures}."
+    if warning := _warning("temperature scaling", scaled, "the uncalibrated model", base):
+        return warning
+    return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
+
+
+def _base_verdict(base: Row) -> str:
+    word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
+    return (
+        f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
+        f"{base['accuracy']:.4f}, ECE {base['ece']['value']:.4f}. No temperature or head was given to compare with."
+    )
+
+
+def _confidences_verdict(methods: Row) -> str:
+    """Of several confidences in the same answers, without a correction."""
+    base = methods["uncalibrated"]
+    lowest = min(methods, key=lambda name: methods[name]["brier"])
+    line = (
+        f"Of {len(methods)} confidences in the answers (accuracy {base['accuracy']:.4f}) {title_of(lowest)} has the "
+        f"lowest Brier score, {methods[lowest]['brier']:.4f} (uncalibrated {base['brier']:.4f})"
+    )
+    ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
+    if ranked and base["auroc"] is not None:
+        highest = max(ranked, key=lambda name: ranked[name])
+        subject = "" if highest == lowest else f"{title_of(highest)} "
+        line += f", and {subject}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
+    return f"{line}; the differences are not tested."
+
+
+def _score_of(*rows: Row) -> tuple[str, str]:
+    """Field and title of the proper score: Brier where a row has no likelihood, as generated answers have none."""
+    return ("brier", "Brier") if any(row["nll"] is None for row in rows) else ("nll", "NLL")
+
+
+def _ece(row: Row, other: Row) -> str:
+    return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
+
+
+def _indistinct(row: Row, other: Row, key: str, tested: Row) -> str:
+    """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
+    neither difference of `tested` from temperature scaling is significant; "" if it differs. Of tokens none is tested.
+    """
+    pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
+    if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
+        return "here"
+    against = [tested.get("against", {}).get(name) for name in ("ece", key)]
+    noise = all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
+    return "beyond noise" if noise else ""
+
+
+def _warning(name: str, row: Row, other_name: str, other: Row) -> str:
+    """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
+    key, title = _score_of(row, other)
+    ece, score = _ece(row, other), f"{title} {row[key]:.4f} against {other[key]:.4f}"
+    lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
+    if not (lower_ece or lower_score):
+        return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
+    if not (lower_ece and lower_score):
+        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
+        return f"WARNING: {name} is better than {other_name} in {better} only: {figures}."
+    return ""
+
+
+# --- compare ---
+
+
+def comparison_verdict(results: Row) -> str:
+    """Of `compare`: the `winner`, or that none beats temperature scaling, and whether it beats no calibration."""
+    rows, reference, best = results["methods"], results["reference"], winner(results)
+    finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
+    if not finite:
+        return "WARNING: every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
+    scaling, unconverged = title_of(reference), results.get("not_converged", ())
+    if reference not in finite:
+        shown = f"{title_of(best)}, {finite[best]:.4f}" if best in finite else "none of a fit that converged"
+        return f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with."
+    if best != reference:
+        line = (
+            f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
+            f"of {scaling} ({_tested(rows, best)})"
+        )
+        return f"{line}{_beside_uncalibrated(rows, best, ', and ')}."
+    ended = " (not converged)" if reference in unconverged else ""
+    line = f"WARNING: no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
+    others = [name for name in finite if name not in (reference, *unconverged)]
+    nearest = min(others, key=lambda name: finite[name], default=reference)
+    if finite[nearest] < finite[reference] and "log_loss" in rows[nearest].get("against", {}):
+        line += f"; the lowest is {finite[nearest]:.4f} of {title_of(nearest)} ({_tested(rows, nearest)})"
+    return f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}."
+
+
+def _tested(rows: Row, name: str) -> str:
+    """The difference from temperature scaling, and its corrected p-value."""
+    count = sum("log_loss" in row.get("against", {}) for row in rows.values())
+    against = rows[name]["against"]["log_loss"]
+    p = short(against.get("holm_p", math.nan), ".3f")
+    return f"{interval(against)}, p = {p} after Holm's correction for {count} comparisons"
+
+
+def _beside_uncalibrated(rows: Row, name: str, joint: str) -> str:
+    """Whether a method beats the uncalibrated predictions; "" where that was not compared."""
+    base, against = rows.get("uncalibrated"), rows[name].get("against_uncalibrated", {}).get("log_loss")
+    if base is None or against is None or base["log_loss"] is None:
+        return ""
+    significant = is_lower(against) or is_higher(against)
+    word = "below" if is_lower(against) else "above" if is_higher(against) else "not different beyond noise from"
+    adverb = "significantly " if significant else ""
+    return f"{joint}{adverb}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
+
+
+# --- the loss that `train ats` chose ---
+
+
+def kept_loss(comparison: Row) -> str:
+    """The name of what `--loss auto` chose: a loss, or temperature scaling."""
+    last = comparison["chosen"][-1:]
+    return last[0]["loss"] if last and last[0]["beats_temperature"] else comparison["candidates"][0]["loss"]
+
+
+def choice_verdict(comparison: Row) -> str:
+    """How `--loss auto` chose."""
+    measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
+    if not comparison["chosen"] or not comparison["chosen"][-1]["beats_temperature"]:
+        return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
+    scaled, best = comparison["chosen"]
+    figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
+    return (
+        f"Chosen: {best['loss']}, of the losses whose NLL and Brier score beat temperature scaling's; its calibration "
+        f"error ({figures}) is the lowest of those compared, or so close to it that NLL decided. {measured}."
+    )
+
+
+# --- texts and layers ---
+
+
+def lhts_verdict(document: Document) -> str:
+    """Of `train lhts`: the text of the trained model beside the pretrained model's, at the first myopic temperature."""
+    texts = document["texts"]
+    temperature = next(iter(texts["pretrained"]))
+    trained = {name: rows[temperature] for name, rows in texts.items() if name.startswith("lhts")}
+    if not trained:
+        return ""
+    base = texts["pretrained"][temperature]
+    name = max(trained, key=lambda name: trained[name]["log_prob"])
+    row = trained[name]
+    gain = row["log_prob"] - base["log_prob"]
+    noise = 2 * (row["log_prob_error"] ** 2 + base["log_prob_error"] ** 2) ** 0.5
+    varied = "less" if row["distinct_2"] < base["distinct_2"] else "not less"
+    figures = (
+        f"log p of a token {row['log_prob']:.3f} against {base['log_prob']:.3f}, distinct-2 {row['distinct_2']:.3f} "
+        f"against {base['distinct_2']:.3f}"
+    )
+    at = f"at myopic temperature {temperature}"
+    if gain <= noise:
+        word = "lies within two standard errors of" if gain >= -noise else "is lower than"
+        return f"WARNING: the likelihood of {name}'s text {at} {word} that of the pretrained model's: {figures}."
+    return f"{name} writes text {at} that is more likely and {varied} varied than the pretrained model's: {figures}."
+
+
+def layers_verdict(document: Document) -> str:
+    """Of `eval layers`: the effect of the chosen edit on the half of the data that did not choose it."""
+    methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
+    before, after = methods["uncalibrated"], methods.get("edited")
+    if after is None:
+        return (
+            "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
+            f"{before['ece']['value']:.4f} on the held-out half."
+        )
+    shown = {"nll": "NLL", "accuracy": "accuracy"}
+    figures = "; ".join([_ece(after, before), *(f"{shown[k]} {after[k]:.4f} against {before[k]:.4f}" for k in shown)])
+    if after["ece"]["value"] > before["ece"]["value"]:
+        return f"WARNING: the edit chosen on one half makes the held-out half worse: {figures}."
+    line = f"edit chosen on one half lowers the ECE of the held-out half, {'' if is_lower(difference) else 'but not '}"
+    if after["nll"] > before["nll"]:
+        return f"WARNING: the {line}significantly, and raises its NLL: {figures}."
+    return f"The {line}significantly: {figures}."
+
+
+# --- warnings, conventions, limitations ---
 
 
 def few(name: str, results: Row) -> str:
@@ -154,17 +430,8 @@ _METHODS = {"ats": "Adaptive Temperature Scaling (arXiv 2409.19817)", "temperatu
 
 
 class Subject(NamedTuple):
-    """What a card is about.
-
-    Attributes:
-        repository: of the head, org/name.
-        base: id of the base model on the Hub; None where it is not known to be there.
-        revision: of the base model; None: not known.
-        name: of the base model.
-        fingerprint: of its configuration and weights.
-        method: "ats" or "temperature".
-        head: one line on the head.
-    """
+    """What a card is about: the repository of the head, its base model (id on the Hub or None, revision or None, name,
+    fingerprint), its method ("ats" or "temperature"), and a line on the head."""
 
     repository: str
     base: str | None

@@ -62,17 +62,8 @@ def read_tokens(file: Path) -> dict[str, Any]:
 
 
 def check_document(document: Document, file: Path) -> Document:
-    """Returns the contents of a metrics.json after checking that its numbers are numbers.
-
-    Args:
-        document: the contents.
-        file: is named in the error.
-
-    Raises:
-        UserError: names the path of the first text or unusable number where a number is expected.
-    """
-    problem = next(_problems(document, ""), None)
-    if problem:
+    """Returns the contents of a metrics.json; raises `UserError` for the first that is no number but should be."""
+    for problem in _problems(document, ""):
         raise UserError(f"{file}: {problem}. Restore the file from a copy, or run the command again.")
     return document
 

@@ -15,8 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from calibjax.eval.report.notes import notes_of
-from calibjax.eval.report.parts import (
+from calibjax.eval.report.notes import comparison_verdict, notes_of, verdict
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import (
+    Row,
+    TextTable,
+    binning,
+    comparison_table,
+    failures,
+    held_out_table,
     layer_findings,
     layer_subjects,
     layer_table,
@@ -24,10 +31,8 @@ from calibjax.eval.report.parts import (
     subject_table,
     text_findings,
     text_table,
+    title_of,
 )
-from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import Row, TextTable, binning, comparison_table, failures, held_out_table, title_of
-from calibjax.eval.report.verdicts import comparison_verdict, verdict
 
 _GAP = 2  # spaces between columns
 _INDENT = "  "  # of the rows of a group
@@ -47,15 +52,7 @@ def print_result(
     more: Iterable[TextTable] = (),
     files: str = "",
 ) -> None:
-    """Prints the end of a command to standard output.
-
-    Args:
-        line: the verdict, one sentence; a warning is red.
-        table: the table that matters.
-        notes: conventions and remarks, below the table.
-        more: tables that were asked for beside it.
-        files: where the files are.
-    """
+    """Prints the end of a command: the verdict, the table that matters, notes, more tables, and where the files are."""
     console = Console(highlight=False, markup=False, width=terminal_width())
     if line:
         console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
@@ -72,11 +69,6 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     """Prints the verdict of a run, its table, notes on it, and `files`.
 
     Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
-
-    Args:
-        document: of a run.
-        files: where the files are.
-        subjects: print the table of subjects too.
     """
     more = [subject_table(name, results) for name, results in document.get("tasks", {}).items() if results["subjects"]]
     if "layers" in document:
@@ -95,13 +87,7 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
 
 
 def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
-    """Prints the verdict of a comparison, its table and its conventions.
-
-    Args:
-        held_out: of metrics.json.
-        where: a few words on the data.
-        files: where the files are.
-    """
+    """Prints the verdict of a comparison, its table and its conventions; `where` is a few words on the data."""
     ece = next(iter(held_out["methods"].values()))["ece"]
     convention = (
         "Log loss, Brier: of the prediction being correct. "
@@ -157,13 +143,13 @@ def _drawn(table: TextTable, rows: Sequence[int], shown: Sequence[int], name_wid
     indent = _INDENT if table.groups else ""
     for position, index in enumerate(shown):
         title = _header(table, index, name_width)
-        of_title = max(map(cell_len, title), default=0)
+        title_width = max(map(cell_len, title), default=0)
         drawn.add_column(
             Text("\n".join(title)),
             justify="right" if position else "left",
             no_wrap=True,
             vertical="bottom",
-            width=_width(table, index) if position else max(len(indent) + name_width, of_title),
+            width=_width(table, index) if position else max(len(indent) + name_width, title_width),
         )
     for row in rows:
         name, *cells = (table.rows[row][index] for index in shown)
@@ -181,12 +167,12 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
     names = [cells[0] for cells in table.rows]
     longest = max(map(cell_len, names), default=0)
     word = max((cell_len(word) for name in names for word in name.split()), default=0)
-    of_header = max(map(cell_len, table.columns[0].split()), default=0)
+    header_width = max(map(cell_len, table.columns[0].split()), default=0)
     order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
     widths = {index: _width(table, index) for index in order}
     best: tuple[list[int], int] | None = None
     for name_width in sorted({longest, min(longest, max(word, _NARROWEST_NAME))}, reverse=True):
-        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), of_header), []
+        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), header_width), []
         for index in order:
             if widths[index] + _GAP > left:
                 break

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from calibjax.commands.common import load_placed, split_text
-from calibjax.commands.compare.material import CompareOptions
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.compare.compare import Material
 from calibjax.eval.compare.contenders import Contender, Outcome, contenders
@@ -27,14 +26,8 @@ from calibjax.train.options import AtsOptions, make_plan
 _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 
 
-def from_model(
-    options: CompareOptions,
-    names: tuple[str, ...],
-    context: RunContext,
-    *,
-    however_large: bool,
-) -> Material:
-    """Methods on the next tokens of a text; `however_large` as `contenders`'.
+def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, however_large: bool) -> Material:
+    """Methods on the next tokens of a text, by the `CompareOptions`; `however_large` as `contenders`'.
 
     The model, temperature scaling and ATS run on the mesh of `context`, whose directory holds the checkpoints of ATS.
     The other methods are fitted on the predictions, in every process alike.
@@ -47,8 +40,8 @@ def from_model(
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)
     divisor = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch_size = -(-plan.batch_size // divisor) * divisor
-    plan = dataclasses.replace(plan, batch_size=batch_size)
+    plan = dataclasses.replace(plan, batch_size=-(-plan.batch_size // divisor) * divisor)
+    batch_size = plan.batch_size
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
@@ -57,17 +50,26 @@ def from_model(
     if "logits" in reads:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
     fit, held_out = (_subsample(part, limit, options.seed) for part in parts)
+    counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
+    reason = ", or a GiB of logits" if limit < options.max_tokens else ""
     log(
-        f"split: {_tokens(fit):,} tokens to fit on, {_tokens(held_out):,} held out, of "
-        f"{_tokens(parts[0]):,} and {_tokens(parts[1]):,}"
-        + (
-            " (--max-tokens" + (", or a GiB of logits" if limit < options.max_tokens else "") + ")"
-            if fit is not parts[0]
-            else ""
-        )
+        f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}"
+        + (f" (--max-tokens{reason})" if fit is not parts[0] else "")
     )
 
-    outcome_of = functools.partial(_outcome, lm, batch_size, context)
+    def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
+        """The predictions of the scored tokens under a head."""
+        with jax.set_mesh(mesh):
+            quiet = context.silent()
+            results = evaluate_tokens(
+                lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=quiet
+            )
+        tokens, where = results["head"].tokens, sequences.where
+        assert tokens is not None
+        confidence, choice, log_prob = (
+            np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob)
+        )
+        return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
 
     def temperature() -> FittedHead:
         with jax.set_mesh(mesh):
@@ -81,13 +83,13 @@ def from_model(
         if name == "temperature" or name in names:
             rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out), _head_parameters)
     if others:
-        of_fit = outcome_of(identity_head(lm), fit)
+        fitted = outcome_of(identity_head(lm), fit)
         with jax.set_mesh(mesh):
             linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
             matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None
             calibration, testing = (
                 _predictions(lm, sequences, outcome, batch_size, reads, matrix)
-                for sequences, outcome in ((fit, of_fit), (held_out, base))
+                for sequences, outcome in ((fit, fitted), (held_out, base))
             )
         more, left_out = contenders(calibration, testing, base, others, however_large=however_large)
         rows |= more
@@ -104,23 +106,6 @@ def from_model(
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
         functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
-
-
-def _outcome(
-    lm: LanguageModel, batch_size: int, context: RunContext, head: FittedHead, sequences: Sequences
-) -> Outcome:
-    """The predictions of the scored tokens under a head, on the mesh of `context`."""
-    options: dict[str, Any] = {"batch_size": batch_size, "keep_tokens": True, "context": context.silent()}
-    with jax.set_mesh(context.mesh):
-        tokens = evaluate_tokens(lm, sequences, {"head": head}, **options)["head"].tokens
-    assert tokens is not None
-    where = sequences.where
-    confidence, choice, log_prob = (np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob))
-    return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
-
-
-def _tokens(sequences: Sequences) -> int:
-    return int(sequences.where.sum())
 
 
 def _head_parameters(head: FittedHead) -> int:
@@ -157,16 +142,16 @@ def _predictions(
     unembedding: np.ndarray | None,
 ) -> Predictions:
     """The tokens that count, with what the methods read."""
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in reads}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in reads}
     compute = {"features": lm.hidden_states, "logits": lm.logits}
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         where = np.array(to_host(batch["where"]))
         where[real:] = False
         at = {name: batch[name] for name in ("segment_ids", "positions")}
-        for name, parts in found.items():
+        for name, parts in values.items():
             parts.append(to_host(compute[name](batch["tokens"], **at)).astype(np.float32)[where])
     return Predictions(
-        **{name: np.concatenate(parts) for name, parts in found.items()},
+        **{name: np.concatenate(parts) for name, parts in values.items()},
         labels=sequences.targets[sequences.where],
         confidence=outcome.confidence,
         correct=outcome.correct,

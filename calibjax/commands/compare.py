@@ -1,0 +1,193 @@
+"""`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from calibjax.commands.common import (
+    BinningOptions,
+    ColumnOptions,
+    ModelOptions,
+    OutputOptions,
+    TextOptions,
+    begin,
+    on_devices,
+    presentation,
+    split_names,
+    write_results,
+)
+from calibjax.data.table import PredictionTable, read_table, split_table
+from calibjax.eval.compare.compare import Comparison, Material, prediction_material, run_material
+from calibjax.eval.compare.results import SortKey
+from calibjax.eval.report import print_comparison
+from calibjax.eval.report.schema import SCHEMA, Document
+from calibjax.recalibrate import METHODS, Predictions, fit_daca
+from calibjax.recalibrate.saved import check_directory, save
+from calibjax.runtime.distributed import is_first
+from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.options import Count, run_identity
+
+_FEWEST_ROWS = 10
+_DACA = "daca"
+"""Name of the row of `fit_daca`, which reads no labels and is therefore none of `METHODS`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, ModelOptions):
+    """Fits every recalibration method on one part of the data and compares them on the other.
+
+    On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
+    defaults. On existing predictions: --table, a .csv, .tsv, .jsonl, .json, .parquet or .npz file with confidence and
+    correct (0, 1, yes, no, or a fraction of attempts), or logits (lists, or logit_0, logit_1, ...; or probs, or p_0,
+    ...) and label, and optionally group (dependent rows), category (kinds of questions that new data will have too),
+    features and unembedding (docs/data.md has every form). Prints which method has the
+    lowest log loss, whether it beats temperature scaling (corrected for the number of methods), and a table with
+    intervals. Exit code 1 where a method failed.
+
+    Attributes:
+        data: text for the model: file, directory or hub id, as for `train ats`.
+        table: file of predictions, in place of --model and --data.
+        base_table: the same rows, and options, of the base model that the model was post-trained from: adds daca to the
+            comparison, whose temperature needs no labels (docs/recalibration.md). Of --table with logits.
+        methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
+            are predictions; the base model and temperature scaling are always shown.
+        out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
+        save: new directory for the fitted winner, or else temperature scaling, for `calibjax apply`.
+        fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
+        max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
+        sort: figure that the rows are ordered by, best first.
+    """
+
+    model: str | None = None
+    data: str | None = None
+    table: Path | None = None
+    base_table: Path | None = None
+    methods: tuple[str, ...] = ("all",)
+    out: Path | None = presentation(None)
+    max_tokens: Count = 10_000
+    sort: SortKey = presentation("log_loss")
+    save: Path | None = presentation(None)
+
+    def check(self) -> None:
+        """Raises `UserError` unless there is a model with its text, or else a table."""
+        if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
+            raise UserError("give either --model and --data, or --table.")
+        if self.table is not None and self.split_order != "shuffled":
+            raise UserError("--split-order: rows of a table are always drawn at random; leave it out.")
+        if self.base_table is not None and self.table is None:
+            raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
+        if self.save is not None:
+            if self.out is not None and os.path.realpath(self.save) == os.path.realpath(self.out):
+                raise UserError(f"--save {self.save}: expected another directory than --out, which holds the tables.")
+            with about("--save"):
+                check_directory(self.save)
+
+
+@on_devices
+def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document:
+    """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
+    given = split_names(options.methods)
+    unknown = [name for name in given if name not in (*METHODS, "all", "uncalibrated")]
+    if unknown or not given:
+        raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
+    named = "all" not in given
+    names = tuple(name for name in METHODS if not named or name in given)
+    context = begin("compare", options, log)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.table is not None:
+            material = _from_table(options, names, log, however_large=named)
+        else:
+            from calibjax.commands.compare_text import from_model  # imports models, which a table does not need
+
+            if options.out is None and jax.process_count() > 1:
+                raise UserError("--out: several processes need a directory that they share.")
+            fits = Path(scratch) if options.out is None else options.out / "fit"
+            material = from_model(options, names, dataclasses.replace(context, directory=fits), however_large=named)
+        figures: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
+        comparison = run_material(material, **figures, context=context)
+    document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}
+    files = []
+    if options.out is not None and is_first():
+        write_results(document, options.out)
+        files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
+    if options.save is not None:
+        files.append(_save_winner(options.save, comparison, material))
+    if not is_first():
+        return document
+    if not options.json:
+        print_comparison(document["held_out"], material.title, files="\n".join(files))
+    elif options.save is not None:
+        log(files[-1])
+    return document
+
+
+def _save_winner(directory: Path, comparison: Comparison, material: Material) -> str:
+    """Writes the fitted state of the method that the verdict names; returns a line on it."""
+    name = comparison.winner
+    state = comparison.states[name]
+    if state is None:
+        return f"nothing saved in {directory}: no method is better than the uncalibrated predictions"
+    if material.save_head is not None and name in ("temperature", "ats"):
+        material.save_head(directory, state)
+        return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"
+    notes: dict[str, Any] = {"data": material.title, "unit": material.unit}
+    save(directory, "temperature" if name == _DACA else name, state, notes=notes)
+    return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
+
+
+def _from_table(
+    options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None], *, however_large: bool
+) -> Material:
+    assert options.table is not None
+    table = options.read_table(options.table, log, skip_broken=options.text.skip_broken)
+    if len(table) < _FEWEST_ROWS:
+        raise UserError(
+            f"--table: {options.table}: {len(table)} rows are too few to fit and evaluate: expected at least "
+            f"{_FEWEST_ROWS}."
+        )
+    what = "label" if table.predictions.logits is not None else "correct"
+    truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
+    if (truth == truth[0]).all():
+        raise UserError(
+            f"--table: {options.table}: {what} is {truth[0]:g} in every row: expected at least two different values."
+        )
+    base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
+    parts = split_table(table, options.fit_fraction, options.seed)
+    calibration, held_out = (_with_slices(part.predictions, part.groups) for part in parts)
+    read = (name for name, value in table.predictions._asdict().items() if value is not None)
+    groups = "" if table.groups is None else f" in {len(set(table.groups)):,} groups"
+    log(
+        f"table: {len(table):,} rows of {', '.join(read)}{groups}; {len(parts[0]):,} to fit on, {len(parts[1]):,} held "
+        "out, drawn at random"
+    )
+    material = prediction_material(calibration, held_out, names, parts[1].groups, however_large=however_large)
+    if base_logits is not None:
+        logits = np.asarray(calibration.logits)
+        material.rows[_DACA] = material.rows[material.reference]._replace(fit=lambda: fit_daca(logits, base_logits))
+    return material._replace(title=f"{options.table.name}, held out")
+
+
+def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:
+    """The logits of the base model on the rows that are fitted on."""
+    with about("--base-table"):
+        base = read_table(path, outcomes=False)
+    expected, got = (np.shape(np.asarray(data.predictions.logits)) for data in (table, base))
+    if not expected or expected != got:
+        raise UserError(
+            f"--base-table {path}: expected logits (or probabilities) of the same rows and options as those of "
+            f"--table, {list(expected)}, got {list(got)}."
+        )
+    fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
+    return np.asarray(fit.predictions.logits)
+
+
+def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
+    if groups is None:
+        return data
+    return data._replace(slices=np.unique(groups, return_inverse=True)[1].astype(np.int32))
