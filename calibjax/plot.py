@@ -65,9 +65,6 @@ def reliability(
         colour: of the curve; by default that of the method in a report.
         ax: axes to draw in.
 
-    Returns:
-        The axes.
-
     Raises:
         UserError: neither arrays nor results with this method.
 
@@ -111,9 +108,6 @@ def temperature_histogram(
         fitted: temperature of temperature scaling; by default that of the results, where they have it.
         method: of the results.
         ax: axes to draw in.
-
-    Returns:
-        The axes.
 
     Raises:
         UserError: no temperatures, or results without them.
@@ -162,9 +156,6 @@ def layers(
         figures: those to draw: of results accuracy, confidence, ece, mce, entropy, kl.
         ax: axes to draw in.
 
-    Returns:
-        The axes.
-
     Raises:
         UserError: a figure that is not there.
     """
@@ -212,9 +203,6 @@ def risk_coverage(
         colour: of the line.
         ax: axes to draw in.
 
-    Returns:
-        The axes.
-
     Raises:
         UserError: neither arrays nor results with this method.
     """
@@ -249,9 +237,6 @@ def forest(
         figure: of results: ece, brier, log_loss or nll.
         title: of the horizontal axis.
         ax: axes to draw in.
-
-    Returns:
-        The axes.
 
     Raises:
         UserError: no difference.
