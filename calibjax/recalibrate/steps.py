@@ -91,7 +91,7 @@ def fit_venn_abers(data: Predictions, where: np.ndarray | None = None) -> VennAb
     right = np.bincount(point, weights=correct)
     p1 = _with_one_right(weight, right)
     p0 = 1 - _with_one_right(weight[::-1], (weight - right)[::-1])[::-1]
-    return VennAbersState(x, np.float32([0.0, *p0]), np.float32([*p1, 1.0]), FitReport.of())
+    return VennAbersState(x, np.array([0.0, *p0], np.float32), np.array([*p1, 1.0], np.float32), FitReport.of())
 
 
 def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -100,10 +100,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--kernels", nargs="*", default=["tpu", "gpu"], choices=["tpu", "gpu", "scan"])
     given = parser.parse_args()
     names = {"tpu": interpreted.NAME, "gpu": interpreted_gpu.NAME, "scan": "chunked"}
+    interpreted_gpu._PATIENCE = 60 * given.minutes + 600  # its limit of a hung run is that of a test
     tried, worst, off = collections.Counter(), collections.defaultdict(float), []
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

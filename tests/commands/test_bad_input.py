@@ -366,7 +366,7 @@ BAD = [
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--methods", "magic"], "--methods: magic: expected all, or some of"),
     ("compare", ["--sort", "beauty"], "--sort: expected one of ece"),
-    ("generate", ["--temperature", "1e-300"], "--temperature: expected 0 for the most likely token, or a number from"),
+    ("generate", ["--temperature", "1e-300"], "--temperature: expected 0 or a number from"),
     ("generate", ["--top-p", "0"], "--top-p: expected above 0 and at most 1, got 0.0"),
     ("generate", ["--head", "full"], "--head: full: expected a head"),
     ("generate", ["--prompt"], "--prompt: expected at least one text to continue, got none"),

@@ -271,14 +271,18 @@ def test_verdict(document):
             pair[names[1]]["ece"]["value"] = rows["uncalibrated"]["ece"]["value"] * ece
             assert found in verdict({"methods": pair})
     # Paired differences decide where there are some: one whose interval excludes 0 is enough.
-    noise, lower = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}
-    for nll, found in (
-        (noise, "ATS does not differ from temperature scaling beyond noise"),
-        (lower, "ECE does not differ"),
+    noise, lower, higher = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"low": 0.1, "high": 0.2}
+    for ece, nll, start, part in (
+        (noise, noise, "WARNING: ATS does not differ from temperature scaling beyond noise", ""),
+        (noise, lower, "ATS has a lower NLL than temperature scaling: NLL", "ECE does not differ"),
+        (noise, higher, "WARNING: ATS has a higher NLL than temperature scaling: NLL", "ECE does not differ"),
+        (lower, noise, "ATS has a lower ECE than temperature scaling: ECE", "NLL does not differ"),
+        (higher, noise, "WARNING: ATS has a higher ECE than temperature scaling: ECE", "NLL does not differ"),
     ):
         tested = worse(document, "temperature", ece=1.01)
-        tested["held_out"]["methods"]["ats"]["against"] = {"ece": noise, "nll": nll}
-        assert found in verdict(tested["held_out"])
+        tested["held_out"]["methods"]["ats"]["against"] = {"ece": ece, "nll": nll}
+        assert verdict(tested["held_out"]).startswith(start)
+        assert part in verdict(tested["held_out"])
     same = copy.deepcopy(document)
     same["held_out"]["methods"]["ats"] = same["held_out"]["methods"]["temperature"]
     assert verdict(same["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")

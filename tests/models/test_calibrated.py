@@ -14,6 +14,7 @@ import pytest
 from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_sequences, ragged
 
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
+from calibjax.runtime.checksums import read_checksums, write_checksums
 
 SEQUENCES = ragged(make_sequences(6))
 ALL = ("hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding")
@@ -171,12 +172,12 @@ def test_heads_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=f"another base model .*{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
         load_head(directory, other)
 
+    arrays = read_checksums(directory, "")
     (directory / "checksums.json").unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
         load_head(directory)
     file = directory / "head.json"
     stored = json.loads(file.read_text())
-    del stored["checksums"]  # as earlier versions wrote it
     text = json.dumps(stored)
     broken = {
         "{": "not a head's description",
@@ -198,17 +199,25 @@ def test_heads_that_cannot_be_read(tmp_path):
         json.dumps(stored | {"head": stored["head"] | {"kind": "linear"}}): "cannot read the head's parameters",
         json.dumps(stored | {"head": stored["head"] | {"kind": "transformer", "num_heads": 3}}): "num_heads",
     }
+
+    def seal():
+        (directory / "checksums.json").unlink(missing_ok=True)
+        write_checksums(directory, arrays)
+
     for content, message in broken.items():
         file.write_bytes(content.encode(errors="surrogateescape"))
+        seal()
         with pytest.raises(UserError, match=message) as caught:
             load_head(directory)
         assert "\n" not in str(caught.value), content
     file.write_text(text)
     data = max((directory / "params").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else -1)
     data.write_bytes(data.read_bytes()[:20])
+    seal()
     with pytest.raises(UserError, match="cannot read the head's parameters"):
         load_head(directory)
     shutil.rmtree(directory / "params")
+    seal()
     with pytest.raises(UserError, match="cannot read the head's parameters"):
         load_head(directory)
     gc.collect()  # its warnings belong here

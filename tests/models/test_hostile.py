@@ -23,7 +23,7 @@ from calibjax.models import config_from_hf
 from calibjax.models.generate import default_stop_tokens
 from calibjax.models.hf_tensors import plan_tensors
 from calibjax.models.load import _find_weights, _read_headers, load_model
-from calibjax.runtime.checksums import seal
+from calibjax.runtime.checksums import read_checksums, seal, write_checksums
 from calibjax.runtime.errors import UserError
 from calibjax.train.checkpoint import Checkpoints, load_head, save_head
 
@@ -205,27 +205,31 @@ def head(tmp_path_factory):
 
 
 def test_heads_of_strangers(tmp_path, head):
-    """Without checksums, as whoever makes a head can leave them out."""
+    """With checksums of its own, as whoever makes a head can write them."""
     shutil.copytree(head, tmp_path / "head")
-    (tmp_path / "head" / "checksums.json").unlink()
-    description = json.loads((head / "head.json").read_text())
-    del description["checksums"]
+    description, arrays = json.loads((head / "head.json").read_text()), read_checksums(head, "")
     file = tmp_path / "head" / "head.json"
-    file.write_text(json.dumps(description))
+
+    def write(text):
+        file.write_text(text)
+        (file.parent / "checksums.json").unlink()
+        write_checksums(file.parent, arrays)
+
+    write(json.dumps(description))
     assert load_head(file.parent).config.hidden_size == 6
     for field in description["head"]:
         for value in (None, "x", [], {}, -1, HUGE, 2**31 - 1, float("nan"), [["x"]]):
             if (field, value) in (("intermediate_size", None), ("num_heads", None), ("num_heads", 2**31 - 1)):
                 continue
-            file.write_text(json.dumps(description | {"head": description["head"] | {field: value}}))
+            write(json.dumps(description | {"head": description["head"] | {field: value}}))
             with pytest.raises(UserError, match="head"):
                 pytest.fail(f"{field}={value}: {load_head(file.parent)}")
     for changes in ({"head": []}, {"head": {"x": 1}}, {"log_factor": 1e9}, {"log_factor": []}, {"schema": []}):
-        file.write_text(json.dumps(description | changes))
+        write(json.dumps(description | changes))
         with pytest.raises(UserError, match=r"head\.json"):
             load_head(file.parent)
     for text in (DEEP, "null", '{"schema": 1}'):
-        file.write_text(text)
+        write(text)
         with pytest.raises(UserError, match=r"head\.json"):
             load_head(file.parent)
 

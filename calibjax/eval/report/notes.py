@@ -108,12 +108,14 @@ def _ats_verdict(methods: Row) -> str:
     if reason := _indistinct(ats, scaled, key, ats):
         return f"WARNING: ATS does not differ from temperature scaling {reason}: {ece}; {score}."
     before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
-    ece_test, score_test = (ats.get("against", {}).get(name) for name in ("ece", key))
-    if ece_test and score_test and is_lower(score_test) and not (is_lower(ece_test) or is_higher(ece_test)):
-        return (
-            f"ATS has a lower {title} than temperature scaling: {score}; its ECE does not differ beyond noise: {ece} "
-            f"({before})."
-        )
+    tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}
+    differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
+    if all(tests.values()) and len(differing) == 1:
+        named = [("ECE", ece), (title, score)]
+        (name, values), (other, rest) = named if differing == ["ece"] else reversed(named)
+        start = "ATS has a lower" if is_lower(tests[differing[0]]) else "WARNING: ATS has a higher"
+        line = f"{start} {name} than temperature scaling: {values}"
+        return f"{line}; its {other} does not differ beyond noise: {rest} ({before})."
     for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
         if warning := _warning("ATS", ats, name, other):
             return warning
