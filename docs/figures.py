@@ -177,23 +177,6 @@ def alpha(shown: list[Table]):
     return figure
 
 
-def transfer(shown: list[Table]):
-    """What a calibration fitted on the row costs on the column, against one fitted there."""
-    figure = blank(9.6, 4.6)
-    for axis, table in zip(figure.subplots(1, len(shown)), shown, strict=True):
-        domains = table.header[1:]
-        rows = [row for row in table.rows if row[0] in domains]
-        costs = np.array([[0.0 if "**" in cell else number(cell) for cell in row[1:]] for row in rows])
-        axis.imshow(costs, cmap="Reds", vmin=0, vmax=0.5)
-        for i, j in np.ndindex(*costs.shape):
-            text = rows[i][1 + j].strip("*").split()[0] if i == j else f"{costs[i, j]:.2f}"
-            axis.text(j, i, text, ha="center", va="center", fontsize=7, color="white" if costs[i, j] > 0.3 else "black")
-        axis.set_xticks(range(len(domains)), domains, rotation=40, ha="right", fontsize="small")
-        axis.set_yticks(range(len(domains)), [row[0] for row in rows], fontsize="small")
-        axis.set(title=table.header[0].replace("NLL, ", ""), xlabel="tested on")
-    return figure
-
-
 def ats(shown: list[Table]):
     """Held-out ECE of every run, a line each."""
     figure = blank(8.6, 0.9 + 0.42 * len(shown))
@@ -383,11 +366,6 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     "alpha": (STUDIES, _in("How much does the weight"), alpha),
     "pooling": (STUDIES, _study("A temperature for each token"), _rows),
     "heads": (STUDIES, _study("Which head"), _rows),
-    "transfer": (
-        STUDIES,
-        lambda table: table.header[0] in ("NLL, T fitted on", "NLL, ATS fitted on") and "stories" in table.header,
-        transfer,
-    ),
     "ats": ("train/RESULTS.md", lambda table: table.header[:2] == ["set", "method"], ats),
     "lhts": ("docs/lhts.md", lambda table: "myopic 0.7" in table.header, variety),
     "layers": ("docs/layers.md", lambda table: table.header[0] == "layer", layer_curves),
