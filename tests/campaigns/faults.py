@@ -120,7 +120,7 @@ CASES = {
     ),
     "report": Command("report", "{inputs}/run", "--out", "{out}/page", results=("report.html",)),
     "train ats": Command(
-        *("train", "ats", *DATA, *TRAIN, "--loss", "joint", "--no-refit-temperature", "--head-kind", "linear"),
+        *("train", "ats", *DATA, *TRAIN, "--loss", "joint", "--no-refit-temperature", "--head-kind", "mlp"),
         results=HEAD,
     ),
     "train sft": Command("train", "sft", *DATA, *TRAIN, results=("metrics.json", "*.safetensors")),

@@ -36,7 +36,7 @@ SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs"
 SHARED += ("--learning-rate", "0.01", "--quiet")
 TASKS = ("--tasks", "arc_easy", "triviaqa", "--confidence", "consistency", "--samples", "3", "--max-new-tokens", "4")
 OPTIONS = {
-    "train ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "linear"],
+    "train ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "mlp"],
     "train sft": [*SHARED],
     "eval tasks": [*TASKS, "--temperature", "2", "--batch-size", "8", "--quiet"],
     "decide": ["--risk", "0.2"],

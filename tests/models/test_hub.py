@@ -212,7 +212,7 @@ def test_from_a_name_to_a_calibrated_head_and_back(hub, base, tmp_path):
         assert TOKEN not in done.stdout + done.stderr
         return done.stdout
 
-    fit = "--epochs 1 --batch-size 8 --loss cross-entropy --head-kind linear --seq-len 16 --out runs/x"
+    fit = "--batch-size 8 --loss cross-entropy --head-kind linear --seq-len 16 --out runs/x"
     run("-m", "calibjax", "train", "ats", "--model", "org/base", "--data", f"org/text@{pinned}", *fit.split(" "))
     pushed = json.loads(run("-m", "calibjax", "push", "runs/x", "org/head", "--json"))
     repository = hub.models["org/head"]
