@@ -95,9 +95,10 @@ class Study:
 
     def head(self, **changes: Any) -> AtsOptions:
         """What a study does not vary: an MLP on the hidden state of each token, one loss, no refitted temperature."""
-        names = ("epochs", "batch_size", "learning_rate")
-        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False}
-        return AtsOptions(**{**shared, **{name: getattr(self, name) for name in names}, **changes})
+        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False} | changes
+        if shared["head"] != "linear" or changes.get("pooling") == "sequence":  # others are solved at once
+            shared = {"epochs": self.epochs, "learning_rate": self.learning_rate} | shared
+        return AtsOptions(batch_size=self.batch_size, **shared)
 
 
 def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

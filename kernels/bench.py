@@ -244,15 +244,20 @@ def _scaled(key: str, factor: float, digits: int) -> Any:
 
 
 _RATIO = {"x": lambda row: f"{row['ratio']:.2f} of {row['ratio_to']}" if "ratio" in row else ""}
-_MILLISECONDS = lambda row: row.get("note") or _scaled("seconds", 1e3, 2)(row)  # noqa: E731
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    return row.get("note") or _scaled("seconds", 1e3, 2)(row)
+
+
 MEASURED_COLUMNS = {
-    "ms": _MILLISECONDS,
+    "ms": _milliseconds,
     **_RATIO,
     "extra MiB": _scaled("extra_bytes", 2**-20, 1),
     "error": lambda row: f"{row['error']:.1e}" if "error" in row else "",
 }
 STATIC_COLUMNS = {
-    "static estimate, ms": _MILLISECONDS,
+    "static estimate, ms": _milliseconds,
     **_RATIO,
     "matrix units": lambda row: f"{row['matrix_units']:.1%}" if "matrix_units" in row else "",
     "products": lambda row: str(row["products"]),

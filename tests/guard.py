@@ -49,7 +49,7 @@ RUNS = {
 }
 VOLATILE = re.compile(r"seconds|time|version|path|date|python|platform|packages|started|host")
 PRINTED = re.compile(r"\d+:\d\d(:\d\d)?|[\d.,]+ (s|ms|min|seconds|minutes)\b|[\d.,]+k? tokens/s|\d+ MiB")
-PICTURES = re.compile(rb"<svg.*?</svg>|\d{4}-\d\d-\d\d", re.DOTALL)
+PICTURES = re.compile(rb'<svg.*?</svg>|\d{4}-\d\d-\d\d|<td[^>]*"fit \(s\)".*?</td>', re.DOTALL)
 TEXTS = (".json", ".csv", ".html", ".md", ".safetensors")
 LEFT_OUT = ("run.json", "ocdbt.process_0.json", "tokenizer.json")
 
@@ -87,12 +87,12 @@ def run(line: str, own: str, known: set[Path]) -> dict[str, bytes]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(line.format(assets=ASSETS).split())
-    found = {"exit code": b"%d" % code, "printed": PRINTED.sub("", out.getvalue().replace(own, "")).encode()}
+    contents = {"exit code": b"%d" % code, "printed": PRINTED.sub("", out.getvalue().replace(own, "")).encode()}
     files = {file for file in Path(".").rglob("*") if file.suffix in TEXTS and file.name not in LEFT_OUT} - known
     known |= files
     for file in sorted(files):
-        found |= parts_of(file, own)
-    return found
+        contents |= parts_of(file, own)
+    return contents
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
 def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
     """Name -> parameters of the probes of a task, which are read from probes/ or fitted on calibration questions."""
     fingerprint, task, context = evaluator.model.lm.fingerprint, evaluator.name, evaluator.context
-    with context.kept() as saved:
+    with context.with_directory() as saved:
         folder = saved.require_directory() / "probes" / task
         missing = [name for name in evaluator.probe_names if not on_first((folder / name / "probe.json").is_file)]
         if missing:

@@ -74,7 +74,7 @@ class PlanOptions(JsonOptions):
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         tokens: tokens to train or evaluate on, or to generate: reports the duration of the run at 30 to 60% of the
             roofline, and what its hidden states take.
-        epochs: passes over them; by default as the command's.
+        epochs: of sft: passes over them; by default as the command's.
         suggest: plan every mesh of the topology, and name the best that fits.
         dtype: compute dtype, and that of frozen weights; by default that of the weights, as of a run on accelerators.
             Trained weights are float32.
@@ -127,7 +127,7 @@ class PlanOptions(JsonOptions):
 
     def unread(self) -> tuple[str, ...]:
         unread = ("head_kind",) if self.objective == "sft" else _SFT_FIELDS
-        unread = (*unread, "epochs") if self.objective in ("eval", "generate") else unread
+        unread = unread if self.objective == "sft" else (*unread, "epochs")
         return unread if self.objective == "generate" else (*unread, "new_tokens")
 
     @classmethod
@@ -153,7 +153,7 @@ class PlanOptions(JsonOptions):
             mesh=mesh,
             dtype=dtype,
             new_tokens=(self.new_tokens or 128) if self.objective == "generate" else 0,
-            ats=AtsOptions(head=self.head_kind, epochs=self.epochs),
+            ats=AtsOptions(head=self.head_kind),
             sft=sft_options,
         )
 
@@ -616,7 +616,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
 
     Returns:
         compiled: whether the compiler was called; parameters: those of the model, `total`, and `active` for a token;
-        kept_bytes_per_token: of `ats`, otherwise None; mesh; fits: None where only the compiler could tell;
+        stored_bytes_per_token: of `ats`, otherwise None; mesh; fits: None where only the compiler could tell;
         likely_fits: True or False in place of None, by an estimate of the temporaries; bytes_per_device:
         parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
         the program itself), or what the step holds at least: `gradients` and `block_inputs`, or `keys_and_values`, and
@@ -659,7 +659,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
     return {
         "compiled": result is not None,
         "parameters": parameter_counts(job.config),
-        "kept_bytes_per_token": kept_bytes_per_token(job) if job.objective == "ats" else None,
+        "stored_bytes_per_token": stored_bytes_per_token(job) if job.objective == "ats" else None,
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
         "fits": fits,
         "likely_fits": total <= available if fits is None else fits,
@@ -754,7 +754,7 @@ def _rows(job: Job) -> int:
     return max(1, job.batch // (job.sft.accumulate if job.objective == "sft" else 1) // (job.mesh[0] * job.mesh[1]))
 
 
-def kept_bytes_per_token(job: Job) -> int:
+def stored_bytes_per_token(job: Job) -> int:
     """Bytes of what `train ats` keeps of a token on every host, or on the disk that they share."""
     program = build(job)
     stored, curves = jax.eval_shape(program.function, *program.arguments)
@@ -780,7 +780,7 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
         "steps": steps,
         "utilisation": list(UTILISATION),
         "seconds": [steps * bound / fraction for fraction in reversed(UTILISATION)],
-        "kept_bytes": sequences * job.seq * kept_bytes_per_token(job) if job.objective == "ats" else None,
+        "stored_bytes": sequences * job.seq * stored_bytes_per_token(job) if job.objective == "ats" else None,
     }
 
 
@@ -844,8 +844,8 @@ def _plan_table(document: dict[str, Any]) -> TextTable:
     if counts["active"] < counts["total"]:
         rows.append(["parameters of the model", f"{counts['total']:,}"])
         rows.append(["parameters active for a token", f"{counts['active']:,}"])
-    if document["kept_bytes_per_token"] is not None:
-        rows.append(["kept of the frozen pass, per token", f"{document['kept_bytes_per_token']:,} bytes"])
+    if document["stored_bytes_per_token"] is not None:
+        rows.append(["stored from the frozen pass, per token", f"{document['stored_bytes_per_token']:,} bytes"])
     rows.append(["operations, FLOP", f"{document['flops_per_device']:.3g}"])
     rows.append(["operations of a step, FLOP", f"{document['flops_per_step']:.3g}"])
     for kind, moved in (document["collectives"] or {}).items():
@@ -856,8 +856,8 @@ def _plan_table(document: dict[str, Any]) -> TextTable:
     if run := document.get("run"):
         low, high = run["utilisation"]
         rows.append(["steps of the run", f"{run['steps']:,}"])
-        if run["kept_bytes"] is not None:
-            rows.append(["kept of the frozen pass, each host", _size(run["kept_bytes"])])
+        if run["stored_bytes"] is not None:
+            rows.append(["stored from the frozen pass, each host", _size(run["stored_bytes"])])
         least, most = run["seconds"]
         units = ((86400, "d"), (3600, "h"), (60, "min"))
         unit, name = next(((unit, name) for unit, name in units if most >= 2 * unit), (1, "s"))

@@ -93,8 +93,8 @@ class VocabSharding:
     def without_trivial_axes(self) -> "VocabSharding":
         """The same without axes of one device, over which there is nothing to sum or gather."""
         fields = {name: getattr(self, name) for name in ("tokens", "vocab", "width")}
-        kept = {name: tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for name, axes in fields.items()}
-        return dataclasses.replace(self, **kept)
+        divided = {name: tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for name, axes in fields.items()}
+        return dataclasses.replace(self, **divided)
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Shards along some of the axes."""

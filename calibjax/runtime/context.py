@@ -61,7 +61,7 @@ class RunContext:
         return dataclasses.replace(self, log=lambda line: None, progress=False)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator["RunContext"]:
+    def with_directory(self) -> Iterator["RunContext"]:
         """The same run with a directory: its own, or a temporary one, removed at the end.
 
         Raises:

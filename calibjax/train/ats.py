@@ -106,7 +106,7 @@ def fit_ats(
     sets = {name: limited(part, f"to fit on ({name})", plan, context) for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
-    with context.kept() as context, jax.set_mesh(context.mesh):
+    with context.with_directory() as context, jax.set_mesh(context.mesh):
         tokens = token_curves(
             lm,
             sequences,

@@ -294,7 +294,7 @@ def fit_lhts(
             f"{conditions} conditions of one student: expected a model without a soft-cap or with untied embeddings; "
             "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
-    with context.kept() as context:
+    with context.with_directory() as context:
         sequences = mix_samples(
             lm,
             sequences,

@@ -95,12 +95,6 @@ class AtsOptions:
         """Raises `UserError` where options do not fit together, or batches do not divide among the devices."""
         plan = make_plan(self, hidden_size=64)
         check_batch(mesh, plan.batch_size, plan.accumulate)
-        names = ("epochs", "learning_rate", "warmup_fraction")
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
-        in_steps = any(LOSSES[trial.loss].per_micro_batch for trial in plan.trials)
-        solved = plan.head.pooling == "token" and plan.head.identity_start and not in_steps
-        if given and self.head == "linear" and solved:
-            raise UserError(f"{', '.join(given)}: --head-kind linear is solved at once, not in steps; leave it out.")
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
@@ -280,6 +274,11 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             "--weight-decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
             "leave it out."
         )
+    names = ("epochs", "learning_rate", "warmup_fraction")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    in_steps = built[-1][0] == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
+    if given and solved and not in_steps:
+        raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
     decays = DECAYS if penalised else (0.0,)
     return AtsPlan(
         heads=heads,

@@ -37,7 +37,6 @@ def describe_head(head: FittedHead, notes: dict[str, Any] | None = None) -> dict
         "head": dataclasses.asdict(head.config),
         "log_factor": head.log_factor,
         "base_fingerprint": head.fingerprint,
-        "checksums": CHECKSUMS,
         "notes": notes or {},
     }
 

@@ -258,7 +258,7 @@ def fit_sft(
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
     del placed
     data = array_hash(sequences._asdict())
-    with context.kept() as context:
+    with context.with_directory() as context:
         params, report = tune(
             objective,
             objective.likelihood(),

@@ -323,7 +323,7 @@ BAD = [
     (ATS, ["--fit-fraction", "1"], "--fit-fraction: expected above 0 and below 1, got 1.0"),
     (ATS, ["--features", "smell"], "--features: expected distinct names among"),
     (ATS, ["--head-kind", "constant", "--normalize"], "--normalize: a constant head does not read it"),
-    (ATS, ["--head-kind", "linear", "--epochs", "2"], "--epochs: --head-kind linear is solved at once, not in steps"),
+    (ATS, ["--head-kind", "linear", "--epochs", "2"], "--epochs: a linear head is solved at once, not in steps"),
     (ATS, ["--head-kind", "cnn"], "--head-kind: expected one of constant, linear, mlp, transformer, got 'cnn'"),
     (ATS, ["--loss", "hinge"], "--loss: expected one of auto, joint"),
     (ATS, ["--seed", "-1"], "--seed: expected at least 0, got -1"),

@@ -396,16 +396,16 @@ def test_duration_of_fine_tuning(capsys):
     steps, bound = 3 * (1000 - 50) // 4, found["roofline_seconds"]["bound"]
     assert (found["run"]["sequences"], found["run"]["steps"]) == (1000, steps)
     assert found["run"]["seconds"] == pytest.approx([steps * bound / 0.6, steps * bound / 0.3])
-    assert found["run"]["kept_bytes"] is None
+    assert found["run"]["stored_bytes"] is None
 
 
 def test_duration_of_temperatures(capsys):
-    """The frozen pass: its products by hand, and what it keeps of a token: the hidden state and 36 points of curves."""
+    """The frozen pass: its products by hand, and what it keeps of a token: the hidden state and its curves."""
     options = ["--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--head-kind", "linear", "--no-compile"]
     found = plan(capsys, "--model", "gpt2", *options, "--tokens", "64000")
     run = found["run"]
-    assert found["kept_bytes_per_token"] == 768 * 2 + 4 * (3 * len(SCALES) + 4) + 2
-    assert run["kept_bytes"] == 64000 * found["kept_bytes_per_token"]
+    assert found["stored_bytes_per_token"] == 768 * 2 + 4 * (3 * len(SCALES) + 4) + 2
+    assert run["stored_bytes"] == 64000 * found["stored_bytes_per_token"]
     assert run["steps"] == 250
     seconds = found["roofline_seconds"]["bound"] * 250
     assert run["seconds"] == pytest.approx([seconds / each for each in reversed(run["utilisation"])])
@@ -479,6 +479,7 @@ def test_hub_ids_are_published_models(capsys):
         (["--topology", "v5e:16,1"], "such as v5e-16"),
         (["--seq-len", "200000"], "200000"),
         (["--objective", "eval", "--epochs", "2", "--tokens", "9"], "--epochs: --objective eval does not read it"),
+        (["--objective", "ats", "--epochs", "2"], "--epochs: --objective ats does not read it"),
         (["--objective", "generate", "--new-tokens", "0"], "--new-tokens: expected at least 1, got 0"),
         (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
         (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),

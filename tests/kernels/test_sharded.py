@@ -101,6 +101,25 @@ def test_a_soft_cap_equals_one_device(name):
 
 
 @pytest.mark.parametrize("name", ["2x2x2", "stored along D"])
+def test_a_target_before_a_shard_is_not_its_last_row(name):
+    """The gradient in hidden states alone adds rows of W at the targets; relative to a shard these may be −1."""
+    hidden, unembedding, bias, scale, targets = problem()
+    targets = targets.at[1:8].set(jnp.arange(100, 800, 100) - 1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(sharding, hidden):
+        def loss(h):
+            options = {"bias": bias, "scale": scale, "sharding": sharding, "chunk_size": 100}
+            stats = vocab_stats(h, unembedding, targets, statistics=("log_normalizer", "target_logit"), **options)
+            return -stats.log_prob().sum()
+
+        return jax.grad(loss)(hidden)
+
+    want = gradient(None, hidden)
+    assert_within(gradient(SHARDINGS[name](), hidden), want, 1e-6 * np.abs(f64(want)).max(), "d_hidden")
+
+
+@pytest.mark.parametrize("name", ["2x2x2", "stored along D"])
 def test_saved_logits_change_only_the_cost(name):
     inputs, want = on_one_device()
     assert_same(evaluate(SHARDINGS[name](), *inputs, options=(("save_logits", True),)), want, 1e-6)
