@@ -11,14 +11,14 @@ from io import StringIO
 import numpy as np
 import pytest
 from assets import data_path, model_path
+from markupsafe import Markup
+from report_documents import document
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.commands.common import finish
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import Run, page, save_report
-from calibjax.eval.report.html import element
-from calibjax.eval.report.page import heatmap_html
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model
@@ -95,17 +95,18 @@ def hostile_sample():
     return {"windows": [[{"text": HOSTILE, "scored": False}, token(HOSTILE), token("\n"), token(""), *plain]]}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_hostile_text_is_text():
-    page = heatmap_html(hostile_sample(), "x")
-    assert page.count("<script") == 1
-    assert page.count("</script") == 1
-    assert html.unescape(page).count(HOSTILE) == 4, "twice in each text"
-    data = json.loads(page.split('json">')[1].split("</script>")[0])
+    made = page.page([Run("", {"held_out": document()["held_out"]}, hostile_sample())])
+    section = made[made.index('<section class="heatmap"') :].partition("</section>")[0]
+    assert section.count("<script") == section.count("</script") == 1
+    assert html.unescape(section).count(HOSTILE) == 4, "twice in each text"
+    data = json.loads(section.split('json">')[1].split("</script>")[0])
     assert data[0] is None
     assert data[1]["text"] == HOSTILE
-    steps = [int(k) for k in re.findall(r'class="t k(\d)', page)]
+    steps = [int(k) for k in re.findall(r'class="t k(\d)', section)]
     assert steps == [9] * 303 + [1] * 303
-    assert page.count('tabindex="0"') == 2, "one stop for Tab in each text"
+    assert section.count('tabindex="0"') == 2, "one stop for Tab in each text"
 
 
 # --- the commands ---
@@ -218,9 +219,7 @@ def undrawn(monkeypatch):
     """Figures are made, and not drawn, which takes seconds."""
     monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")
     monkeypatch.setattr(page, "svg", lambda figure, name: "<svg></svg>")
-    monkeypatch.setattr(
-        page, "inline_svg", lambda figure, name, description: element("svg", role="img", aria_label=description)
-    )
+    monkeypatch.setattr(page, "inline_svg", lambda *_: Markup('<svg role="img"></svg>'))
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -51,12 +51,11 @@ class Panel(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """A figure: the name of its file, a description for screen readers, its panels, and a note on all of them."""
+    """A figure: the name of its file, a description for screen readers, and its panels."""
 
     name: str
     description: str
     panels: Sequence[Panel]
-    note: str = ""
 
     def figure(self) -> "Figure":
         """All panels side by side, with their titles."""
@@ -70,8 +69,6 @@ class Drawing(NamedTuple):
             panel.draw(ax)
             title = "\n".join(line for line in (panel.title, panel.note) if line)
             ax.set_title(title, color=INK, fontsize=10, parse_math=False)
-        if self.note:
-            made.suptitle(f"{self.description}\n{self.note}", fontsize=10, color=INK, parse_math=False)
         return made
 
 

@@ -1,55 +1,39 @@
-"""The report as one self-contained page: style, script, figures and data are within it, and no request leaves it."""
+"""The report as one self-contained page: `page.html` with page.css and page.js; no request leaves it.
 
+The template escapes all that is filled in. Only this module makes markup, and no data can become code.
+"""
+
+import base64
 import datetime
+import functools
+import hashlib
+import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
+from markupsafe import Markup
+
+from calibjax.eval.report import notes, tables
 from calibjax.eval.report.figures import Drawing, figures_of, overlay, png
-from calibjax.eval.report.html import Content, Markup, data_script, element, inline_svg, joined, svg
-from calibjax.eval.report.html import document as html_document
-from calibjax.eval.report.notes import (
-    choice_verdict,
-    data_of,
-    few,
-    kept_loss,
-    limitations,
-    model_of,
-    set_verdict,
-    usage,
-    verdict,
-)
 from calibjax.eval.report.schema import Document, read_tokens
-from calibjax.eval.report.tables import (
-    ABSENT,
-    Row,
-    binning,
-    cells_of,
-    counted,
-    difference_of,
-    failures,
-    figure_of,
-    interval,
-    is_higher,
-    is_lower,
-    pair_of,
-    parts_of,
-    remarks,
-    sets_of,
-    title_of,
-    unit_of,
-)
+from calibjax.eval.report.tables import ABSENT, Row, figure_of, interval, is_higher, is_lower, pair_of, title_of
+from calibjax.plot import INK, LINES, MUTED
 from calibjax.runtime.command_line import command_line
 from calibjax.runtime.files import write_file
 from calibjax.runtime.version import __version__
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TOKENS = "tokens.json"
 """Beside metrics.json: a `token_sample`, if the run made one."""
-_OPEN_SETS = 3  # sets beside the first that are not folded, at most
 LOWER = (
     *("ece", "nll", "brier", "log_loss", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece"),
     *("exact_error", "aurc", "excess_aurc", "ks_error", "debiased_l2"),
@@ -82,7 +66,7 @@ class Run(NamedTuple):
 
 def write_report(document: Document, directory: Path) -> None:
     """Writes `report.html`, `reliability.png` of the held-out set, and as PNG the figures of the run's parts."""
-    names = {"reliability", *(name for part in parts_of(document) for name in part.figures)}
+    names = {"reliability", *(name for part in tables.parts_of(document) for name in part.figures)}
     for drawing in figures_of(document):
         if drawing.name in names:
             write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
@@ -107,98 +91,191 @@ def save_report(runs: Sequence[Run], directory: Path) -> list[str]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page of one run, or of several: one table of all rows and their curves first, then each run."""
-    first = runs[0]
-    parts = _one(first) if len(runs) == 1 else _several(runs)
-    parts.append(glossary(first.document["held_out"]))
-    for run in runs:
-        options = json.dumps(run.document.get("run", {}), indent=2)
-        parts.append(folded(f"All options of the run {run.name}".rstrip(), element("pre", options)))
-    box = element("div", "", id="definition", role="tooltip", hidden="")
-    title = _subject(first) if len(runs) == 1 else f"{len(runs)} runs"
-    title = " \N{MIDDLE DOT} ".join(text for text in (title, "calibjax") if text)
-    folder = resources.files("calibjax.eval.report")
-    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    text = html_document(title, element("main", joined(parts, "\n"), box), style, script)
+    """The page of one run, or of several: one table of all rows and their curves first, then each run.
+
+    Its content security policy names style and script by their hashes: nothing else is loaded, and nothing else runs.
+    """
+    template, style, script = _files()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    given = {"runs": runs, "policy": policy, "style": Markup(style), "script": Markup(script)}
+    try:  # the template calls the functions of this module
+        text = template.render({**globals(), **given})
+    except jinja2.UndefinedError as error:
+        raise LookupError(str(error)) from error
     return text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, has no encoding
 
 
-# --- one run ---
+@functools.cache
+def _files() -> tuple[jinja2.Template, str, str]:
+    """Template, style and script."""
+    folder = resources.files("calibjax.eval.report")
+    html, style, script = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    options: dict[str, Any] = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return jinja2.Environment(autoescape=True, **options).from_string(html), style, script
 
 
-def _subject(run: Run) -> str:
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# --- called by the template ---
+
+
+def subject(run: Run) -> str:
     """The model and the data, or the directory where neither is known."""
     options = run.document.get("run", {})
-    names = " on ".join(name for name in (model_of(options), data_of(options)) if name)
+    names = " on ".join(name for name in (notes.model_of(options), notes.data_of(options)) if name)
     return names or (run.directory.name if run.directory else "")
 
 
-def _one(run: Run) -> list[Content]:
-    document, held_out = run.document, run.document["held_out"]
-    parts: list[Content] = [
-        _header("Calibration report", _subject(run), _facts(run)),
-        _paragraph(verdict(document)),
-        _paragraph(few(sets_of(document)[0][0], held_out)),
-        cards(held_out),
-        *_body(run, "r0"),
-    ]
-    if code := usage(document, run.directory):
-        button = element("button", "Copy", type="button", class_="copy")
-        parts += [element("h2", "Use it"), element("div", button, element("pre", element("code", code)), class_="code")]
-    return [
-        *parts,
-        element("h2", "Limitations"),
-        element("ul", (element("li", line) for line in limitations(document))),
-    ]
+def heading(title: str, results: Row) -> str:
+    shown = {"held out": "Held out", "all tasks": "All tasks"}.get(title, title)
+    return f"{shown}: {tables.counted(results)}"
 
 
-def _header(kind: str, subject: str, listed: Markup) -> Markup:
-    return element("header", element("p", kind, class_="kind"), element("h1", subject or "calibjax"), listed)
+def facts_of(run: Run) -> dict[str, str]:
+    options, held_out = run.document.get("run", {}), run.document["held_out"]
+    return {
+        "Model": notes.model_of(options),
+        "Data": notes.data_of(options),
+        tables.unit_of(held_out).capitalize(): f"{held_out['tokens']:,} held out",
+        "Date": run.date,
+        "Version": f"calibjax {__version__}",
+        "Command": run.command or "calibjax " + str(options.get("command", "report")),
+    }
 
 
-def _body(run: Run, identity: str) -> list[Content]:
-    """The sets, parts and figures of a run, the main set first."""
-    document = run.document
-    drawings = {drawing.name: drawing for drawing in figures_of(document)}
-    ids = {name: f"{identity}-f{place}" for place, name in enumerate(drawings)}
-    (title, held_out), *others = sets_of(document)
+def options_of(run: Run) -> str:
+    return json.dumps(run.document.get("run", {}), indent=2)
 
-    def draw(*names: str) -> list[Content]:
-        return [_drawing(drawings[name], ids[name]) for name in names if name in drawings]
 
-    parts: list[Content] = [element("h2", _heading(title, held_out)), _set(held_out)]
-    parts += draw("reliability", "forest", "risk", "temperatures")
-    if run.tokens:
-        parts.append(heatmap_html(run.tokens, f"{identity}-tokens"))
-    if others:
-        parts += [element("h2", "Tasks" if "tasks" in document else "Other domains"), _domains(others, identity)]
-    for title, results in others:
-        opened = len(others) <= _OPEN_SETS
-        parts.append(folded(_heading(title, results), _paragraph(set_verdict(results)), _set(results), opened=opened))
-    for part in parts_of(document):
-        parts += [element("h2", part.title), *(element("p", line) for line in part.findings), *draw(*part.figures)]
-        parts += [folded(each.title, table("", each.columns, each.rows)) for each in part.tables]
-    if "training" in document or "comparison" in document:
-        parts += [element("h2", "Training"), *draw("training")]
-    if "comparison" in document:
-        comparison = document["comparison"]
-        parts += [element("p", choice_verdict(comparison)), *draw("frontier"), _losses(comparison)]
+class Change(NamedTuple):
+    """A difference from the row before: its arrow and digits, "better", "worse" or "", and what is only read aloud."""
+
+    text: str
+    verdict: str
+    spoken: str
+
+
+def change_of(results: Row, name: str, key: str) -> Change | None:
+    """The difference of a figure from the row before, with its arrow; None where it rounds to 0.
+
+    It is green or red, and called better or worse, where the interval of the difference excludes 0.
+    """
+    methods = results["methods"]
+    value, other = figure_of(methods[name], key), figure_of(methods[pair_of(results)[0]], key)
+    if value is None or other is None or key not in (*LOWER, *HIGHER):
+        return None
+    digits = f"{abs(value - other):.4f}"
+    if float(digits) == 0:
+        return None
+    text = f"▼ {_MINUS}{digits}" if value < other else f"▲ +{digits}"
+    against = tables.difference_of(results, name, key)
+    if against is None:
+        return Change(text, "", "")
+    if not (is_lower(against) or is_higher(against)):
+        return Change(text, "", "within noise")
+    word = "better" if (value < other) == (key in LOWER) else "worse"
+    return Change(text, word, word)
+
+
+def cards_of(results: Row) -> Iterator[dict[str, Any]]:
+    """The figures before and after of ECE, NLL (or log loss of correctness) and Brier score, where a set has them."""
+    methods = results["methods"]
+    before, after = pair_of(results)
+    keys = [("ece", "ECE"), ("nll", "NLL"), ("brier", "Brier")]
+    if figure_of(methods[before], "nll") is None or figure_of(methods[after], "nll") is None:
+        keys[1] = ("log_loss", "log loss of correctness")
+    scalings = ("temperature", "confidence_temperature", "base_temperature")
+    scaling = next((name for name in scalings if name in methods and name not in (before, after)), None)
+    for key, title in keys:
+        old, new = (figure_of(methods[name], key) for name in (before, after))
+        if old is None or new is None:
+            continue
+        noted = []
+        if before != after and old > 0:
+            noted.append(f"{100 * (new - old) / old:+.0f}%".replace("-", _MINUS))
+        if key == "ece":
+            ece = methods[after]["ece"]
+            noted.append(f"95% interval [{ece['low']:.4f}, {ece['high']:.4f}]")
+        scaled = None if scaling is None else figure_of(methods[scaling], key)
+        yield {
+            "title": title,
+            "old": f"{old:.4f}" if before != after else "",
+            "new": f"{new:.4f}",
+            "change": change_of(results, after, key) if before != after else None,
+            "note": ", ".join(noted),
+            "scaled": "" if scaling is None or scaled is None else f"{title_of(scaling)}: {scaled:.4f}",
+        }
+
+
+class Cell(NamedTuple):
+    """A figure, its interval, whether it is the best of its column, and its difference from the row before."""
+
+    value: str
+    ends: str = ""
+    best: bool = False
+    change: Change | None = None
+
+
+def cell_of(text: str | Cell) -> str | Cell:
+    """The cell of a figure with an interval, whose ends stand in a line of their own; anything else is unchanged."""
+    return _cell(text) if isinstance(text, str) and re.search(r"\d \[.*\]", text) else text
+
+
+def _cell(text: str, **fields: Any) -> Cell:
+    value, _, ends = text.partition(" [")
+    return Cell(value, f"[{ends}" if ends else "", **fields)
+
+
+def set_tables(results: Row) -> list[dict[str, Any]]:
+    """The main figures of every method; the others folded, and of many methods those behind the first ones."""
+    methods = results["methods"]
+    names: list[str] = list(methods)
+    shown = names
+    if len(names) > _FIRST + 2:
+        first = {*names[:_FIRST], pair_of(results)[0], results.get("reference")}
+        shown = [name for name in names if name in first]
+    parts = [_set_table("", results, shown, _MAIN)]
+    if others := [name for name in names if name not in shown]:
+        parts.append(_set_table(f"{len(others)} further methods", results, others, _MAIN))
+    if any(figure_of(row, key) is not None for row in methods.values() for key in _REST):
+        parts.append(_set_table("All figures", results, names, _REST))
     return parts
 
 
-def _heading(title: str, results: Row) -> str:
-    shown = {"held out": "Held out", "all tasks": "All tasks"}.get(title, title)
-    return f"{shown}: {counted(results)}"
+def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[str]) -> dict[str, Any]:
+    methods, before = results["methods"], pair_of(results)[0]
+    columns, arrows = ["method"], {}
+    rows: dict[str, list[Any]] = {name: [title_of(name)] for name in names}
+    for key in keys:
+        (_, *titles), all_cells = tables.cells_of(results, (key,))
+        for place, column in enumerate(titles, 1):
+            texts = dict(zip(methods, (cells[place] for cells in all_cells), strict=True))
+            if all(text in (ABSENT, "", "inf") for text in texts.values()):
+                continue
+            columns.append(column)
+            arrows[column] = "↓" if key in LOWER else "↑" if key in HIGHER else ""
+            best = best_of(methods, key)
+            for name in names:
+                change = None if name == before else change_of(results, name, key)
+                rows[name].append(_cell(texts[name], best=name in best, change=change))
+    return {"title": title, "columns": columns, "rows": list(rows.values()), "arrows": arrows}
 
 
-def _set(results: Row) -> Markup:
-    definition = f"{counted(results)}; confidence: {results['confidence']}" if "confidence" in results else None
-    lines = [definition, *(f"{line}." for line in remarks(results)), *failures(results)]
-    quiet = [element("p", line, class_="quiet") for line in lines if line]
-    return joined([*quiet[: definition is not None], *set_tables(results), *quiet[definition is not None :]], "\n")
+def best_of(methods: Row, key: str) -> set[str]:
+    """The methods with the best figure; none where all are equal, or no direction is better."""
+    values = {name: value for name, row in methods.items() if (value := figure_of(row, key)) is not None}
+    if key not in (*LOWER, *HIGHER) or len(set(values.values())) < 2:
+        return set()
+    best = (max if key in HIGHER else min)(values.values())
+    return {name for name, value in values.items() if value == best}
 
 
-def _domains(sets: Sequence[tuple[str, Row]], identity: str) -> Markup:
+def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
     """Before and after on every further set: one table, and a diagram each."""
     pairs = [pair_of(results) for _, results in sets]
     several = any(before != after for before, after in pairs)
@@ -211,384 +288,157 @@ def _domains(sets: Sequence[tuple[str, Row]], identity: str) -> Markup:
         rows.append([title, f"{results['tokens']:,}", f"{both[-1]['accuracy']:.4f}", *eces, *briers])
         panels.append(overlay(title, {title_of(name): methods[name] for name in dict.fromkeys(pair)}))
     whens = (" before", " after") if several else ("",)
-    columns = ["", unit_of(sets[0][1]), "accuracy", *(f"{name}{when}" for name in ("ECE", "Brier") for when in whens)]
-    drawing = Drawing("domains", "Reliability before and after", panels)
-    warnings = [_paragraph(few(title, results)) for title, results in sets]
-    return joined([*warnings, table("", columns, rows), _drawing(drawing, f"{identity}-domains")], "\n")
+    unit = tables.unit_of(sets[0][1])
+    columns = ["", unit, "accuracy", *(f"{name}{when}" for name in ("ECE", "Brier") for when in whens)]
+    return {"columns": columns, "rows": rows, "drawing": Drawing("domains", "Reliability before and after", panels)}
 
 
-def _losses(comparison: Row) -> Markup:
+def losses_of(comparison: Row) -> list[list[str]]:
     """What was compared to choose the loss."""
-    chosen = kept_loss(comparison)
-    rows = [
+    chosen = notes.kept_loss(comparison)
+    return [
         [
             each["loss"] + (" (chosen)" if each["loss"] == chosen else ""),
             *(f"{each[key]:.4f}" for key in ("nll", "brier", "ece", "calibration_error")),
         ]
         for each in comparison["candidates"]
     ]
-    return table("", ["loss", "NLL", "Brier", "ECE", "debiased calibration error"], rows)
 
 
-# --- several runs ---
-
-
-def _several(runs: Sequence[Run]) -> list[Content]:
-    """The verdicts, one table of the main figures, the curves in one diagram, and each run folded."""
-    lines = [(run.name, verdict(run.document)) for run in runs]
-    overlays, rows, titles = [], [], []
+def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of several runs: one table of the main figures, and the curves in one diagram."""
+    panels, rows, titles = [], [], []
     for title, place in (("Before", 0), ("After", 1)):
         sets = {run.name: run.document["held_out"] for run in runs}
-        overlays.append(overlay(title, {name: set_["methods"][pair_of(set_)[place]] for name, set_ in sets.items()}))
+        panels.append(overlay(title, {name: set_["methods"][pair_of(set_)[place]] for name, set_ in sets.items()}))
     for run in runs:
         options = run.document.get("run", {})
-        titles, cells = cells_of(run.document["held_out"], ("ece", "nll", "brier", "accuracy", "confidence"))
-        rows += [[run.name, model_of(options), data_of(options), *line] for line in cells]
-    return [
-        _header("Calibration report", f"{len(runs)} runs", element("p", ", ".join(run.name for run in runs))),
-        *(_paragraph(f"{name}: {line}") for name, line in lines if line),
-        element("h2", "All runs, held out"),
-        table("", ["run", "model", "data", *titles], rows),
-        _drawing(Drawing("runs", "Reliability of all runs", overlays), "runs"),
-        *(
-            folded(run.name, cards(run.document["held_out"]), *_body(run, f"r{number}"), opened=True)
-            for number, run in enumerate(runs)
-        ),
-    ]
-
-
-# --- what they share ---
-
-
-def _paragraph(line: str) -> Content:
-    return element("p", line, class_="verdict warning" if "WARNING" in line else "verdict") if line else None
-
-
-def _drawing(drawing: Drawing, identity: str) -> Markup:
-    """A figure with its panels side by side, or stacked on a narrow page."""
-    panels = []
-    for number, panel in enumerate(drawing.panels):
-        caption = element("figcaption", element("strong", panel.title), " ", element("span", panel.note))
-        text = f"{drawing.description}: {panel.title}" if panel.title else drawing.description
-        image = inline_svg(panel.figure(), f"{identity}-{number}", text)
-        panels.append(element("figure", caption if panel.title else None, image))
-    note = element("p", f"{drawing.description}: {drawing.note}", class_="quiet") if drawing.note else None
-    return joined([note, element("div", panels, class_="panels")])
-
-
-# --- top of the page ---
-
-
-def _facts(run: Run) -> Markup:
-    """Model, data, tokens, date, version and command, as a list."""
-    options, held_out = run.document.get("run", {}), run.document["held_out"]
-    items = {
-        "Model": model_of(options),
-        "Data": data_of(options),
-        unit_of(held_out).capitalize(): f"{held_out['tokens']:,} held out",
-        "Date": run.date,
-        "Version": f"calibjax {__version__}",
-        "Command": element("code", run.command or "calibjax " + str(options.get("command", "report"))),
-    }
-    listed = (element("div", element("dt", name), element("dd", value)) for name, value in items.items() if value)
-    return element("dl", listed, class_="facts")
-
-
-def cards(results: Row) -> Markup:
-    """ECE, NLL and Brier score before and after, large, with the difference and temperature scaling between them."""
-    methods = results["methods"]
-    before, after = pair_of(results)
-    keys = [("ece", "ECE"), ("nll", "NLL"), ("brier", "Brier")]
-    if figure_of(methods[before], "nll") is None or figure_of(methods[after], "nll") is None:
-        keys[1] = ("log_loss", "log loss of correctness")
-    row = element("div", (_card(results, key, title, before, after) for key, title in keys), class_="cards")
-    if before == after:
-        return element("div", row)
-    change = methods[after]["accuracy"] - methods[before]["accuracy"]
-    return element(
-        "div",
-        row,
-        element(
-            "p",
-            f"Before: {title_of(before)}. After: {title_of(after)}. {results['tokens']:,} {unit_of(results)}, ",
-            term("accuracy"),
-            f" {methods[after]['accuracy']:.4f}{f' ({change:+.4f}).' if round(change, 4) else ', unchanged.'}",
-            class_="quiet",
-        ),
-    )
-
-
-def _card(results: Row, key: str, title: str, before: str, after: str) -> Markup | None:
-    methods = results["methods"]
-    old, new = (figure_of(methods[name], key) for name in (before, after))
-    if old is None or new is None:
-        return None
-    steps: list[Content] = [element("span", f"{old:.4f}", class_="old" if before != after else "new")]
-    notes: list[Content] = []
-    if before != after:
-        steps += [element("span", "→", class_="arrow", aria_label="after"), element("span", f"{new:.4f}", class_="new")]
-        percent = f" {100 * (new - old) / old:+.0f}%".replace("-", _MINUS) if old > 0 else None
-        notes += [change_of(results, after, key), percent]
-    if key == "ece":
-        ece = methods[after]["ece"]
-        notes.append(element("span", f"{', ' if notes else ''}95% interval [{ece['low']:.4f}, {ece['high']:.4f}]"))
-    scalings = ("temperature", "confidence_temperature", "base_temperature")
-    middle = next((name for name in scalings if name in methods and name not in (before, after)), None)
-    value = None if middle is None else figure_of(methods[middle], key)
-    if middle is not None and value is not None:
-        notes.append(element("span", f"{title_of(middle)}: {value:.4f}", class_="between"))
-    return element(
-        "div",
-        element("h3", term(title), element("span", " lower is better", class_="quiet")),
-        element("p", steps, class_="big"),
-        element("p", notes, class_="notes"),
-        class_="card",
-    )
-
-
-# --- tables ---
-
-
-def set_tables(results: Row) -> list[Markup]:
-    """The main figures of every method; the others folded, and of many methods those behind the first ones."""
-    methods = results["methods"]
-    names: list[str] = list(methods)
-    shown = names
-    if len(names) > _FIRST + 2:
-        first = {*names[:_FIRST], pair_of(results)[0], results.get("reference")}
-        shown = [name for name in names if name in first]
-    parts = [_set_table(results, shown, _MAIN)]
-    if others := [name for name in names if name not in shown]:
-        parts.append(folded(f"{len(others)} further methods", _set_table(results, others, _MAIN)))
-    if any(figure_of(row, key) is not None for row in methods.values() for key in _REST):
-        parts.append(folded("All figures", _set_table(results, names, _REST)))
-    return parts
-
-
-def _set_table(results: Row, names: Sequence[str], keys: Sequence[str]) -> Markup:
-    methods, before = results["methods"], pair_of(results)[0]
-    columns = []
-    for key in keys:
-        (_, *titles), rows = cells_of(results, (key,))
-        for place, title in enumerate(titles, 1):
-            texts = dict(zip(methods, (row[place] for row in rows), strict=True))
-            if any(text not in (ABSENT, "", "inf") for text in texts.values()):
-                columns.append((key, title, texts, best_of(methods, key)))
-    rows = [
-        [
-            title_of(name),
-            *(
-                [number(texts[name], best=name in best), None if name == before else change_of(results, name, key)]
-                for key, _, texts, best in columns
-            ),
-        ]
-        for name in names
-    ]
-    arrows = {title: "↓" if key in LOWER else "↑" if key in HIGHER else "" for key, title, _, _ in columns}
-    return table("", ["method", *(title for _, title, _, _ in columns)], rows, arrows)
-
-
-def best_of(methods: Row, key: str) -> set[str]:
-    """The methods with the best figure; none where all are equal, or no direction is better."""
-    values = {name: value for name, row in methods.items() if (value := figure_of(row, key)) is not None}
-    if key not in (*LOWER, *HIGHER) or len(set(values.values())) < 2:
-        return set()
-    best = (max if key in HIGHER else min)(values.values())
-    return {name for name, value in values.items() if value == best}
-
-
-def change_of(results: Row, name: str, key: str) -> Markup | None:
-    """The difference of a figure from the row before, with its arrow; None where it rounds to 0.
-
-    It is green or red, and called better or worse, where the interval of the difference excludes 0.
-    """
-    methods = results["methods"]
-    value, other = figure_of(methods[name], key), figure_of(methods[pair_of(results)[0]], key)
-    if value is None or other is None or key not in (*LOWER, *HIGHER):
-        return None
-    text = f"{abs(value - other):.4f}"
-    if float(text) == 0:
-        return None
-    against = difference_of(results, name, key)
-    arrow, sign = ("▼", _MINUS) if value < other else ("▲", "+")
-    if against is None or not (is_lower(against) or is_higher(against)):
-        word = "" if against is None else element("span", " (within noise)", class_="unseen")
-        return element("span", f"{arrow} {sign}{text}", word, class_="change")
-    word = "better" if (value < other) == (key in LOWER) else "worse"
-    spoken = element("span", f" ({word})", class_="unseen")
-    return element("span", f"{arrow} {sign}{text}", spoken, class_=f"change {word}")
-
-
-def number(text: str, *, best: bool = False) -> Markup:
-    """A figure; its interval in a line of its own, and bold where it is the best of its column."""
-    value, _, ends = text.partition(" [")
-    shown = element("strong" if best else "span", value, class_="value")
-    return element("span", shown, element("small", f"[{ends}") if ends else None, class_="figure")
-
-
-def table(
-    caption: str, titles: Sequence[str], rows: Sequence[Sequence[Content]], arrows: Mapping[str, str] | None = None
-) -> Markup:
-    """A table; in a container that is too narrow for its columns each row is a card, with its titles.
-
-    The first cell of a row is its name; `arrows`: title -> "↓" or "↑", the direction that is better.
-    """
-    plain = [title.replace(" [95% interval]", "") for title in titles]
-    head = (
-        element("th", term(title), f" {arrow}" if arrow else None, scope="col", role="columnheader")
-        for title, arrow in ((title, (arrows or {}).get(full)) for full, title in zip(titles, plain, strict=True))
-    )
-    body = []
-    for name, *cells in rows:
-        made = [element("th", name, scope="row", role="rowheader")]
-        for title, content in zip(plain[1:], cells, strict=True):
-            if isinstance(content, str) and not isinstance(content, Markup) and re.search(r"\d \[.*\]", content):
-                content = number(content)
-            made.append(element("td", element("div", content), role="cell", data_label=title))
-        body.append(element("tr", made, role="row"))
-    size = 1 + sum(len(titles) > columns for columns in (3, 5, 8, 10))
-    return element(
-        "div",
-        element(
-            "table",
-            element("caption", caption) if caption else None,
-            element("thead", element("tr", head, role="row"), role="rowgroup"),
-            element("tbody", body, role="rowgroup"),
-            role="table",
-            class_=f"w{size}",
-        ),
-        class_="table",
-    )
-
-
-def folded(title: Content, *content: Content, opened: bool = False) -> Markup:
-    """Content behind a title."""
-    return element("details", element("summary", title), content, open="" if opened else None)
-
-
-# --- definitions ---
-
-_DEFINITIONS = {
-    "ECE": "Expected calibration error: the distance between mean confidence and accuracy in bins of confidence, "
-    "averaged over predictions. 0 is calibrated. Interval: 95%, of the population's ECE in these bins.",
-    "NLL": "Negative log-likelihood of what was observed, in nats per prediction; a proper score: lower is better, and "
-    "no recalibration can cheat it.",
-    "Brier": "Brier score: the mean of (confidence minus correctness) squared; a proper score.",
-    "log loss of correctness": "Negative log-likelihood of the prediction being correct or not, in nats.",
-    "accuracy": "Fraction of predictions that are correct. A temperature does not change it.",
-    "confidence": "Mean probability that the model gives to its prediction. Above the accuracy: overconfident.",
-    "MCE": "Maximum calibration error: the largest distance between confidence and accuracy of a bin.",
-    "RMSCE": "Root of the mean squared distance between confidence and accuracy over bins.",
-    "debiased ECE": "ECE corrected for the bias of bins with few points.",
-    "adaptive ECE": "ECE in bins of equal numbers of points.",
-    "smooth ECE": "Calibration error without bins: the residual smoothed by a kernel (Błasiok and Nakkiran 2024).",
-    "AUROC": "Probability that a correct prediction has a higher confidence than a wrong one.",
-    "AURC": "Area under the risk-coverage curve: mean error rate over all coverages.",
-    "excess AURC": "AURC above that of a perfect ranking.",
-    "KS error": "Kolmogorov-Smirnov calibration error, without bins.",
-    "exact error": "Mean distance between the confidence and the known probability of the synthetic language.",
-    "difference": "Difference from the first row; green is better and red is worse, where its 95% interval excludes "
-    "0. Without colour it is within the noise, or was not tested.",
-    "Δ ECE against temperature scaling": "Paired difference in ECE with its 95% interval.",
-    "distinct-2": "Fraction of pairs of words that are different: higher is more varied.",
-}
-
-
-def term(title: str) -> Markup:
-    """The title, with its definition on hover, focus and tap where there is one."""
-    if title not in _DEFINITIONS:
-        return element("span", title)
-    return element("span", title, class_="term", tabindex=0, aria_describedby=_id(title))
-
-
-def glossary(results: Row) -> Markup:
-    """All definitions and the conventions of a set, as a list."""
-    entries = [(element("dt", name), element("dd", text, id=_id(name))) for name, text in _DEFINITIONS.items()]
-    conventions = element("p", _conventions(results))
-    return element("section", element("h2", "Definitions"), conventions, element("dl", entries, class_="glossary"))
-
-
-def _id(key: str) -> str:
-    return "d-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in key)
-
-
-def _conventions(results: Row) -> str:
-    ece = next(iter(results["methods"].values()))["ece"]
-    confidence = "the top probability of a token" if unit_of(results) == "tokens" else "the confidence"
-    return (
-        f"ECE and MCE: {ece['bins']} equal-width bins {binning(ece['closed'])} of {confidence}. Intervals are 95%, "
-        f"over {results.get('clusters', 'sequences')}. In a reliability diagram a point is the accuracy of a bin at "
-        "its mean confidence, with its interval; the curve is a kernel regression with its 95% band; the strip below "
-        "is the density of the confidences. Below the diagonal: overconfident."
-    )
+        keys = ("ece", "nll", "brier", "accuracy", "confidence")
+        titles, cells = tables.cells_of(run.document["held_out"], keys)
+        rows += [[run.name, notes.model_of(options), notes.data_of(options), *line] for line in cells]
+    drawing = Drawing("runs", "Reliability of all runs", panels)
+    return {"columns": ["run", "model", "data", *titles], "rows": rows, "drawing": drawing}
 
 
 # --- text coloured by confidence ---
 
-STEPS = 10
-"""Colours of the scale; `page.css` has as many, light and dark."""
+
+class Span(NamedTuple):
+    """A piece of text, its class, the token's number and tab index if it is a predicted one, and whether its line
+    ends."""
+
+    text: str
+    kind: str = ""
+    number: int | None = None
+    tab: int = 0
+    ends: bool = False
 
 
-def heatmap_html(sample: Mapping[str, Any], name: str) -> Markup:
-    """The section of the `token_sample` of one run, by a name for ids that is unique on the page."""
+def token_data(sample: Mapping[str, Any]) -> Markup:
+    """Every predicted token of a `token_sample` as JSON, null for the others. No text in it can end a script element;
+    numbers that are not finite become null."""
     tokens = [token for sequence in sample["windows"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
-    scale = (element("span", f"{100 * step // STEPS}%", class_=f"k{step}") for step in range(STEPS))
-    toggle = [
-        element("button", text, type="button", data_side=side, aria_pressed="false" if side else "true")
-        for side, text in enumerate(("Base model", "After calibration"))
-    ]
-    pairs, number = [], 0
-    for place, sequence in enumerate(sample["windows"]):
-        sides = (
-            element("figure", element("figcaption", title), _text(sequence, side, number), class_=f"tokens side{side}")
-            for side, title in enumerate(("Base model", "After calibration"))
-        )
-        heading = element("h4", f"Sample {place + 1}") if len(sample["windows"]) > 1 else None
-        pairs.append(element("div", heading, element("div", sides, class_="sides")))
+    text = json.dumps(_finite(detail), ensure_ascii=True, allow_nan=False)
+    return Markup(text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list) else value
+
+
+def colours_of(sample: Mapping[str, Any]) -> Iterator[tuple[list[Span], list[Span]]]:
+    """Every sequence of a `token_sample`, before and after; tokens are numbered through."""
+    number = 0
+    for sequence in sample["windows"]:
+        yield _spans(sequence, 0, number), _spans(sequence, 1, number)
         number += len(sequence)
-    return element(
-        "section",
-        element("h3", "Held-out text, token by token"),
-        element(
-            "p",
-            "The colour of a token is the model's confidence in its most likely token at that position. ",
-            element("span", "Underlined", class_="wrong"),
-            ": the most likely token was a different one; ",
-            element("span", "with a bar", class_="wrong bold"),
-            ": with a confidence above one half. Tokens that are not predicted have no colour. Point at a token, tap "
-            "it, or move with Tab and the arrow keys.",
-        ),
-        element("p", "confidence ", scale, class_="scale", aria_hidden="true"),
-        element("div", toggle, class_="toggle"),
-        element("div", element("p", "Choose a token."), class_="detail", aria_live="polite"),
-        pairs,
-        data_script(detail),
-        class_="heatmap",
-        id=name,
-    )
 
 
-def _text(sequence: Sequence[Row], side: int, number: int) -> Markup:
-    """A text whose first token has the given number."""
-    parts: list[Content] = []
-    stop = 0  # one tab stop in each text; the script moves it with the arrow keys
-    for place, token in enumerate(sequence):
+def _spans(sequence: Sequence[Row], side: int, first: int) -> list[Span]:
+    spans = []
+    tab = 0  # one tab stop in each text; the script moves it with the arrow keys
+    for number, token in enumerate(sequence, first):
         text = token["text"].replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}") or "\N{EMPTY SET}"
+        ends = "\n" in token["text"]
         if token.get("start"):
-            parts.append(element("span", "next example", class_="boundary") if place else None)
-            parts.append(element("span", text) if token["text"] else None)
+            if number > first:
+                spans.append(Span("next example", "boundary"))
+            if token["text"]:
+                spans.append(Span(text, ends=ends))
         elif token["scored"]:
-            confidence = token["confidence"][side] if "confidence" in token else math.nan
-            names = ["t"]
+            confidence = token["confidence"][side]
+            kinds = ["t"]
             if math.isfinite(confidence):
-                names.append(f"k{min(max(int(confidence * STEPS), 0), STEPS - 1)}")
-            if not token.get("right"):
-                names += ["wrong", "bold"] if confidence > 0.5 else ["wrong"]
-            parts.append(element("span", text, class_=" ".join(names), data_i=number + place, tabindex=stop))
-            stop = -1
+                kinds.append(f"k{min(max(int(confidence * 10), 0), 9)}")
+            if not token["right"]:
+                kinds += ["wrong", "bold"] if confidence > 0.5 else ["wrong"]
+            spans.append(Span(text, " ".join(kinds), number, tab, ends))
+            tab = -1
         else:
-            parts.append(element("span", text))
-        if "\n" in token["text"]:
-            parts.append(element("br"))
-    return element("p", parts)
+            spans.append(Span(text, ends=ends))
+    return spans
+
+
+# --- drawings ---
+
+
+def svg(figure: "Figure", name: str) -> str:
+    """A complete SVG document with its text as text; `name` seeds its ids, so that equal figures are equal files."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue().decode()
+
+
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_PAGE_COLOURS = {INK: "currentColor", MUTED: "var(--muted)"} | {
+    colour: f"var(--line{number})" for number, colour in enumerate(LINES)
+}
+"""Colours of a figure -> those of the page, which differ between light and dark."""
+
+
+def inline_svg(figure: "Figure", name: str, description: str) -> Markup:
+    """An element for a page: ids that begin with `name`, the colours of the page, and no reference to anything outside.
+
+    It is written from the parsed tree of the drawing, so that no text in it can become markup. Styles become
+    attributes, since the page's policy allows no inline styles.
+    """
+    text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg(figure, name))
+    root = ElementTree.fromstring(text)
+    for node in root.iter():
+        for child in list(node):
+            if child.tag.rpartition("}")[2] in ("metadata", "style"):
+                node.remove(child)
+        given = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
+        given |= _attributes_of_style(given.pop("style", ""))
+        node.attrib = {key: _on_page(key, value, name) for key, value in given.items()}
+        node.tag = node.tag.rpartition("}")[2]
+    del root.attrib["height"]
+    root.attrib |= {"width": f"{figure.get_figwidth() * 72:.0f}pt", "role": "img", "aria-label": description}
+    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False))
+
+
+def _attributes_of_style(style: str) -> dict[str, str]:
+    """A style as presentation attributes; matplotlib 3.10 writes the font shorthand."""
+    pairs = (pair.partition(":") for pair in style.split(";") if pair.strip())
+    out = {key.strip(): value.strip() for key, _, value in pairs}
+    font = re.fullmatch(r"(?:(italic|oblique) )?(?:([\w-]+) )?([\d.]+px) (.*)", out.pop("font", ""))
+    if font:
+        fields = zip(("font-style", "font-weight", "font-size", "font-family"), font.groups(), strict=True)
+        out |= {key: value for key, value in fields if value}
+    return out
+
+
+def _on_page(attribute: str, value: str, name: str) -> str:
+    if attribute == "id":
+        return f"{name}-{value}"
+    if attribute == "href" or value.startswith("url(#"):
+        return value.replace("#", f"#{name}-", 1)
+    return _PAGE_COLOURS.get(value, value)
