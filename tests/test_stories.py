@@ -55,12 +55,25 @@ def test_sft(tmp_path):
 
 
 @pytest.mark.slow
-def test_lhts(tmp_path):
-    """Below temperature 1 the student's text is likelier, under the scorer, than the scorer's own."""
-    model, data = str(asset(MODEL)), str(asset(STORIES))
-    rates = {"steps": 20, "temperature": 0.8, "learning_rate": 1e-4}
-    likelihood = run("train/lhts.py", model=model, data=data, out=tmp_path, rows=100, **rates)
+def test_lhts(tmp_path, monkeypatch):
+    """Below temperature 1 the student's text is likelier, under the scorer, than the scorer's own.
+
+    A run that was stopped after its first checkpoint resumes to the same bits.
+    """
+    options = {"model": str(asset(MODEL)), "data": str(asset(STORIES)), "rows": 100}
+    options |= {"steps": 20, "save_every": 5, "temperature": 0.8, "learning_rate": 1e-4}
+    likelihood = run("train/lhts.py", out=tmp_path / "whole", **options)
     assert likelihood["student"] > likelihood["scorer"] - 0.2
+
+    def stop(line):
+        if line.startswith("step 10"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.print", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run("train/lhts.py", out=tmp_path / "stopped", **options)
+    monkeypatch.undo()
+    assert run("train/lhts.py", out=tmp_path / "stopped", **options) == likelihood
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ sequence weighed by p(x)^(1/T − 1), normalised over the batch (self-normalised
 scorer finds likely count more.
 
 `calibjax train lhts` adds several temperatures in one student, text that the model samples itself, a moving average of
-the weights' normaliser, and baselines. Devices share the sequences and the weights.
+the weights' normaliser, and baselines. Devices share the sequences and the weights. A killed run resumes at its last
+checkpoint.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import calibjax
 from calibjax.commands.parser import parse_script
@@ -34,13 +36,14 @@ class Options:
     Attributes:
         model: directory of the model: scorer and initial student.
         data: text.
-        out: directory of the trained model.
+        out: directory of the checkpoints and the trained model.
         temperature: T of whole sequences; below 1 likely sequences gain.
         seq_len: tokens of a sequence: the horizon.
         rows: sequences to read, at most.
         batch_size: sequences of a step, among which the importance weights are normalised.
         steps: of the optimiser.
         learning_rate: at the start; it falls to 0.
+        save_every: steps between checkpoints.
         seed: of the order of the sequences.
     """
 
@@ -53,6 +56,7 @@ class Options:
     batch_size: int = 16
     steps: int = 200
     learning_rate: float = 2e-5
+    save_every: int = 50
     seed: int = 0
 
 
@@ -91,10 +95,20 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
     params = jax.tree.map(lambda x: x.copy(), scorer.params)  # a step donates its state; the scorer keeps its weights
     state = params, jax.jit(optimizer.init)(params)
     rows = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
-    for number, batch in enumerate(rows, start=1):
-        state, value = step(state, scorer.params, batch)
-        if number % 10 == 0 or number == options.steps:
-            print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
+    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
+    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=keep) as manager:
+        done = manager.latest_step() or 0
+        if done:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), rows=ocp.args.JsonRestore())
+            restored = manager.restore(done, args=items)
+            state = restored.state
+            rows.set_state(restored.rows)
+        for number, batch in enumerate(rows, start=done + 1):
+            state, value = step(state, scorer.params, batch)
+            if number % 10 == 0 or number == options.steps:
+                print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), rows=ocp.args.JsonSave(rows.get_state()))
+            manager.save(number, args=items, force=number == options.steps)
     return dataclasses.replace(scorer, params=state[0])
 
 
