@@ -159,22 +159,20 @@ TABLE = {
         ),
         ("jax.lax.stop_gradient(weights)", "weights", "losses/test_long_horizon.py -k no_gradient"),
     ],
-    "metrics/bins.py": [
+    "metrics/sums.py": [
         (
             '_search(edges, confidence, "left")',
             '_search(edges, confidence, "right")',
             "metrics/test_laws.py metrics/test_metrics.py -k formulas or loop",
         ),
-    ],
-    "metrics/errors.py": [
-        ("/ (safe - 1)  #", "/ safe  #", "metrics/test_laws.py metrics/test_metrics.py -k formulas or loop"),
-    ],
-    "metrics/sums.py": [
         (
             "(high - (total - added)) + (x - added)",
             "0.0 * low",
             "metrics/test_bootstrap.py metrics/test_laws.py -k digits or million",
         ),
+    ],
+    "metrics/errors.py": [
+        ("/ (safe - 1)  #", "/ safe  #", "metrics/test_laws.py metrics/test_metrics.py -k formulas or loop"),
     ],
     "metrics/ranking.py": [
         (
@@ -211,6 +209,7 @@ TABLE = {
         ),
         ("(t - 2) / curvature", "(t - 1) / curvature", "recalibrate/test_temperature.py -k third"),
         ("square - jnp.square(expected)", "square + jnp.square(expected)", f"{METHODS} -k issue"),
+        ("possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     ],
     "recalibrate/contract.py": [
         ('(value >= high) if field == "labels"', '(value > high) if field == "labels"', f"{METHODS} -k mistakes"),
@@ -231,10 +230,8 @@ TABLE = {
         ("self.converged and self.value > _SEPARATED", "self.converged", f"{METHODS} -k platt-all"),
         ("or x.size > _HESSIAN", "or True", f"{METHODS} -k optimum"),
     ],
-    "recalibrate/clipping.py": [
+    "recalibrate/features.py": [
         ("accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"),
-    ],
-    "recalibrate/local.py": [
         ("jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min)", "0.0", f"{METHODS} -k lore"),
     ],
     "recalibrate/agreement.py": [
@@ -394,9 +391,6 @@ TABLE = {
     ],
     "data/table.py": [
         ("columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
-    ],
-    "recalibrate/ensemble.py": [
-        ("possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     ],
     "eval/answers/probes.py": [
         ("places.start - 1)", "places.start)", "train/test_probes.py -k features"),

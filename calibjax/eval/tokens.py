@@ -14,7 +14,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_json, row_json
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.metrics.smooth import GROUPS, NODES
+from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import batch_hidden, batch_log_scale, freeze, stats_at
 from calibjax.models.own import FrozenModel, check_sequences, placed

@@ -6,8 +6,14 @@ is pure, jitted, and NaN where no point counts. Metrics that follow from `Calibr
 batch. `docs/metrics.md` sets definitions and conventions beside those of other libraries.
 """
 
-from calibjax.metrics.binless import ks_calibration_error, smooth_ece
-from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
+from calibjax.metrics.binless import (
+    ReliabilityCurve,
+    curve_from_sums,
+    grid_sums,
+    ks_calibration_error,
+    reliability_curve,
+    smooth_ece,
+)
 from calibjax.metrics.bootstrap import (
     bootstrap_interval,
     compare_resamples,
@@ -47,8 +53,7 @@ from calibjax.metrics.scores import (
     negative_log_likelihood,
     summarise,
 )
-from calibjax.metrics.smooth import ReliabilityCurve, curve_from_sums, grid_sums, reliability_curve
-from calibjax.metrics.sums import CalibrationSums, calibration_sums, total
+from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, calibration_sums, equal_mass_index, total
 
 __all__ = [
     "BrierParts",

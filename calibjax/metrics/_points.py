@@ -16,13 +16,9 @@ Metric = TypeVar("Metric", bound=Callable[..., Any])
 
 
 class Points(NamedTuple):
-    """Validated inputs of a metric.
+    """Validated inputs of a metric, float32: confidence and correctness, 0 where invalid, and weights.
 
-    Attributes:
-        confidence: float32 `[...]`, in [0, 1]; 0 where the input is NaN or outside [0, 1].
-        correct: float32 `[...]`, likewise.
-        weight: float32 `[...]`, weight of each point.
-        usable: whether all weights are valid, at least one is positive, and every point of positive weight is valid.
+    `usable`: all weights are valid, at least one is positive, and every point of positive weight is valid.
     """
 
     confidence: Float[Array, "..."]
@@ -31,7 +27,7 @@ class Points(NamedTuple):
     usable: Bool[Array, ""]
 
     def answer(self, value: Array) -> Array:
-        """Returns `value`, or NaN if the points are not usable."""
+        """`value`, or NaN if the points are not usable."""
         return jnp.where(self.usable, value, jnp.nan)
 
     def mean(self, value: Float[Array, "..."]) -> Array:
@@ -41,12 +37,12 @@ class Points(NamedTuple):
 
 
 def divisor(total: Any) -> Any:
-    """Returns `total` with zeros replaced by 1, so that it is safe to divide by at any scale of the weights."""
+    """`total`, 1 in place of 0: safe to divide by at any scale of the weights."""
     return _module(total).where(total > 0, total, 1.0)
 
 
 def _module(array: Any) -> Any:
-    """Returns numpy for numpy arrays and jax.numpy for all others."""
+    """numpy for numpy arrays, jax.numpy for all others."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
 
@@ -78,13 +74,8 @@ def _inside(values: Any) -> Any:
 def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metric], Metric]:
     """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 
-    Values are checked only where they are concrete. Under an outer `jax.jit`, an invalid point of positive weight makes
-    the result NaN.
-
-    Args:
-        static: names of the arguments that are not arrays.
-        rank: number of axes of the first two arguments.
-        counts: whether `where` must hold whole numbers.
+    Under an outer `jax.jit`, an invalid point of positive weight makes the result NaN. `static`: arguments that are not
+    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers.
     """
 
     def wrap(function: Metric) -> Metric:

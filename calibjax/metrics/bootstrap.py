@@ -1,10 +1,9 @@
 """Bootstrap intervals of metrics and paired comparisons of two models.
 
 Whole groups (documents, questions, sequences) are drawn with replacement because points within a group are dependent;
-without groups, every point is a group. With at most `POOLS` groups this is the ordinary bootstrap. With more, groups
-are first merged at random into `POOLS` pools of nearly equal size, and whole pools are drawn. Pools of independent
-groups are independent and identically distributed, so the spread is the same, with a relative error of (2 POOLS)^-½
-(0.7%; 1,000 resamples have 2.2%), and time and memory no longer grow with resamples × points.
+without groups, every point is a group. More than `POOLS` groups are first merged at random into `POOLS` pools of nearly
+equal size, and whole pools are drawn: the spread is the same, with a relative error of (2 POOLS)^-½ (0.7%; 1,000
+resamples have 2.2%), and time and memory no longer grow with resamples × points.
 
 Intervals are percentiles, except for binned calibration errors, which are biased: `intervals` gives theirs. Draws
 depend only on the seed and the number of groups. Two metrics with the same seed and groups are therefore resampled
@@ -22,10 +21,9 @@ from jax.typing import ArrayLike
 
 from calibjax.metrics import errors, scores
 from calibjax.metrics._points import check
-from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
 from calibjax.metrics.errors import Norm, ece_from_sums
 from calibjax.metrics.intervals import Comparison, Interval, error_comparison, error_interval
-from calibjax.metrics.sums import CalibrationSums
+from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
 
 POOLS = 10_000
 _DRAWS = 2**22
@@ -33,7 +31,6 @@ _DRAWS = 2**22
 
 
 def _pools(groups: int, seed: int) -> np.ndarray:
-    """Pool of each group, `[groups]`, 0 to min(groups, POOLS) − 1."""
     if groups <= POOLS:
         return np.arange(groups)
     return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
@@ -53,10 +50,10 @@ def _draws(pools: int, resamples: int, seed: int, rows: int) -> tuple[np.ndarray
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval (low, high) of the values of resamples, `[resamples]`; `level` in (0, 1).
+    """Percentile interval (low, high) of the values of resamples, `[resamples]`; ValueError for `level` not in (0, 1).
 
     NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite if its percentile lies on or next to an infinite
-    value. Raises ValueError for an invalid `level`.
+    value.
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
@@ -65,8 +62,8 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
         return float("nan"), float("nan")
     ends = [(1 - level) / 2, (1 + level) / 2]
     if np.isfinite(values).all():
-        low, high = np.quantile(values, ends)
-        return float(low), float(high)
+        low, high = np.quantile(values, ends).tolist()
+        return low, high
     # np.quantile would subtract infinities; equal neighbours need no interpolation.
     ordered = np.sort(values)
     at = (len(values) - 1) * np.array(ends)
@@ -133,13 +130,6 @@ _NORM_OF_SUMS: dict[Callable, Norm] = {
     errors.rmsce_from_sums: "l2",
     errors.mce_from_sums: "max",
 }
-_NORM_OF: dict[Callable, Norm] = {
-    errors.expected_calibration_error: "l1",
-    errors.adaptive_calibration_error: "l1",
-    errors.root_mean_square_calibration_error: "l2",
-    errors.maximum_calibration_error: "max",
-}
-
 # Metrics that follow from the sums of pools: their cost per resample does not grow with the number of points.
 _FROM_SUMS: dict[Callable, Callable] = {
     errors.expected_calibration_error: ece_from_sums,
@@ -148,6 +138,10 @@ _FROM_SUMS: dict[Callable, Callable] = {
     errors.calibration_bias: errors.bias_from_sums,
     scores.brier_score: lambda sums: sums.brier / sums.whole()[0],
     scores.negative_log_likelihood: lambda sums: sums.nll / sums.whole()[0],
+}
+_NORM_OF: dict[Callable, Norm] = {
+    errors.adaptive_calibration_error: "l1",
+    **{metric: _NORM_OF_SUMS[sums] for metric, sums in _FROM_SUMS.items() if sums in _NORM_OF_SUMS},
 }
 
 
@@ -173,24 +167,22 @@ def resample_metric(
         groups: `[N]`, labels of any type; points of equal label are drawn together. None: each point is a group.
         where: `[N]` bool or 0/1, False for points that do not count.
         resamples: number of bootstrap samples >= 1.
-        seed: seed of the draws.
+        seed: of the draws.
         options: options of the metric, such as bins=.
 
     Raises:
         ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
-    pool, (confidence, correct, *others) = _select((confidence, correct, *features), groups, where, resamples, seed)
-    pools = int(pool.max()) + 1
-
+    pool, arrays = _select((confidence, correct, *features), groups, where, resamples, seed)
     if metric in _FROM_SUMS:
-        options = dict(options)
+        confidence, correct = arrays
         norm = options.pop("norm", None)
         statistic = _FROM_SUMS[metric] if norm is None else errors.error_of_norm(norm)
         return _resample_pools(_pool_sums(pool, confidence, correct, **options), statistic, resamples, seed)
 
     values, mapped = [], _mapped(metric, tuple(sorted(options.items())))
-    arrays = [jnp.asarray(x) for x in (confidence, correct, *others)]
-    rows = max(1, min(resamples, _DRAWS // max(len(confidence), pools)))
+    arrays, pools = [jnp.asarray(x) for x in arrays], int(pool.max()) + 1
+    rows = max(1, min(resamples, _DRAWS // max(len(pool), pools)))
     for draws in _draws(pools, resamples, seed, rows):
         counts = jnp.asarray(draws, jnp.float32)
         values.append(np.asarray(mapped(counts, jnp.asarray(pool), *arrays), np.float64))
@@ -208,7 +200,7 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
 
 
 def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Validates and selects the points that count: the pool of each, and their arrays."""
+    """The points that count, validated: the pool of each, and their arrays."""
     confidence, correct, *_ = arrays
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
@@ -260,17 +252,14 @@ def pooled_sums(
     closed: Closed = "right",
     seed: int = 0,
 ) -> CalibrationSums:
-    """`CalibrationSums` of points with one leading axis of groups, as `resample_sums` takes them.
+    """`CalibrationSums` of points as `resample_sums` takes them, float64 `[G, bins]` for G <= `POOLS` groups.
 
     Args:
         confidence, correct: `[N]`, in [0, 1].
         log_prob: `[N]`, log-probability of the target, for `nll`. None: `nll` is the log loss of correctness.
         groups: `[N]`, labels of any type. None: each point is a group.
         bins, closed: see `bin_index`.
-        seed: seed of the pools, used if there are more than `POOLS` groups.
-
-    Returns:
-        float64 `[G, bins]`, G at most `POOLS`.
+        seed: of the pools, used if there are more than `POOLS` groups.
     """
     check({"confidence": confidence, "correct": correct})
     pool = _pool_of_point(len(confidence), None if groups is None else np.asarray(groups), seed)
@@ -321,21 +310,16 @@ def metric_interval(
     """A one-call metric of arrays with its interval, which always contains the value.
 
     ECE, adaptive ECE, RMSCE and MCE have the interval of `error_interval`, other metrics percentiles of resamples. The
-    small-sample bias of `smooth_ece` and `debiased_calibration_error` is not corrected. For the arguments see
-    `resample_metric`; `level` is the coverage.
-
-    If a point has an infinite value (the NLL of a wrong answer with confidence 1), resamples that contain it are
-    infinite: the upper bound is infinite, and the lower bound is if there are many such points.
+    small-sample bias of `smooth_ece` and `debiased_calibration_error` is not corrected. A resample with an infinite
+    value (the NLL of a wrong answer with confidence 1) is infinite. For the arguments see `resample_metric`; `level` is
+    the coverage.
 
     Example:
-        >>> import numpy as np
         >>> from calibjax.metrics import brier_score
         >>> correct = np.arange(400) % 4 > 0
         >>> value, low, high = metric_interval(brier_score, np.full(400, 0.75), correct, resamples=200)
-        >>> value
-        0.1875
-        >>> 0.1 < low < value < high < 0.3
-        True
+        >>> value, 0.1 < low < value < high < 0.3
+        (0.1875, True)
     """
     if metric in _NORM_OF:
         sums, drawing = _error_sums(metric, confidence, correct, **options)
@@ -380,24 +364,14 @@ def paired_comparison(
 ) -> Comparison:
     """Compares a metric between two models on the same points, which are resampled together.
 
+    ECE, adaptive ECE, RMSCE and MCE are compared by `error_comparison`, other metrics by percentiles.
+
     Args:
         metric: see `resample_metric`.
         first: (confidence `[N]`, correct `[N]`, ...) of the first model.
         second: the same arrays of the second model, point by point (ValueError for other shapes).
         level: coverage of the interval.
         options: groups, where, resamples, seed and options of the metric, see `resample_metric`.
-
-    Returns:
-        `Comparison`; for ECE, adaptive ECE, RMSCE and MCE by `error_comparison`, for other metrics by percentiles.
-
-    Example:
-        >>> import numpy as np
-        >>> from calibjax.metrics import expected_calibration_error
-        >>> correct = np.arange(1000) % 10 < 7
-        >>> sharp, fair = np.full(1000, 0.95), np.full(1000, 0.7)
-        >>> result = paired_comparison(expected_calibration_error, (fair, correct), (sharp, correct), resamples=200)
-        >>> result.share_lower, result.p_value < 0.01
-        (1.0, True)
     """
     if np.shape(first[0]) != np.shape(second[0]):
         raise ValueError(

@@ -39,11 +39,6 @@ def capability_error(
 
     Returns:
         float32, same shape; NaN where n < 2.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> f"{float(capability_error(jnp.array(0.8), jnp.array(2), 4)):.4f}"  # 0.3² − 4/48
-        '0.0067'
     """
     c, n = jnp.asarray(successes), jnp.asarray(samples)
     fraction = success_fraction(c, n)

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.metrics._points import check_indices, divisor, is_known, metric, points
-from calibjax.metrics.bins import Closed, bin_index, equal_mass_index
-from calibjax.metrics.sums import CalibrationSums, sums_of_index
+from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.indices import as_indices
 
@@ -111,8 +110,8 @@ def expected_calibration_error(
         bins: number of equal-width bins.
         norm: "l1" for the formula above, "l2" for `root_mean_square_calibration_error`, "max" for
             `maximum_calibration_error`.
-        closed: the bin that a confidence on an inner edge belongs to: "right" (the lower bin), "left" (the upper bin),
-            or "none": bins are open; it is in no bin and adds no gap, but counts in n.
+        closed: the bin of a confidence on an inner edge, see `bin_index`; in no bin ("none") it adds no gap, but counts
+            in n.
         where: `[N]`, False for points that do not count; or finite weights >= 0, of which only the ratios matter.
 
     Returns:
@@ -165,12 +164,8 @@ def debiased_calibration_error(
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    Args:
-        confidence, correct, bins: see `expected_calibration_error`.
-        closed: edge convention of equal-width bins.
-        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts (ValueError for
-            others; NaN under jit).
-        equal_mass: equal-mass bins, as in the authors' package; otherwise equal-width bins.
+    `equal_mass` bins, as in the authors' package; otherwise equal-width bins, `closed`. For the other arguments see
+    `adaptive_calibration_error`.
     """
     if equal_mass:
         return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
@@ -182,11 +177,6 @@ def calibration_bias(confidence, correct, *, where=None):
     """Mean confidence − accuracy: positive if overconfident, negative if underconfident.
 
     For the arguments see `expected_calibration_error`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(calibration_bias(jnp.array([0.25, 0.25]), jnp.array([1, 0])))
-        -0.25
     """
     data = points(confidence, correct, where)
     return data.mean(data.confidence - data.correct)
@@ -242,8 +232,7 @@ def groupwise_calibration_error(
 
     - "mean": Σ_g n_g ECE_g / Σ_g n_g. If the groups are the predicted classes, this is the top-label calibration error
       (Gupta and Ramdas 2022); if they are the true classes, it is class-conditional.
-    - "max": max_g (n_g/n) ECE_g, the multicalibration error (Hébert-Johnson et al. 2018). A group counts by its share
-      of the points: a promise about a small group takes as many points as one about a large one.
+    - "max": max_g (n_g/n) ECE_g, the multicalibration error (Hébert-Johnson et al. 2018).
 
     Both are biased upwards where groups have few points in a bin.
 
@@ -259,14 +248,6 @@ def groupwise_calibration_error(
 
     Raises:
         ValueError: a group that is not in [0, number), or as `expected_calibration_error`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> confidence, correct = jnp.full(4, 0.5), jnp.array([1, 1, 0, 0])
-        >>> float(expected_calibration_error(confidence, correct))
-        0.0
-        >>> float(groupwise_calibration_error(confidence, correct, jnp.array([0, 0, 1, 1])))
-        0.5
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')

@@ -88,16 +88,11 @@ class Comparison(NamedTuple):
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """p-values corrected for their number by Holm's step-down method (Holm 1979, Scandinavian Journal of Statistics 6).
+    """p-values by name, corrected for their number by Holm's step-down method (Holm 1979, Scand. J. Statistics 6).
 
     Of m p-values in ascending order, the corrected p₍ᵢ₎ is max over j <= i of min(1, (m − j + 1) p₍ⱼ₎). Rejecting those
-    below a level bounds the probability of any false rejection by that level, for dependent tests too.
-
-    Args:
-        p_values: name -> p-value in [0, 1]; NaN stays NaN and does not count.
-
-    Returns:
-        name -> corrected p-value, in the same order.
+    below a level bounds the probability of any false rejection by that level, for dependent tests too. NaN stays NaN
+    and does not count.
 
     Example:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
@@ -122,7 +117,7 @@ def error_interval(
         norm: "l1" for ECE, "l2" for RMSCE, "max" for MCE.
         resamples: number of noise draws >= 1.
         level: coverage, in (0, 1).
-        seed: seed of the noise.
+        seed: of the noise.
 
     Returns:
         `ErrorInterval`; NaN where no point counts.
@@ -204,22 +199,12 @@ def _tails(level: float) -> list[float]:
 
 
 class _Observed(NamedTuple):
-    """Gaps of M models with draws of their noise. The statistic is a weighted sum of the models' errors.
+    """Gaps of M models with draws of their noise. The statistic is a weighted sum of the models' errors."""
 
-    Attributes:
-        gaps: `[M, B]`, Σ (confidence − correctness)/n of each bin.
-        scale: `[M, B]`, standard errors of the gaps.
-        fraction: `[M, B]`, fraction of points in each bin.
-        family: `[M, B]`, the gaps that candidates grow and shrink: the observed or the smoothed ones.
-        noise: `[R, M, B]`, draws of the gaps' noise.
-        weights: `[M]`, weight of each model's error in the statistic.
-        norm: norm of the error.
-    """
-
-    gaps: Float[np.ndarray, "M B"]
-    scale: Float[np.ndarray, "M B"]
-    fraction: Float[np.ndarray, "M B"]
-    family: Float[np.ndarray, "M B"]
+    gaps: Float[np.ndarray, "M B"]  # Σ (confidence − correctness)/n of each bin
+    scale: Float[np.ndarray, "M B"]  # their standard errors
+    fraction: Float[np.ndarray, "M B"]  # of the points
+    family: Float[np.ndarray, "M B"]  # the gaps that candidates grow and shrink: the observed or the smoothed ones
     noise: Float[np.ndarray, "R M B"]
     weights: Float[np.ndarray, " M"]
     norm: Norm

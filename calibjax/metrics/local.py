@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import Points, check, check_indices, metric, points
-from calibjax.metrics.bins import bin_index
+from calibjax.metrics.sums import bin_index
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.indices import as_indices
 
@@ -37,9 +37,8 @@ def local_calibration_error(
     It takes O(N² F) time and O(N F) memory: subsample large sets.
 
     Args:
-        confidence, correct, where: see `expected_calibration_error`.
+        confidence, correct, bins, where: see `expected_calibration_error`.
         features: `[N, F]`, not NaN at points that count.
-        bins: number of equal-width bins, closed on the right.
         bandwidth: > 0, in units of the features.
         reduction: "mean" over points, or "max" (the paper's MLCE).
     """
@@ -95,12 +94,10 @@ def grouping_parts(
     minus the variance due to its noise; the authors' package smooths with nearest neighbours instead).
 
     Args:
-        confidence, correct: see `expected_calibration_error`.
+        confidence, correct, bins: see `expected_calibration_error`.
         regions: `[N]`, 0 to number − 1; they must not have been chosen by the correctness of these points.
         number: number of regions in a bin.
-        bins: number of equal-width bins, closed on the right.
-        where: `[N]`, False for points that do not count; or whole numbers, how often each point counts (ValueError for
-            others; NaN under jit).
+        where: see `adaptive_calibration_error`.
 
     Returns:
         `GroupingParts`; NaN where no point counts.
@@ -168,9 +165,8 @@ def grouping_loss(
     A perfectly calibrated model can have a large grouping loss. The order of the points should be random.
 
     Args:
-        confidence, correct, where: see `grouping_parts`.
+        confidence, correct, bins, where: see `grouping_parts`.
         features: `[N, F]`, finite at points that count.
-        bins: number of equal-width bins, closed on the right.
 
     Returns:
         float32 scalar, on the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no

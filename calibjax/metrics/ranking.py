@@ -47,11 +47,6 @@ def auroc(confidence, correct, *, where=None):
 
     Returns:
         float32 scalar in [0, 1]; NaN if all answers are right, or none.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(auroc(jnp.array([0.9, 0.8, 0.8, 0.1]), jnp.array([1, 1, 0, 0])))
-        0.875
     """
     data = points(confidence, correct, where)
     b = _blocks(data.confidence, data.correct, data.weight)
@@ -94,11 +89,6 @@ def aurc(confidence, correct, *, where=None):
 
     Returns:
         float32 scalar in [0, 1], lower is better; NaN where no point counts.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> round(float(aurc(jnp.array([0.9, 0.8, 0.7]), jnp.array([1, 0, 1]))), 4)  # (0 + 1/2 + 1/3) / 3
-        0.2778
     """
     data = points(confidence, correct, where, counts=True)
     return data.answer(_area(data, data.confidence, 1 - data.correct))

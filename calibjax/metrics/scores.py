@@ -28,11 +28,6 @@ def negative_log_likelihood(confidence, correct, *, where=None):
 
     Infinite if a confidence of exactly 0 or 1 (in float32) was wrong. The NLL of target tokens is the `nll` of
     `calibration_sums(..., log_prob=...)`. For the arguments see `expected_calibration_error`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> print(f"{negative_log_likelihood(jnp.array([0.5, 0.5]), jnp.array([1, 0])):.4f}")
-        0.6931
     """
     data = points(confidence, correct, where)
     return data.mean(-xlogy(data.correct, data.confidence) - xlog1py(1 - data.correct, -data.confidence))
@@ -66,13 +61,6 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
         sums: with every point in a bin (ValueError otherwise); more bins make the remainder smaller.
         debiased: remove the bias of few points (ValueError for a count that is not a whole number); bins of one point
             are left as they are.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.metrics import calibration_sums
-        >>> sums = calibration_sums(jnp.array([0.75, 0.75, 0.25, 0.25]), jnp.array([1, 0, 0, 0]), bins=2)
-        >>> [float(part) for part in brier_parts(sums)]
-        [0.0625, 0.0625, 0.1875, 0.0]
     """
     sums = CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
     if sums.dropped.any():
@@ -124,15 +112,8 @@ def confidence_parts(confidence, correct, *, where=None):
     The bias of an overconfident model falls where confidence in all answers falls, and where only that in incorrect
     ones does; the separation, right − wrong, tells which (the concern of arXiv 2106.09385).
 
-    Returns:
-        `ConfidenceParts`; NaN where no point counts. For the arguments see `expected_calibration_error`; a fractional
-        correctness y counts as y of a correct answer and 1 − y of an incorrect one.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> parts = confidence_parts(jnp.array([0.75, 0.5, 0.75]), jnp.array([1, 1, 0]))
-        >>> float(parts.right), float(parts.wrong), float(parts.bias)
-        (0.625, 0.75, 0.0)
+    NaN where no point counts. For the arguments see `expected_calibration_error`; a fractional correctness y counts as
+    y of a correct answer and 1 − y of an incorrect one.
     """
     data = points(confidence, correct, where)
     accuracy, mean = data.mean(data.correct), data.mean(data.confidence)
@@ -146,12 +127,6 @@ def summarise(sums: CalibrationSums) -> dict[str, float]:
 
     Leading axes of the sums (sequences, batches) are added up. `nll` is NaN if a point that counts has no
     log-probability. Raises ValueError if no point counts.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.metrics import calibration_sums
-        >>> summarise(calibration_sums(jnp.array([0.75, 0.75]), jnp.array([1, 0])))["ece"]
-        0.25
     """
     whole = total(sums)
     count, confidence, correct, _ = whole.whole()

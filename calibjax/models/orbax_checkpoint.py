@@ -93,8 +93,6 @@ def read_description(folder: Path) -> dict[str, Any]:
     file = folder / DESCRIPTION
     check_plain_files(folder)
     checksums = read_checksums(folder, _REMEDY)
-    if checksums is None:
-        raise UserError(f"{folder / CHECKSUMS} is missing. {_REMEDY}")
     try:
         description = read_json(file)
         if description["schema"] != _SCHEMA:

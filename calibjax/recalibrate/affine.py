@@ -5,16 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, log_probs_of, select
+from calibjax.recalibrate.contract import FitReport, log_probs_of
 from calibjax.recalibrate.logistic import regression
 from calibjax.recalibrate.optimize import Minimum, minimize
 
-MAX_CLASSES = 1024
-"""Most classes of the methods with a K by K matrix: of a million parameters the optimiser stores forty copies."""
-MAX_REGRESSIONS = 4096
-"""Most classes of one-vs-rest Platt scaling, each a logistic regression of its own."""
 _LIMIT = 16.0  # of its slopes and intercepts
 
 
@@ -49,20 +45,14 @@ def _vector_loss(params, rows, extra):
     return _nll(_per_class(params, rows[0]), rows[1])
 
 
-def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorState:
+def fit_vector(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> VectorState:
     """Vector scaling: softmax(a ⊙ z + b), least negative log-likelihood (Guo et al. 2017, section 4.2).
 
     It is also what the code of Adaptive Temperature Scaling (arXiv 2409.19817) calls element-wise Platt scaling: a
     factor and an offset for every entry of the vocabulary. A class that the labels never show is pushed to probability
     0, so with more classes than examples it needs a token's logits of many texts. With such classes the optimum lies at
     infinity, and the fit ends after 100 iterations at the latest.
-
-    Example:
-        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
-        >>> np.exp(np.asarray(apply_vector(fit_vector(data), data)[0])).round(3).tolist()
-        [0.75, 0.25]
     """
-    logits, labels = select(data, ("logits", "labels"), where)
     classes = logits.shape[1]
     start = np.ones(classes), np.zeros(classes)
     iterations = 1000 if len(np.unique(labels)) == classes else 100
@@ -70,9 +60,9 @@ def fit_vector(data: Predictions, where: np.ndarray | None = None) -> VectorStat
     return VectorState(slope, intercept, report)
 
 
-def apply_vector(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
+def apply_vector(state: VectorState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(a ⊙ z + b)."""
-    return log_probs_of(_per_class((state.slope, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+    return log_probs_of(_per_class((state.slope, state.intercept), logits))
 
 
 def _log_odds(logits: Array) -> Array:
@@ -81,16 +71,12 @@ def _log_odds(logits: Array) -> Array:
     return log_p - jnp.log(-jnp.expm1(log_p))
 
 
-def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> VectorState:
+def fit_one_vs_rest(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> VectorState:
     """Platt scaling of every class against the rest, normalised (Zadrozny and Elkan 2002, section 4).
 
     q_k ∝ σ(a_k log(p_k/(1 − p_k)) + b_k), p = softmax(z): K logistic regressions, each on "the label is k", then
     divided by their sum. Slopes and intercepts are kept within ±16, where a class is never (or always) the label.
-
-    Args:
-        data: with `logits` (at most `MAX_REGRESSIONS` classes), `labels`.
     """
-    logits, labels = select(data, ("logits", "labels"), where, MAX_REGRESSIONS)
 
     def columns(log_odds: np.ndarray) -> np.ndarray:
         return np.stack([log_odds.astype(np.float64), np.ones(len(log_odds))])
@@ -102,9 +88,9 @@ def fit_one_vs_rest(data: Predictions, where: np.ndarray | None = None) -> Vecto
     return VectorState(slope, intercept, Minimum(slope, sum(values), all(converged), max(iterations)).report())
 
 
-def apply_one_vs_rest(state: VectorState, data: Predictions) -> Float[Array, "N K"]:
+def apply_one_vs_rest(state: VectorState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
-    scores = _per_class((state.slope, state.intercept), _log_odds(jnp.asarray(data.logits, jnp.float32)))
+    scores = _per_class((state.slope, state.intercept), _log_odds(logits))
     return log_probs_of(jax.nn.log_sigmoid(scores))
 
 
@@ -133,62 +119,46 @@ def _intercept(params: Any, mean: Any) -> Any:
     return centred - matrix @ mean
 
 
-def _fit_dense(data, where, off_diagonal: float, intercept: float, log_probs: bool) -> MatrixState:
-    logits, labels = select(data, ("logits", "labels"), where, MAX_CLASSES)
-    x = np.asarray(jax.nn.log_softmax(jnp.asarray(logits))) if log_probs else logits
-    mean = x.mean(axis=0, dtype=np.float64)
-    extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
-    params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (x, labels), extra)
-    return MatrixState(params[0], np.asarray(_intercept(params, mean), np.float32), report)
-
-
 def fit_matrix(
-    data: Predictions, where: np.ndarray | None = None, *, off_diagonal: float = 1e-3, intercept: float = 1e-3
+    logits: Float[np.ndarray, "N K"],
+    labels: Int[np.ndarray, " N"],
+    *,
+    off_diagonal: float = 1e-3,
+    intercept: float = 1e-3,
 ) -> MatrixState:
     """Matrix scaling: softmax(W z + b) (Guo et al. 2017, section 4.2), regularised as in Kull et al. 2019, section 3.
 
     K² + K parameters: without the penalty (both weights 0) it is multinomial logistic regression on the logits, which
-    overfits as soon as K² is no longer small beside N.
-
-    Args:
-        data: with `logits` (at most `MAX_CLASSES` classes), `labels`.
-        off_diagonal: λ of λ/(K(K−1)) Σ_{i≠j} W_ij².
-        intercept: μ of μ/K Σ b_j². (The two are chosen by cross-validation in the paper, in 10^−7 to 10^3.)
+    overfits as soon as K² is no longer small beside N. `off_diagonal`: λ of λ/(K(K−1)) Σ_{i≠j} W_ij²; `intercept`: μ of
+    μ/K Σ b_j². (The paper chooses both by cross-validation, in 10^−7 to 10^3.)
     """
-    return _fit_dense(data, where, off_diagonal, intercept, log_probs=False)
+    mean = logits.mean(axis=0, dtype=np.float64)
+    extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
+    params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (logits, labels), extra)
+    return MatrixState(params[0], np.asarray(_intercept(params, mean), np.float32), report)
 
 
-def apply_matrix(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
+def apply_matrix(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(W z + b)."""
-    return log_probs_of(_dense((state.matrix, state.intercept), jnp.asarray(data.logits, jnp.float32)))
+    return log_probs_of(_dense((state.matrix, state.intercept), logits))
 
 
 def fit_dirichlet(
-    data: Predictions, where: np.ndarray | None = None, *, off_diagonal: float = 1e-3, intercept: float = 1e-3
+    logits: Float[np.ndarray, "N K"],
+    labels: Int[np.ndarray, " N"],
+    *,
+    off_diagonal: float = 1e-3,
+    intercept: float = 1e-3,
 ) -> MatrixState:
     """Dirichlet calibration with ODIR: softmax(W log p + b), p = softmax(z) (Kull et al. 2019, section 3).
 
-    The linear form of a generative model in which p is Dirichlet-distributed in every class. It differs from matrix
-    scaling in what it reads: log p does not depend on a constant added to the logits of a prediction.
-
-    Arguments as of `fit_matrix`.
+    The linear form of a generative model in which p is Dirichlet-distributed in every class. It is matrix scaling of
+    log p, which does not depend on a constant added to the logits of a prediction. Options as of `fit_matrix`.
     """
-    return _fit_dense(data, where, off_diagonal, intercept, log_probs=True)
+    log_p = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
+    return fit_matrix(log_p, labels, off_diagonal=off_diagonal, intercept=intercept)
 
 
-def apply_dirichlet(state: MatrixState, data: Predictions) -> Float[Array, "N K"]:
+def apply_dirichlet(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(W log p + b)."""
-    log_p = jax.nn.log_softmax(jnp.asarray(data.logits, jnp.float32))
-    return log_probs_of(_dense((state.matrix, state.intercept), log_p))
-
-
-METHODS = {
-    "vector": Method(fit_vector, apply_vector, ("logits", "labels"), "Guo et al. 2017"),
-    "one_vs_rest_platt": Method(
-        fit_one_vs_rest, apply_one_vs_rest, ("logits", "labels"), "Zadrozny and Elkan 2002", max_classes=MAX_REGRESSIONS
-    ),
-    "matrix": Method(fit_matrix, apply_matrix, ("logits", "labels"), "Guo et al. 2017", max_classes=MAX_CLASSES),
-    "dirichlet": Method(
-        fit_dirichlet, apply_dirichlet, ("logits", "labels"), "Kull et al. 2019", max_classes=MAX_CLASSES
-    ),
-}
+    return apply_matrix(state, jax.nn.log_softmax(logits))

@@ -54,15 +54,10 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
         base_logits: b, of the same options of the same questions under the base model.
 
     Returns:
-        The state of temperature scaling, for `temperature.apply`; its loss is the cross-entropy.
+        A state of the method `temperature`; its loss is the cross-entropy.
 
     Raises:
         UserError: the shapes differ, a value is not finite, or the models agree on no question.
-
-    Example:
-        >>> base = np.log(np.array([[0.7, 0.2, 0.1], [0.3, 0.6, 0.1]]))
-        >>> f"{float(np.exp(-fit_daca(3 * base, base).log_scale)):.3f}"
-        '3.000'
     """
     given = (Predictions(logits=logits), Predictions(logits=base_logits))
     (z,), (b,) = (select(data, ("logits",), impossible=True) for data in given)

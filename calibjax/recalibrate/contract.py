@@ -1,5 +1,6 @@
 """The contract of recalibrators: their inputs, their entries, and the checks before a fit."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -13,21 +14,18 @@ from calibjax.runtime.errors import UserError
 
 
 class Predictions(NamedTuple):
-    """Data on N predictions. A method reads the fields that it names; the others may be None.
+    """Data on N predictions; a method reads the fields that it names.
 
     Attributes:
         logits: `[N, K]`, finite; −inf for options that are impossible, where a method accepts them.
         labels: int `[N]`, the true class in [0, K).
-        confidence: `[N]` in [0, 1], the probability that a prediction is right, as the model gives it: of the most
-            likely token, of an answer, spoken, or the agreement of samples (`sample_agreement`).
-        correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction of attempts that were right, c/n, of a prompt
-            that was tried n times (the model's capability on it).
+        confidence: `[N]` in [0, 1], the model's probability that a prediction is right: of the most likely token, of an
+            answer, spoken, or the agreement of samples (`sample_agreement`).
+        correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction c/n of n attempts that were right.
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
-        slices: int `[N]`, in [0, N): which slice (domain, subject, user) a prediction belongs to. New data have slices
-            of their own.
-        categories: int `[N]`, >= 0: which category (domain, subject) a prediction belongs to. New data have the same
-            categories, by the same numbers.
+        slices: int `[N]`, in [0, N): slice (domain, subject, user). New data have slices of their own.
+        categories: int `[N]`, >= 0: category (domain, subject). New data have the same categories, by the same numbers.
     """
 
     logits: Float[AnyArray, "N K"] | None = None
@@ -40,6 +38,8 @@ class Predictions(NamedTuple):
     categories: Int[AnyArray, " N"] | None = None
 
 
+INTEGERS = ("labels", "slices", "categories")
+"""The fields that are not float32."""
 IMPOSSIBLE = -1e30
 """What fits read for a logit of -inf: its probability is 0 at every temperature, and its product with 0 is 0."""
 
@@ -48,8 +48,8 @@ class FitReport(NamedTuple):
     """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
-        loss: float32, the objective on the calibration data at the end, a mean per prediction. For networks, on the
-            fifth that training never saw. NaN for methods that minimise none.
+        loss: float32, final objective on the calibration data, a mean per prediction; of networks, on a held-out fifth.
+            NaN for methods that minimise none.
         converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
         iterations: int32.
     """
@@ -63,28 +63,44 @@ class FitReport(NamedTuple):
         return cls(np.asarray(loss, np.float32), np.asarray(converged), np.asarray(iterations, np.int32))
 
 
-class Method(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Method:
     """One recalibrator: an entry of `METHODS`.
 
     Attributes:
-        fit: `fit(data: Predictions, where=None, **options) -> state`, on the host, from the fields in `fit_reads`; rows
-            where the bool `where` `[N]` is False do not count. A state is a NamedTuple of arrays with a field `report`.
-            Raises `UserError` as `select`.
-        apply: `apply(state, data: Predictions) -> Array`, pure and jittable; what it returns is in `gives`.
+        fit_arrays: `fit_arrays(*fields, **options) -> state`, of the fields in `fit_reads` as `select` returns them.
+        apply_arrays: `apply_arrays(state, *fields) -> Array`, of the fields in `apply_reads`; pure and jittable.
         fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
-        source: the paper.
         keeps_argmax: the most likely class never changes. A method that gives a confidence has no classes to change.
         monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
         max_classes: the largest K that `fit` accepts, or None.
     """
 
-    fit: Callable[..., Any]
-    apply: Callable[[Any, Predictions], Array]
+    fit_arrays: Callable[..., Any]
+    apply_arrays: Callable[..., Array]
     fit_reads: tuple[str, ...]
-    source: str
     keeps_argmax: bool = False
     monotone: bool = False
     max_classes: int | None = None
+
+    def fit(self, data: Predictions, where: Bool[AnyArray, " N"] | None = None, **options: Any) -> Any:
+        """Fits the method, on the host, to the rows where `where` is True.
+
+        Returns:
+            The state: a NamedTuple of arrays with a field `report`, a `FitReport`.
+
+        Raises:
+            UserError: see `select`.
+        """
+        fields = select(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
+        return self.fit_arrays(*fields, **options)
+
+    def apply(self, state: Any, data: Predictions) -> Array:
+        """What is in `gives`; pure and jittable."""
+        fields = {name: getattr(data, name) for name in self.apply_reads}
+        return self.apply_arrays(
+            state, *(x if name in INTEGERS else jnp.asarray(x, jnp.float32) for name, x in fields.items())
+        )
 
     @property
     def apply_reads(self) -> tuple[str, ...]:
@@ -112,8 +128,8 @@ def select(
 ) -> tuple[np.ndarray, ...]:
     """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
 
-    `where` False: rows that do not count, whose values are not read. `impossible`: accept logits of −inf, and return
-    `IMPOSSIBLE` in their place.
+    Values of rows where `where` is False are not read. `impossible`: accept logits of −inf, in whose place `IMPOSSIBLE`
+    is returned.
 
     Raises:
         UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
@@ -151,7 +167,7 @@ def _array(field: str, value: Any) -> np.ndarray:
     if value is None:
         raise UserError(f"this method needs {field}: give Predictions({field}=...).")
     value = np.asarray(value)
-    if field in ("labels", "slices", "categories"):
+    if field in INTEGERS:
         if not np.issubdtype(value.dtype, np.integer):
             raise UserError(f"{field}: expected integers, got {value.dtype}.")
     elif np.iscomplexobj(value):

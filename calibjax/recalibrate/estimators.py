@@ -147,7 +147,7 @@ def _columns(data: Predictions) -> int:
 
 def _estimator(name: str, method: str) -> Any:
     """The class of a method."""
-    fit = METHODS[method].fit
+    fit = METHODS[method].fit_arrays
     options = [each for each in inspect.signature(fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
 
     def __init__(self: Any, **given: Any) -> None:

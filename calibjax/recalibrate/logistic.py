@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport
 from calibjax.recalibrate.optimize import Minimum, lbfgs
 from calibjax.runtime.errors import UserError
 
@@ -88,12 +88,11 @@ def _fit(
     terms: Callable[..., tuple[Any, ...]],
     start: tuple[float, ...],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
-    data: Predictions,
-    where: np.ndarray | None,
+    confidence: np.ndarray,
+    correct: np.ndarray,
     clip: float | None,
-) -> tuple[tuple[np.ndarray, ...], np.ndarray, FitReport]:
-    """The parameters of the terms, ε, and the report."""
-    confidence, correct = select(data, ("confidence", "correct"), where)
+) -> tuple[Any, ...]:
+    """The parameters of the terms, then ε, then the report: the fields of a state."""
     if clip is not None and not _CLIPS[0] <= clip < 0.5:
         raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
     exact = bool(((confidence == 0) | (confidence == 1)).any())
@@ -108,14 +107,13 @@ def _fit(
 
     fits = [(search(at), at) for at in clips]
     best, at = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
-    params = tuple(map(np.asarray, best.x.astype(np.float32)))
-    return params, np.asarray(at, np.float32), best.report()
+    return *map(np.asarray, best.x.astype(np.float32)), np.asarray(at, np.float32), best.report()
 
 
-def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, data: Predictions) -> Float[Array, " N"]:
+def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """σ of the sum of the terms, each times its parameter."""
     *params, clip, _ = state
-    c = jnp.clip(jnp.asarray(data.confidence, jnp.float32), clip, 1 - clip)
+    c = jnp.clip(confidence, clip, 1 - clip)
     terms_of_c = terms(jnp.log(c), jnp.log1p(-c))
     return jax.nn.sigmoid(sum(param * term for param, term in zip(params, terms_of_c, strict=True)))
 
@@ -124,80 +122,58 @@ def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
     return (log_c - log_miss,)
 
 
-def fit_odds(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> OddsState:
+def fit_odds(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> OddsState:
     """Temperature scaling where only the confidence is known: σ(log(c/(1 − c))/T).
 
     Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
     positive slope and no intercept. A confidence of one half is unchanged. 1/T is kept within e⁻⁶ and 16.
 
-    Args:
-        data: with `confidence`, `correct` (a fraction of attempts counts as that many right and wrong ones).
-        clip: ε in [2⁻²⁴, 0.5): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None: 2⁻²⁴, or where there
-            is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the calibration data are most likely.
-
-    Returns:
-        `OddsState`; `report.converged` is False on separable data.
-
-    Raises:
-        UserError: `clip` out of range; see `select`.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
-        >>> np.asarray(apply_odds(fit_odds(data), data)).round(3).tolist()
-        [0.75, 0.75, 0.75, 0.75]
+    `clip`: ε in [2⁻²⁴, 0.5) (UserError otherwise): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None:
+    2⁻²⁴, or where there is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the data are most likely.
     """
-    (scale,), clipped, report = _fit(_odds, (1.0,), ((float(np.exp(-6.0)),), (_LIMIT,)), data, where, clip)
-    return OddsState(scale, clipped, report)
+    bounds = (float(np.exp(-6.0)),), (_LIMIT,)
+    return OddsState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
 
 
-def apply_odds(state: OddsState, data: Predictions) -> Float[Array, " N"]:
+def apply_odds(state: OddsState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
-    return _apply(_odds, state, data)
+    return _apply(_odds, state, confidence)
 
 
 def _platt(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
     return log_c - log_miss, 1.0
 
 
-def fit_platt(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> PlattState:
+def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> PlattState:
     """Platt scaling: logistic regression of correctness on log(c/(1 − c)) (Platt 1999, section 2, without his prior).
 
     No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`; slope and intercept are kept within ±16,
     which only data reach that one threshold separates. The slope may be negative, where a larger confidence means more
-    mistakes: then the ranking is reversed. Arguments and errors as of `fit_odds`.
+    mistakes: then the ranking is reversed. `clip`: see `fit_odds`.
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
-    (slope, intercept), clipped, report = _fit(_platt, (1.0, 0.0), bounds, data, where, clip)
-    return PlattState(slope, intercept, clipped, report)
+    return PlattState(*_fit(_platt, (1.0, 0.0), bounds, confidence, correct, clip))
 
 
-def apply_platt(state: PlattState, data: Predictions) -> Float[Array, " N"]:
+def apply_platt(state: PlattState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """σ(slope · log(c/(1 − c)) + intercept)."""
-    return _apply(_platt, state, data)
+    return _apply(_platt, state, confidence)
 
 
 def _beta(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
     return log_c, -log_miss, 1.0
 
 
-def fit_beta(data: Predictions, where: np.ndarray | None = None, *, clip: float | None = None) -> BetaState:
+def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> BetaState:
     """Beta calibration: σ(a log c − b log(1 − c) + m), a, b >= 0 (Kull et al. 2017, section 4, "abm").
 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
-    monotone. a and b are kept below 16, m within ±16. Arguments and errors as of `fit_odds`.
+    monotone. a and b are kept below 16, m within ±16. `clip`: see `fit_odds`.
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
-    (a, b, m), clipped, report = _fit(_beta, (1.0, 1.0, 0.0), bounds, data, where, clip)
-    return BetaState(a, b, m, clipped, report)
+    return BetaState(*_fit(_beta, (1.0, 1.0, 0.0), bounds, confidence, correct, clip))
 
 
-def apply_beta(state: BetaState, data: Predictions) -> Float[Array, " N"]:
+def apply_beta(state: BetaState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """σ(a log c − b log(1 − c) + m)."""
-    return _apply(_beta, state, data)
-
-
-METHODS = {
-    "confidence_temperature": Method(fit_odds, apply_odds, ("confidence", "correct"), "Guo et al. 2017", monotone=True),
-    "platt": Method(fit_platt, apply_platt, ("confidence", "correct"), "Platt 1999", monotone=True),
-    "beta": Method(fit_beta, apply_beta, ("confidence", "correct"), "Kull et al. 2017", monotone=True),
-}
+    return _apply(_beta, state, confidence)

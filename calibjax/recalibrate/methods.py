@@ -3,44 +3,44 @@
 Example:
     >>> import numpy as np
     >>> from calibjax.recalibrate import Predictions
-    >>> data = Predictions(confidence=np.array([0.9, 0.8, 0.9, 0.6]), correct=np.array([1, 1, 0, 0]))
-    >>> for name, method in METHODS.items():
-    ...     if all(getattr(data, field) is not None for field in method.fit_reads):
-    ...         state = method.fit(data)
-    ...         print(name, method.apply(state, data).shape)
-    confidence_temperature (4,)
-    platt (4,)
-    beta (4,)
-    isotonic (4,)
-    venn_abers (4,)
-    histogram (4,)
-    scaling_binning (4,)
+    >>> data = Predictions(confidence=np.array([0.9, 0.9, 0.9, 0.9]), correct=np.array([1, 1, 1, 0]))
+    >>> state = METHODS["platt"].fit(data)
+    >>> np.asarray(METHODS["platt"].apply(state, data)).round(3).tolist()
+    [0.75, 0.75, 0.75, 0.75]
 """
 
-from calibjax.recalibrate import (
-    affine,
-    clipping,
-    ensemble,
-    few_shot,
-    local,
-    logistic,
-    multicalibration,
-    networks,
-    steps,
-    temperature,
-)
+from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, steps, temperature
 from calibjax.recalibrate.contract import Method
 
+_CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
+_MAX_DENSE = 1024  # classes of the methods with a K by K matrix: of a million parameters L-BFGS keeps forty copies
+_MAX_REGRESSIONS = 4096  # classes of one-vs-rest Platt scaling, each a logistic regression of its own
+
 METHODS: dict[str, Method] = {
-    **temperature.METHODS,
-    **ensemble.METHODS,
-    **affine.METHODS,
-    **networks.METHODS,
-    **clipping.METHODS,
-    **logistic.METHODS,
-    **steps.METHODS,
-    **local.METHODS,
-    **few_shot.METHODS,
-    **multicalibration.METHODS,
+    "temperature": Method(temperature.fit, temperature.apply, _CLASSES, keeps_argmax=True, monotone=True),
+    "ensemble_temperature": Method(
+        temperature.fit_ensemble, temperature.apply_ensemble, _CLASSES, keeps_argmax=True, monotone=True
+    ),
+    "vector": Method(affine.fit_vector, affine.apply_vector, _CLASSES),
+    "one_vs_rest_platt": Method(
+        affine.fit_one_vs_rest, affine.apply_one_vs_rest, _CLASSES, max_classes=_MAX_REGRESSIONS
+    ),
+    "matrix": Method(affine.fit_matrix, affine.apply_matrix, _CLASSES, max_classes=_MAX_DENSE),
+    "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),
+    "g_layers": Method(networks.fit_g_layers, networks.apply_g_layers, _CLASSES),
+    "ats": Method(
+        networks.fit_mlp, networks.apply_mlp, ("logits", "features", "labels"), keeps_argmax=True, monotone=True
+    ),
+    "feature_clipping": Method(features.fit_clipping, features.apply_clipping, ("features", "unembedding", "labels")),
+    "confidence_temperature": Method(logistic.fit_odds, logistic.apply_odds, _BINARY, monotone=True),
+    "platt": Method(logistic.fit_platt, logistic.apply_platt, _BINARY, monotone=True),
+    "beta": Method(logistic.fit_beta, logistic.apply_beta, _BINARY, monotone=True),
+    "isotonic": Method(steps.fit_isotonic, steps.apply_isotonic, _BINARY, monotone=True),
+    "venn_abers": Method(steps.fit_venn_abers, steps.apply_venn_abers, _BINARY, monotone=True),
+    "histogram": Method(steps.fit_histogram, steps.apply_histogram, _BINARY),
+    "scaling_binning": Method(steps.fit_scaling_binning, steps.apply_scaling_binning, _BINARY, monotone=True),
+    "lore": Method(features.fit_local, features.apply_local, (*_BINARY, "features")),
+    "few_shot": Method(networks.fit_few_shot, networks.apply_few_shot, (*_BINARY, "slices")),
+    "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
 }
 """Name -> method, in the order of tables."""

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport
 from calibjax.runtime.arrays import AnyArray
 
 EVERYONE = -1
@@ -36,7 +36,7 @@ def _bin(confidence: AnyArray, bins: int | AnyArray) -> AnyArray:
     return (confidence * bins).astype(np.int32).clip(0, bins - 1)
 
 
-def fit(data: Predictions, where: np.ndarray | None = None, *, bins: int = 10) -> PatchState:
+def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, bins: int = 10) -> PatchState:
     """Patches the worst cell until none is worse than chance (Hébert-Johnson et al. 2018, arXiv 1711.08513, section 3).
 
     A cell is one of `bins` bins of the present confidence q within a category, or within all predictions. In each step
@@ -45,21 +45,10 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bins: int = 10) -
     steps end; the test of chance replaces the paper's fixed tolerance. No patch leads beyond 1/(N + 2), so that the log
     loss stays finite.
 
-    Args:
-        data: with `confidence`, `correct`, `categories`: the categories of new data are to be among these; a prediction
-            of another category gets the patches of all predictions only.
-        bins: of equal width.
-
-    Returns:
-        `PatchState`; `report.loss` is the Brier score, `report.iterations` the number of patches.
-
-    Example:
-        >>> confidence, categories = np.full(200, 0.7), np.arange(200) % 2
-        >>> data = Predictions(confidence=confidence, correct=categories == 0, categories=categories)
-        >>> [f"{q:.3f}" for q in np.asarray(apply(fit(data), data))[:3]]
-        ['0.995', '0.005', '0.995']
+    The categories of new data are to be among those of the fit; a prediction of another one gets the patches of all
+    predictions only. `bins`: of equal width. `report.loss` is the Brier score, `report.iterations` the number of
+    patches.
     """
-    confidence, correct, categories = select(data, ("confidence", "correct", "categories"), where)
     names, category_of = np.unique(categories, return_inverse=True)
     groups = len(names)
     q, patches, margin = confidence.copy(), [], np.float32(1 / (len(confidence) + 2))
@@ -94,22 +83,14 @@ def fit(data: Predictions, where: np.ndarray | None = None, *, bins: int = 10) -
     )
 
 
-def apply(state: PatchState, data: Predictions) -> Float[Array, " N"]:
+def apply(state: PatchState, confidence: Float[Array, " N"], categories: Int[AnyArray, " N"]) -> Float[Array, " N"]:
     """The patches in their order."""
-    categories = jnp.asarray(data.categories)
+    categories = jnp.asarray(categories)
 
     def patch(q: Array, one: tuple[Array, Array, Array]) -> tuple[Array, None]:
         category, bin_, shift = one
         mine = (_bin(q, state.bins) == bin_) & ((category == EVERYONE) | (categories == category))
         return jnp.where(mine, jnp.clip(q + shift, state.margin, 1 - state.margin), q), None
 
-    start = jnp.asarray(data.confidence, jnp.float32)
     patches = jnp.asarray(state.category), jnp.asarray(state.bin), jnp.asarray(state.shift)
-    return jax.lax.scan(patch, start, patches)[0]
-
-
-METHODS = {
-    "multicalibration": Method(
-        fit, apply, ("confidence", "correct", "categories"), "Hébert-Johnson et al. 2018, arXiv 1711.08513"
-    ),
-}
+    return jax.lax.scan(patch, confidence, patches)[0]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import export
 from jaxtyping import Array
 
-from calibjax.recalibrate.contract import Predictions
+from calibjax.recalibrate.contract import INTEGERS
 from calibjax.recalibrate.saved import Recalibrator
 from calibjax.runtime.errors import UserError
 
@@ -47,14 +47,7 @@ def check_program(name: str, kind: str) -> None:
 
 
 def stablehlo_program(fitted: Recalibrator) -> bytes:
-    """A serialized program of the fields that the method reads, in their order, to what it gives.
-
-    Args:
-        fitted: as `load` returns it.
-
-    Raises:
-        UserError: see `check_program`.
-    """
+    """A serialized program of the fields that the method reads, in their order; UserError as of `check_program`."""
     check_program(fitted.name, "stablehlo")
     used = sorted({axis for shape in _shapes(fitted, _NAMES).values() for axis in shape if isinstance(axis, str)})
     symbols = export.symbolic_shape(", ".join(used), constraints=[f"{axis} >= {_LEAST[axis]}" for axis in used])
@@ -79,10 +72,8 @@ def onnx_model(fitted: Recalibrator) -> bytes:
 
 
 def _function(fitted: Recalibrator) -> Callable[..., Array]:
-    fields = fitted.method.apply_reads
-
-    def calibrated(*values: Array) -> Array:
-        return fitted.method.apply(fitted.state, Predictions(**dict(zip(fields, values, strict=True))))
+    def calibrated(*fields: Array) -> Array:
+        return fitted.method.apply_arrays(fitted.state, *fields)
 
     return calibrated
 
@@ -94,7 +85,7 @@ def _shapes(fitted: Recalibrator, free: dict[str, Any]) -> dict[str, tuple[Any, 
 
 
 def _dtype(field: str) -> Any:
-    return jnp.int32 if field in ("slices", "categories") else jnp.float32
+    return jnp.int32 if field in INTEGERS else jnp.float32
 
 
 @contextlib.contextmanager

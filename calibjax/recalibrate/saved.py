@@ -1,5 +1,6 @@
 """Fitted recalibrators on disk: the arrays as safetensors, a description as JSON, and checksums of both."""
 
+import functools
 import json
 import typing
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from calibjax.recalibrate.contract import Method, Predictions, select
 from calibjax.recalibrate.methods import METHODS
@@ -18,13 +20,12 @@ from calibjax.runtime.files import new_directory, write_file
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
-_ROWS, _CELLS = 1024, 2**20
-"""Of a block in which predictions are recalibrated: rows, and rows times classes, at most."""
+_ROWS, _CELLS = 1024, 2**20  # of a block in which predictions are recalibrated: rows, and rows times classes, at most
 _REMEDY = "Restore the directory from a copy, or fit the method again."
 
 
 class Recalibrator(NamedTuple):
-    """A fitted method, as `load` returns it: name in `METHODS`, what its `fit` returned, and the notes of `save`."""
+    """A fitted method: its name in `METHODS`, the state that its `fit` returned, and the notes of `save`."""
 
     name: str
     state: Any
@@ -35,11 +36,7 @@ class Recalibrator(NamedTuple):
         return METHODS[self.name]
 
     def __call__(self, data: Predictions | None = None, **fields: Any) -> np.ndarray:
-        """Recalibrates predictions.
-
-        Args:
-            data: with the fields that the method reads (`method.apply_reads`); or these fields by name.
-            **fields: fields of `Predictions`, in place of `data`.
+        """Recalibrates predictions: `data` or `fields` hold what the method reads (`method.apply_reads`).
 
         Returns:
             float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
@@ -62,25 +59,26 @@ class Recalibrator(NamedTuple):
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         if "slices" in self.method.apply_reads:
             reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
-        return self._in_blocks(reads)
-
-    def _in_blocks(self, reads: Predictions) -> np.ndarray:
-        """Runs one program, of a block of rows, over all rows: programs of other shapes round differently.
-
-        Otherwise a threshold chosen on a table could separate a confidence from that of the same prediction alone.
-        """
         given = {name: x for name, x in reads._asdict().items() if x is not None}
         rows = {name: np.asarray(x) for name, x in given.items() if name != "unembedding"}
-        apply, count = jax.jit(self.method.apply), len(next(iter(rows.values())))
+        count = len(next(iter(rows.values())))
         if "slices" in rows or not count:
-            return np.asarray(apply(self.state, reads))
+            return np.asarray(_apply(self.method, self.state, reads))
+        # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
+        # on a table could separate a confidence from that of the same prediction alone.
         classes = [np.shape(x)[axis] for x, axis in ((reads.logits, 1), (reads.unembedding, 0)) if x is not None]
         size = int(np.clip(_CELLS // max(classes, default=1), 1, _ROWS))
         parts = []
         for start in range(0, count, size):
             block = np.minimum(np.arange(start, start + size), count - 1)
-            parts.append(apply(self.state, reads._replace(**{name: x[block] for name, x in rows.items()})))
+            taken = reads._replace(**{name: x[block] for name, x in rows.items()})
+            parts.append(_apply(self.method, self.state, taken))
         return np.concatenate(parts)[:count]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(method: Method, state: Any, data: Predictions) -> Array:
+    return method.apply(state, data)
 
 
 def is_recalibrator(directory: Path) -> bool:
@@ -116,14 +114,6 @@ def save(
 
     Raises:
         UserError: no such method, a state of another method, or a directory that holds something else.
-
-    Example:
-        >>> import tempfile
-        >>> data = Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save(directory + "/platt", "platt", METHODS["platt"].fit(data))
-        ...     load(directory + "/platt")(confidence=np.array([0.9])).round(3).tolist()
-        [0.75]
     """
     from safetensors.numpy import save as to_bytes
 
@@ -164,8 +154,6 @@ def load(directory: str | Path) -> Recalibrator:
         )
         raise UserError(f"{directory}: expected a fitted recalibrator with {_DESCRIPTION}, found none.{hint}")
     digests = read_checksums(directory, _REMEDY)
-    if digests is None:
-        raise UserError(f"{directory}: checksums.json is missing. {_REMEDY}")
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
         name, notes = str(description["method"]), dict(description["notes"])
@@ -182,7 +170,7 @@ def load(directory: str | Path) -> Recalibrator:
 
 def _state_type(name: str) -> Any:
     """The class that `fit` of a method returns."""
-    return typing.get_type_hints(METHODS[name].fit)["return"]
+    return typing.get_type_hints(METHODS[name].fit_arrays)["return"]
 
 
 def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import FitReport
 from calibjax.recalibrate.logistic import PlattState, apply_platt, fit_platt
 
 
@@ -44,23 +44,14 @@ class ScalingBinningState(NamedTuple):
     report: FitReport
 
 
-def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> IsotonicState:
+def fit_isotonic(confidence: np.ndarray, correct: np.ndarray) -> IsotonicState:
     """Isotonic regression: the non-decreasing curve nearest to correctness in squares (Zadrozny and Elkan 2002).
 
-    Pool adjacent violators (`scipy.optimize.isotonic_regression`), equal confidences as one point, linear between the
-    points and constant beyond them: the curve of `sklearn.isotonic.IsotonicRegression(out_of_bounds="clip")`.
-
-    Returns:
-        `IsotonicState`; points inside a constant piece are left out.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
-        >>> apply_isotonic(fit_isotonic(data), data).tolist()
-        [0.0, 0.5, 0.5, 1.0]
+    Equal confidences are one point; linear between the points and constant beyond them: the curve of
+    `sklearn.isotonic.IsotonicRegression(out_of_bounds="clip")`. Points inside a constant piece are left out.
     """
     from scipy import optimize
 
-    confidence, correct = select(data, ("confidence", "correct"), where)
     x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
     target = np.bincount(point, weights=correct) / weight
     y = np.clip(optimize.isotonic_regression(target, weights=weight).x, 0.0, 1.0)
@@ -70,23 +61,17 @@ def fit_isotonic(data: Predictions, where: np.ndarray | None = None) -> Isotonic
     return IsotonicState(x[~inside], y[~inside].astype(np.float32), FitReport.of(error))
 
 
-def apply_isotonic(state: IsotonicState, data: Predictions) -> Float[Array, " N"]:
+def apply_isotonic(state: IsotonicState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """The curve at every confidence."""
-    return jnp.interp(jnp.asarray(data.confidence, jnp.float32), jnp.asarray(state.x), jnp.asarray(state.y))
+    return jnp.interp(confidence, jnp.asarray(state.x), jnp.asarray(state.y))
 
 
-def fit_venn_abers(data: Predictions, where: np.ndarray | None = None) -> VennAbersState:
+def fit_venn_abers(confidence: np.ndarray, correct: np.ndarray) -> VennAbersState:
     """Inductive Venn-Abers prediction (Vovk and Petej 2014, arXiv 1211.0025): p₁/(1 − p₀ + p₁).
 
     p₀ and p₁ are the values of isotonic regression at a confidence that is added to the data as wrong and as right. By
     the algorithm of Vovk et al. 2015 (arXiv 1511.00213), section 4.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
-        >>> [f"{p:.3f}" for p in apply_venn_abers(fit_venn_abers(data), data)]
-        ['0.333', '0.500', '0.500', '0.667']
     """
-    confidence, correct = select(data, ("confidence", "correct"), where)
     x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
     right = np.bincount(point, weights=correct)
     p1 = _with_one_right(weight, right)
@@ -125,9 +110,9 @@ def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.array(values)
 
 
-def apply_venn_abers(state: VennAbersState, data: Predictions) -> Float[Array, " N"]:
+def apply_venn_abers(state: VennAbersState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """p₁/(1 − p₀ + p₁)."""
-    confidence, x = jnp.asarray(data.confidence, jnp.float32), jnp.asarray(state.x)
+    x = jnp.asarray(state.x)
     p0 = jnp.asarray(state.p0)[jnp.searchsorted(x, confidence, side="right")]
     p1 = jnp.asarray(state.p1)[jnp.searchsorted(x, confidence)]
     return jnp.where(jnp.isnan(confidence), confidence, p1 / (1 - p0 + p1))  # the search takes NaN for the largest
@@ -148,70 +133,33 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
     return BinState(edges, values.astype(np.float32), FitReport.of(float(error)))
 
 
-def _look_up(state: BinState, confidence: Array) -> Array:
+def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> BinState:
+    """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
+
+    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone. There are fewer bins where
+    confidences are equal or few.
+    """
+    return _equal_mass(confidence, correct, bins)
+
+
+def apply_histogram(state: BinState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
+    """The value of the bin of every confidence."""
     values = jnp.asarray(state.values)[jnp.searchsorted(jnp.asarray(state.edges), confidence)]
     return jnp.where(jnp.isnan(confidence), confidence, values)  # the search takes NaN for the largest
 
 
-def fit_histogram(data: Predictions, where: np.ndarray | None = None, *, bins: int = 15) -> BinState:
-    """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
-
-    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone.
-
-    Args:
-        data: with `confidence`, `correct`.
-        bins: at most; fewer where confidences are equal or few.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
-        >>> apply_histogram(fit_histogram(data, bins=2), data).tolist()
-        [0.5, 0.5, 0.5, 0.5]
-    """
-    confidence, correct = select(data, ("confidence", "correct"), where)
-    return _equal_mass(confidence, correct, bins)
-
-
-def apply_histogram(state: BinState, data: Predictions) -> Float[Array, " N"]:
-    """The value of the bin of every confidence."""
-    return _look_up(state, jnp.asarray(data.confidence, jnp.float32))
-
-
-def fit_scaling_binning(data: Predictions, where: np.ndarray | None = None, *, bins: int = 15) -> ScalingBinningState:
+def fit_scaling_binning(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> ScalingBinningState:
     """The scaling-binning calibrator: Platt scaling, then the mean of *its* values in each bin (Kumar et al. 2019).
 
     Section 4: the bins make the calibration error measurable, and averaging the smooth fit rather than the labels costs
-    fewer examples than histogram binning. Here all rows serve all three steps, as in the authors' package.
-
-    Args:
-        data: with `confidence`, `correct`.
-        bins: of equal counts, at most.
-
-    Example:
-        >>> data = Predictions(confidence=np.array([0.6, 0.7, 0.8, 0.9]), correct=np.array([0, 1, 0, 1]))
-        >>> apply_scaling_binning(fit_scaling_binning(data, bins=2), data).shape
-        (4,)
+    fewer examples than histogram binning. Here all rows serve all three steps, as in the authors' package. `bins`: of
+    equal counts, at most.
     """
-    confidence, correct = select(data, ("confidence", "correct"), where)
-    own = Predictions(confidence=confidence, correct=correct)
-    platt = fit_platt(own)
-    scaled = np.asarray(apply_platt(platt, own))
+    platt = fit_platt(confidence, correct)
+    scaled = np.asarray(apply_platt(platt, jnp.asarray(confidence)))
     return ScalingBinningState(platt, _equal_mass(scaled, scaled, bins), platt.report)
 
 
-def apply_scaling_binning(state: ScalingBinningState, data: Predictions) -> Float[Array, " N"]:
+def apply_scaling_binning(state: ScalingBinningState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
     """The value of the bin that the scaled confidence falls in."""
-    return _look_up(state.bins, apply_platt(state.platt, data))
-
-
-METHODS = {
-    "isotonic": Method(
-        fit_isotonic, apply_isotonic, ("confidence", "correct"), "Zadrozny and Elkan 2002", monotone=True
-    ),
-    "venn_abers": Method(
-        fit_venn_abers, apply_venn_abers, ("confidence", "correct"), "Vovk and Petej 2014", monotone=True
-    ),
-    "histogram": Method(fit_histogram, apply_histogram, ("confidence", "correct"), "Zadrozny and Elkan 2001"),
-    "scaling_binning": Method(
-        fit_scaling_binning, apply_scaling_binning, ("confidence", "correct"), "Kumar et al. 2019", monotone=True
-    ),
-}
+    return apply_histogram(state.bins, apply_platt(state.platt, confidence))

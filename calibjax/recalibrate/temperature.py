@@ -1,4 +1,4 @@
-"""Temperature scaling: one temperature for all tokens, from statistics batch by batch or from logits."""
+"""Temperature scaling: one temperature for all tokens, from statistics batch by batch or from logits; and ensembles."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, select
+from calibjax.recalibrate.contract import IMPOSSIBLE, FitReport
+from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.arrays import AnyArray
 
 if TYPE_CHECKING:
@@ -174,20 +175,11 @@ class TemperatureState(NamedTuple):
     report: FitReport
 
 
-def fit(data: Predictions, where: np.ndarray | None = None) -> TemperatureState:
-    """`fit_temperature` of logits `[N, K]` and labels, in float64, for any K.
+def fit(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> TemperatureState:
+    """`fit_temperature` of logits and labels, in float64, for any K.
 
-    Returns:
-        `TemperatureState`. On separable or constant logits the end of the range of log s, −6 to 6, or its start, with
-        `report.converged` False.
-
-    Example:
-        >>> data = Predictions(logits=np.log(np.array([[0.9, 0.1]] * 4)), labels=np.array([0, 0, 0, 1]))
-        >>> state = fit(data)  # confidence 0.9, accuracy 3/4
-        >>> np.exp(np.asarray(apply(state, data)[0])).round(3).tolist()
-        [0.75, 0.25]
+    On separable or constant logits log s is an end of its range, −6 to 6, and `report.converged` is False.
     """
-    logits, labels = select(data, ("logits", "labels"), where, impossible=True)
     return fit_to_target(logits, np.take_along_axis(logits, labels[:, None], axis=1)[:, 0])
 
 
@@ -234,11 +226,56 @@ def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N
     return jax.nn.log_softmax(scale * (logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
 
 
-def apply(state: TemperatureState, data: Predictions) -> Float[Array, "N K"]:
+def apply(state: TemperatureState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(s z)."""
-    return log_softmax_at(jnp.exp(state.log_scale), jnp.asarray(data.logits, jnp.float32))
+    return log_softmax_at(jnp.exp(state.log_scale), logits)
 
 
-METHODS = {
-    "temperature": Method(fit, apply, ("logits", "labels"), "Guo et al. 2017", keeps_argmax=True, monotone=True),
-}
+class EnsembleState(NamedTuple):
+    """log s of the tempered part, float32 scalar, and the weights w >= 0, float32 `[3]` with sum 1."""
+
+    log_scale: np.ndarray
+    weights: np.ndarray
+    report: FitReport
+
+
+def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
+    return jax.nn.logsumexp(parts + jnp.log(weights).reshape((3,) + (1,) * (parts.ndim - 1)), axis=0)
+
+
+def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:
+    tempered = log_softmax_at(jnp.exp(log_scale), logits)
+    possible = logits > IMPOSSIBLE
+    count = jnp.sum(possible, axis=-1, keepdims=True).astype(logits.dtype)
+    uniform = jnp.where(possible, -jnp.log(count), -jnp.inf)
+    return jnp.stack([tempered, jax.nn.log_softmax(logits, axis=-1), uniform])
+
+
+def _ensemble_loss(weights, rows, extra):
+    # Over the simplex, log(w·p) is maximal where log(u·p) − Σu is over u >= 0: there Σu = 1 by itself.
+    return -_mixed(weights, rows[0].T) + jnp.sum(weights) - 1.0
+
+
+def fit_ensemble(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> EnsembleState:
+    """q = w₁ softmax(z/T) + w₂ softmax(z) + w₃/K, w on the simplex (Zhang et al. 2020, section 3.2, "ETS").
+
+    K counts the options that are possible, whose logit is not −inf. T first, alone, by negative log-likelihood; then w,
+    in which the likelihood is concave.
+    """
+    single = fit(logits, labels)
+    pieces = -(-logits.size // _BLOCK)
+    label_parts = []
+    for z, y in zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True):
+        parts = _parts(single.log_scale, jnp.asarray(z))
+        label_parts.append(np.asarray(jnp.take_along_axis(parts, y[None, :, None], axis=2))[..., 0])
+    rows = np.concatenate(label_parts, axis=1).T
+    bounds = np.full(3, 1e-9), np.full(3, 2.0)
+    weights, report = minimize(_ensemble_loss, np.full(3, 1 / 3), (rows,), bounds=bounds)
+    converged = report.converged & single.report.converged
+    return EnsembleState(single.log_scale, weights / weights.sum(), report._replace(converged=np.asarray(converged)))
+
+
+def apply_ensemble(state: EnsembleState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
+    """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
+    parts = _parts(state.log_scale, logits)
+    return jnp.minimum(_mixed(jnp.asarray(state.weights), parts), 0.0)  # rounding may exceed log 1

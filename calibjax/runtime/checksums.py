@@ -111,15 +111,15 @@ def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
     write_file(directory / CHECKSUMS, json.dumps(content, indent=2) + "\n")
 
 
-def read_checksums(directory: Path, remedy: str) -> dict[str, str] | None:
-    """Verifies the files of `checksums.json`; returns the checksums of the arrays, or None if there is no such file.
+def read_checksums(directory: Path, remedy: str) -> dict[str, str]:
+    """Verifies the files of `checksums.json`; returns the checksums of the arrays.
 
     Raises:
         UserError: a file is missing or has changed; the message ends with `remedy`.
     """
     file = directory / CHECKSUMS
     if not file.exists():
-        return None
+        raise UserError(f"{file} is missing. {remedy}")
     try:
         content = unseal(read_json(file))
         files, arrays = dict(content["files"]), dict(content["arrays"])

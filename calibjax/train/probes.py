@@ -108,8 +108,7 @@ def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
     Raises:
         UserError: it is of another base model, or not as it was written.
     """
-    if read_checksums(directory, _REMEDY) is None:
-        raise UserError(f"{directory}: checksums.json is missing. {_REMEDY}")
+    read_checksums(directory, _REMEDY)
     try:
         base = read_json(directory / _DESCRIPTION)["base_fingerprint"]
         params = load_file(directory / _WEIGHTS)

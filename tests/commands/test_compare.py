@@ -1,5 +1,6 @@
 """calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -392,14 +393,14 @@ def test_apply_to_a_distribution(files, tmp_path, capsys):
 
 
 def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch):
-    def broken(data, where=None):
+    def broken(confidence, correct):
         raise FloatingPointError("no\nluck")
 
-    def nonsense(state, data):
-        return data.confidence * np.nan
+    def nonsense(state, confidence):
+        return confidence * np.nan
 
-    monkeypatch.setitem(METHODS, "beta", METHODS["beta"]._replace(fit=broken))
-    monkeypatch.setitem(METHODS, "platt", METHODS["platt"]._replace(apply=nonsense))
+    monkeypatch.setitem(METHODS, "beta", dataclasses.replace(METHODS["beta"], fit_arrays=broken))
+    monkeypatch.setitem(METHODS, "platt", dataclasses.replace(METHODS["platt"], apply_arrays=nonsense))
     options = ["--table", files / "binary.npz", "--methods", "platt", "beta", "histogram"]
     code, document, _ = compare(capsys, *options)
     assert code == 1
