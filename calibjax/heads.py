@@ -39,10 +39,8 @@ stays a normal number, so that the most likely token remains distinct."""
 class Feature(NamedTuple):
     """One entry of `FEATURES`.
 
-    Attributes:
-        width: its numbers a token; None: D, the width of the hidden states.
-        statistics: the statistics of `vocab_stats` at s = 1 that it is computed from.
-        function: `VocabStats` with these -> `[..., width]`; None where it reads the unembedding, too.
+    `width` is its numbers a token, None for D, the width of the hidden states. `function` computes it `[..., width]`
+    from these `statistics` of `vocab_stats` at s = 1; None where it reads the unembedding, too.
     """
 
     width: int | None
@@ -71,9 +69,7 @@ _LOWEST_MEAN = -1e3  # of mean z − max z: a bias of −inf, which removes an e
 FEATURES = {
     "hidden_states": Feature(None),
     "logit_statistics": Feature(
-        4,
-        ("log_normalizer", "max_logit", "expected_logit", "logit_variance", "mean_logit"),
-        _logit_statistics,
+        4, ("log_normalizer", "max_logit", "expected_logit", "logit_variance", "mean_logit"), _logit_statistics
     ),
     "max_logit": Feature(1, ("max_logit",), lambda stats: stats.require("max_logit")[..., None]),
     "log_std_logits": Feature(1),
@@ -86,16 +82,10 @@ _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"
 
 
 class _Head(nn.Module, kw_only=True):
-    """A head that reads features.
+    """A head that reads features; for its fields see `HeadConfig`.
 
     Called with features `[B, T, F]` and, by name, `where` (bool `[B, T]`, False for tokens that do not count) and
     `segment_ids` (int `[B, T]`); both matter for the pooling over sequences. Returns float32 `[B, T]`.
-
-    Attributes:
-        identity_start: zero weights of the output, so s = 1 at the start; False: the random start of the authors' code,
-            that of torch.nn.Linear, U(−1/√F, 1/√F) for every matrix with F inputs and for the bias of the output.
-        pooling: "token", or "sequence" for the mean over each sequence.
-        min_scale: smallest s.
     """
 
     identity_start: bool = True
@@ -113,7 +103,6 @@ class _Head(nn.Module, kw_only=True):
         return self._output_log_scale(self._transformed(features), where, segment_ids)
 
     def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
-        """What the output layer reads."""
         return features
 
     def _output_log_scale(
@@ -155,9 +144,6 @@ def sequence_mean(
 class ConstantTemperature(nn.Module):
     """One learned log inverse temperature for every token. Reads nothing but the shape of the features.
 
-    Attributes:
-        min_scale: smallest s.
-
     Example:
         >>> head, features = ConstantTemperature(), jnp.ones((1, 3, 4))
         >>> head.apply({"params": {"log_scale": jnp.float32(-0.5)}}, features).tolist()
@@ -189,11 +175,7 @@ class MLPHead(_Head):
 
     The norm makes one learning rate serve models whose hidden states differ by orders of magnitude. The authors' MLP
     reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output.
-
-    Attributes:
-        intermediate_size: width of A and B.
-        normalize: divide the features by their root mean square.
-        dtype: of the products of the MLP; the output layer is float32.
+    `intermediate_size` is the width of A and B, `dtype` that of these products; the output layer is float32.
     """
 
     intermediate_size: int
@@ -216,12 +198,10 @@ class TransformerHead(_Head):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
-    authors' block is as wide as all features together. Called with a cache, on features of the tokens that follow those
-    in it, it returns log_scale and the new cache.
+    authors' block is as wide as all features together. `dtype` is that of the block; the output layer is float32.
 
-    Attributes:
-        block: shape of the block.
-        dtype: of the block's products; the output layer is float32.
+    Called to `keep` a cache, or with one, on features of the tokens that follow those in it, it returns log_scale and
+    the new cache, which knows its columns by their segment ids.
     """
 
     block: BlockConfig
@@ -243,23 +223,22 @@ class TransformerHead(_Head):
             width = self.block.hidden_size
             features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
         block = Block(self.block, dtype=self.dtype, name="block", **starts)
-
-        if cache is not None:
-            assert segment_ids is not None
-            cache, positions = reserve(cache, segment_ids)
-            context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
-            mixed, new = block(features, context, cache.past)
-            return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
-        if segment_ids is None:
-            positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
-        else:
-            positions = segment_positions(segment_ids)
-        context = sequence_context(self.block, positions, segment_ids)
-        if keep:
-            assert segment_ids is not None, "a cache knows its columns by their segment ids"
+        if cache is None and not keep:
+            if segment_ids is None:
+                positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
+            else:
+                positions = segment_positions(segment_ids)
+            context = sequence_context(self.block, positions, segment_ids)
+            return self._output_log_scale(block(features, context), where, segment_ids)
+        assert segment_ids is not None
+        if cache is None:
+            context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
             mixed, new = block(features, context, None, keep)
             return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
-        return self._output_log_scale(block(features, context), where, segment_ids)
+        cache, positions = reserve(cache, segment_ids)
+        context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
+        mixed, new = block(features, context, cache.past)
+        return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
 
 
 class HeadEntry(NamedTuple):
@@ -289,14 +268,9 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     heads = config.num_heads or fitting[-1]
     if size % heads or (size // heads) % 2:
         raise ValueError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
-    block = BlockConfig(
-        hidden_size=size,
-        intermediate_size=config.intermediate_size or 4 * size,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size // heads,
-        norm_eps=1e-6,
-    )
+    wide = config.intermediate_size or 4 * size
+    sizes = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
+    block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **sizes)
     return TransformerHead(block, **_shared(config))
 
 
@@ -335,7 +309,7 @@ class HeadConfig:
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
 
     Raises:
-        ValueError: an unknown kind, feature or pooling, or `min_scale` out of range.
+        ValueError: an unknown kind, feature or pooling, or a number out of range.
     """
 
     kind: HeadKind
@@ -354,10 +328,6 @@ class HeadConfig:
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
             raise ValueError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
-        if self.pooling not in ("token", "sequence"):
-            raise ValueError(f'pooling: expected "token" or "sequence", got {self.pooling!r}.')
-        if self.kind not in HEADS:
-            raise ValueError(f"kind: expected one of {list(HEADS)}, got {self.kind!r}.")
         if not NO_MIN_SCALE <= self.min_scale <= 1:
             raise ValueError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
@@ -379,11 +349,7 @@ class HeadConfig:
         return tuple(sorted({statistic for name in self.features for statistic in FEATURES[name].statistics}))
 
     def build(self) -> nn.Module:
-        """The module.
-
-        Raises:
-            ValueError: a transformer head whose attention heads do not divide `hidden_size`.
-        """
+        """The module; raises `ValueError` for a transformer head whose attention heads do not divide `hidden_size`."""
         return HEADS[self.kind].build(self)
 
     @property
@@ -392,7 +358,7 @@ class HeadConfig:
         return isinstance(self.build(), TransformerHead)
 
     def init(self, key: Array) -> Any:
-        """Random parameters (identity at start by default); a pytree of float32 arrays."""
+        """Random parameters, a pytree of float32 arrays."""
         return self.build().init(key, jnp.zeros((1, 1, self.width), jnp.float32))["params"]
 
 
@@ -423,10 +389,8 @@ def head_features(
 
     Args:
         names: among `FEATURES`.
-        hidden: hidden states after the final norm.
-        unembedding: W.
+        hidden, unembedding, bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
         covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
-        bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
         logits, stats: of the tokens, the latter at s = 1, where they are at hand: to save the pass over the vocabulary.
     """
     if names == ("hidden_states",):
@@ -468,11 +432,8 @@ def join_features(
 
 def check_log_factor(log_factor: float) -> None:
     """Raises `UserError` where it is not a number from −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`."""
-    if not abs(log_factor) <= MAX_LOG_FACTOR:
-        raise UserError(
-            f"log_factor: expected a number from {-MAX_LOG_FACTOR:g} to {MAX_LOG_FACTOR:g}, got {log_factor}; fit the "
-            "head again."
-        )
+    if not abs(log_factor) <= (most := MAX_LOG_FACTOR):
+        raise UserError(f"log_factor: expected a number from {-most:g} to {most:g}, got {log_factor}; fit again.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,9 +446,6 @@ class FittedHead:
         log_factor: log of a common factor on every token's scale (the refitted temperature; 0 for none), from
             −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`.
         fingerprint: of the base model's configuration and weights.
-
-    Raises:
-        UserError: log_factor is out of range.
 
     Example:
         >>> config = HeadConfig(kind="linear", hidden_size=8)

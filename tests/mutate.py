@@ -149,7 +149,7 @@ TABLE = {
         ("n_wrong = n - n_right", "n_wrong = n", "losses/test_per_token.py -k selective"),
     ],
     "losses/bounds.py": [
-        ("/ ((1.0 - label_smoothing) * vocab_size)", "/ vocab_size", "losses/test_bounds.py"),
+        ("+ label_smoothing / jnp", "- label_smoothing / jnp", "losses/test_bounds.py"),
     ],
     "losses/long_horizon.py": [
         (
@@ -368,16 +368,6 @@ TABLE = {
         ("allowed = sums + 1 <=", "allowed = sums <=", "eval/test_decisions.py -k claims_by"),
         ("np.maximum.accumulate(fraction[begin:end])", "fraction[begin:end]", "eval/test_decisions.py -k claims_by"),
     ],
-    "data/columns.py": [
-        (
-            "_WORDS if words else None).astype(np.float64)",
-            "_WORDS if words else None).astype(np.float32)",
-            "data/test_table.py -k float64",
-        ),
-        ("_LEAST_PERCENT < known.max()", "1 < known.max()", "data/test_table.py -k ratings"),
-        ("points and not thousands", "points", "data/test_table.py -k thousands"),
-        ("cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),
-    ],
     "data/records.py": [
         ("others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
         ("total / len(log_probs)", "total / 1", "data/test_table.py -k server-chat"),
@@ -390,6 +380,14 @@ TABLE = {
         ("number == len(parts) - 1", "number >= 0", "data/test_templates.py -k prompt"),
     ],
     "data/table.py": [
+        (
+            "_WORDS if words else None).astype(np.float64)",
+            "_WORDS if words else None).astype(np.float32)",
+            "data/test_table.py -k float64",
+        ),
+        ("_LEAST_PERCENT < known.max()", "1 < known.max()", "data/test_table.py -k ratings"),
+        ("points and not thousands", "points", "data/test_table.py -k thousands"),
+        ("cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),
         ("columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
     ],
     "eval/answers/probes.py": [

@@ -3,11 +3,8 @@
 import contextlib
 import json
 import os
-import re
-import shlex
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,19 +45,10 @@ def environment(**given):
 
 
 @contextlib.contextmanager
-def serving(model, log, *options, **given):
-    """The URL of `vllm serve` with these options and environment variables."""
+def serving(model, log, **given):
+    """The URL of `vllm serve` with these environment variables."""
     port = free_port()
-    command = [
-        PYTHON,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        model,
-        "--served-model-name",
-        "m",
-        *options,
-    ]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
     command += ["--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen(command, env=environment(**given), stdout=file, stderr=file, cwd=log.parent)
@@ -77,10 +65,10 @@ def serving(model, log, *options, **given):
             server.wait(60)
 
 
-def complete(url, prompt, temperature, seed, **more):
+def complete(url, prompt, temperature, seed):
     """(tokens, their log-probabilities) of one request."""
     asked = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": temperature, "seed": seed, "logprobs": 0}
-    asked |= {"return_tokens_as_token_ids": True, "ignore_eos": True, **more}
+    asked |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
     request = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         found = json.load(answer)["choices"][0]["logprobs"]
@@ -111,8 +99,6 @@ def exports(tmp_path_factory):
         "all": random_head(
             lm, "mlp", ("hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding")
         ),
-        "logits": random_head(lm, "mlp", ("log_std_logits", "logit_statistics", "max_logit")),
-        "constant": random_head(lm, "constant"),
         "transformer": random_head(lm, "transformer"),
     }
     for name, head in heads.items():
@@ -129,9 +115,6 @@ def calibrated(lm, head, prompt, tokens):
 
 NEEDS_VLLM = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} does not exist: .ci/vllm makes it (3 minutes)")
 GUIDE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
-_COMMANDS = re.findall(r"^(CALIBJAX_HEAD=(?:.*\\\n)*.*)$", GUIDE, flags=re.MULTILINE)
-SERVE = [shlex.split(command.replace("\\\n", " ")) for command in _COMMANDS]
-"""The words of each `vllm serve` of the guide."""
 
 
 @pytest.mark.slow
@@ -140,29 +123,19 @@ def test_a_server(tmp_path, exports):
     folder, lm, heads = exports
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, SETTINGS["vocab_size"], rng.integers(4, 24)).tolist() for _ in range(REQUESTS)]
-    of_mode = {"": None, "calibrated": "all", "unchanged": "all", "processor": "logits"}
-    (options_of,) = (
-        {words[1].partition("=")[2]: words[4:]} for words in SERVE if words[1].startswith("CALIBJAX_LOGITS=")
-    )
-    assert ["CALIBJAX_HEAD=runs/x/export", "vllm", "serve", "path/to/model"] in SERVE
+    assert "CALIBJAX_HEAD=runs/x/export vllm serve path/to/model\n" in GUIDE
     found, sampled, seconds = {}, {}, {}
-    for mode, name in of_mode.items():
-        given = {"CALIBJAX_HEAD": str(folder / name), "CALIBJAX_LOGITS": mode} if name else {}
-        options = options_of.get(mode, ())
-        with serving(folder / "model", tmp_path / f"{mode or 'plain'}.log", *options, **given) as url:
+    for mode in ("", "calibrated", "unchanged"):
+        given = {"CALIBJAX_HEAD": str(folder / "all"), "CALIBJAX_LOGITS": mode} if mode else {}
+        with serving(folder / "model", tmp_path / f"{mode or 'plain'}.log", **given) as url:
             found[mode] = complete_all(url, prompts)
             seconds[mode] = min(timed(lambda: complete_all(url, prompts)) for _ in range(5))
             sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
-            if mode == "processor":
-                with pytest.raises(urllib.error.HTTPError) as refused:
-                    complete(url, prompts[0], 0.0, 0, logit_bias={"5": 1.0})
-                assert refused.value.code == 400
-                assert "logit_bias: a calibrated server" in refused.value.read().decode()
-    for mode, name in list(of_mode.items())[1:]:
+    for mode in ("calibrated", "unchanged"):
         assert [tokens for tokens, _ in found[mode]] == [tokens for tokens, _ in found[""]]  # greedy
         errors, changes = [], []
         for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
-            errors.append(np.abs(calibrated(lm, heads[name], prompt, tokens) - log_probs).max())
+            errors.append(np.abs(calibrated(lm, heads["all"], prompt, tokens) - log_probs).max())
             changes.append(np.abs(np.subtract(plain, log_probs)).max())
         print(
             f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, "
@@ -171,83 +144,7 @@ def test_a_server(tmp_path, exports):
         assert max(errors) < 1e-3
         assert np.median(changes) > 1e-2  # the head does something
     assert [tokens for tokens, _ in sampled["unchanged"]] == [tokens for tokens, _ in sampled[""]]
-    for mode in ("calibrated", "processor"):
-        assert [tokens for tokens, _ in sampled[mode]] != [tokens for tokens, _ in sampled[""]]
-
-
-# vLLM's own loader of processors of the second model runner, which itself needs a GPU or Triton for CPUs.
-SECOND = """
-import json, os, sys
-from types import SimpleNamespace
-import numpy, torch
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.worker.gpu.sample.logits_processor import (
-    build_custom_logits_processors, build_custom_logits_processors_params_validator)
-names = ["calibjax.torch.vllm_processor:CalibratedLogits"]
-given = {"dtype": "float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
-config = EngineArgs("model", **given).create_engine_config()
-slots = ("device", "max_num_reqs", "vocab_size", "all_token_ids", "prompt_len", "prefill_len", "total_len")
-slots = SimpleNamespace(**dict.fromkeys(slots, 0))
-found = {}
-for head in ("logits", "constant"):
-    os.environ.update(CALIBJAX_HEAD=head, CALIBJAX_LOGITS="processor")
-    (processor,) = build_custom_logits_processors(config, slots, False, names)
-    assert processor.add_request(0, SamplingParams())
-    found[head] = processor.apply(torch.from_numpy(numpy.load("logits.npy")), None).numpy()
-numpy.savez("found.npz", **found)
-validate = build_custom_logits_processors_params_validator(names)
-validate(SamplingParams(temperature=0.7, top_k=5, seed=1))
-def error_of(run, mode="processor", head="logits"):
-    os.environ.update(CALIBJAX_HEAD=head, CALIBJAX_LOGITS=mode)
-    try:
-        run()
-    except Exception as error:  # vLLM wraps those of requests
-        return f"{type(error).__name__}: {error}"
-build = lambda: build_custom_logits_processors(config, slots, False, names)
-errors = {
-    "request": error_of(lambda: validate(SamplingParams(min_tokens=3, repetition_penalty=1.2))),
-    "mode": error_of(build, mode="calibrated"),
-    "reads hidden states": error_of(build, head="all"),
-    "reads other tokens": error_of(build, head="transformer"),
-}
-config.model_config.logprobs_mode = "raw_logprobs"
-errors["raw"] = error_of(build)
-config.model_config.logprobs_mode = "processed_logprobs"
-config.model_config.get_vocab_size = lambda: 99
-errors["vocabulary"] = error_of(build)
-print(json.dumps(errors))
-"""
-
-
-@pytest.mark.slow
-@NEEDS_VLLM
-def test_a_processor_of_the_second_model_runner(exports):
-    folder, lm, heads = exports
-    logits = np.asarray(lm.logits(np.random.default_rng(1).integers(3, 30, (1, 8)))[0], np.float32)
-    np.save(folder / "logits.npy", logits)
-    done = subprocess.run(
-        [PYTHON, "-c", SECOND], env=environment(), capture_output=True, text=True, timeout=300, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    spread = np.log(logits.std(axis=1, ddof=1))
-    features = np.stack([spread, logits.max(axis=1)], axis=1)[None]
-    log_scale = {"constant": np.full(8, -0.3 + 0.1)}
-    log_scale["logits"] = np.asarray(heads["logits"].config.build().apply({"params": heads["logits"].params}, features))
-    log_scale["logits"] = log_scale["logits"][0] + 0.1
-    with np.load(folder / "found.npz") as found:
-        for name in found.files:
-            np.testing.assert_allclose(found[name], logits * np.exp(log_scale[name])[:, None], rtol=1e-5, err_msg=name)
-            np.testing.assert_array_equal(found[name].argmax(1), logits.argmax(1))
-    errors = json.loads(done.stdout.splitlines()[-1])
-    assert "min_tokens, repetition_penalty: a calibrated server" in errors["request"]
-    assert "needs CALIBJAX_HEAD=DIR and CALIBJAX_LOGITS=processor" in errors["mode"]
-    assert (
-        "a logits processor sees logits only, and this mlp head reads hidden_states, " in errors["reads hidden states"]
-    )
-    assert "this transformer head reads" in errors["reads other tokens"]
-    assert "--logprobs-mode raw_logprobs: taken before" in errors["raw"]
-    assert "the model served has 128 and 99" in errors["vocabulary"]
+    assert [tokens for tokens, _ in sampled["calibrated"]] != [tokens for tokens, _ in sampled[""]]
 
 
 @pytest.mark.slow
@@ -262,7 +159,7 @@ def test_errors(exports):
     cases = [
         ("transformer", "", register, "reads other tokens"),
         ("nothing", "", register, "not a head written by"),
-        ("all", "loud", register, 'expected "calibrated", "unchanged" or "processor", got \'loud\''),
+        ("all", "loud", register, 'expected "calibrated" or "unchanged", got \'loud\''),
         ("all", "", other, "its layer of logits is not that of 0.32"),
     ]
     for name, mode, code, message in cases:

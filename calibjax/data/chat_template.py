@@ -32,63 +32,51 @@ def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
     request = {**tokenizer.special_tokens_map, **options, "conversations": [list(messages)], "chat_template": template}
-    return _renderer.render(request)
+    answer = _renderer.answer(json.dumps([template_process.SECONDS, request]) + "\n")
+    if not answer:
+        raise UserError(
+            f"the tokenizer's chat template was stopped: it took more than {template_process.SECONDS} s or "
+            f"{template_process.MEMORY / 2**30:g} GiB. Correct chat_template in the model's tokenizer_config.json or "
+            "chat_template.jinja."
+        )
+    if "error" in answer:
+        raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
+    return answer["text"]
 
 
 class _Renderer:
     """The process, which is started with the first request and again after one that ended it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
         self._lock = threading.Lock()
 
-    def render(self, request: Mapping[str, Any]) -> str:
-        line = json.dumps([template_process.SECONDS, request]) + "\n"
+    def answer(self, line: str) -> dict[str, str]:
+        """The answer of the process to a line; empty if it ended instead."""
         with self._lock:
-            answer = self._answer(line)
-        if answer is None:
-            raise UserError(
-                "the tokenizer's chat template was stopped: it took more than "
-                f"{template_process.SECONDS} s or {template_process.MEMORY / 2**30:g} GiB. Correct chat_template in "
-                "the model's tokenizer_config.json or chat_template.jinja."
-            )
-        if "error" in answer:
-            raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
-        return answer["text"]
-
-    def _answer(self, line: str) -> dict[str, str] | None:
-        """The answer of the process; None if it ended instead."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", template_process.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            )
-            assert self._process.stdout is not None
-            if not self._process.stdout.readline():
-                raise RuntimeError(f"{template_process.__file__}: cannot be started.")
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self.close()
-            return None
-        return json.loads(answer)
-
-    def close(self) -> None:
-        """Ends the process; the next request starts another."""
-        if self._process is not None:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", template_process.__file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    encoding="utf-8",
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                )
+                if not self._process.stdout.readline():
+                    raise RuntimeError(f"{template_process.__file__}: cannot be started.")
+            try:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                answer = self._process.stdout.readline()
+            except BrokenPipeError:
+                answer = ""
+            if answer:
+                return json.loads(answer)
             with self._process as process:
                 process.kill()
             self._process = None
+            return {}
 
 
 _renderer = _Renderer()

@@ -20,23 +20,14 @@ _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 
 
 class Choices(NamedTuple):
-    """Tokenised multiple-choice questions.
+    """Tokenised multiple-choice questions."""
 
-    Attributes:
-        sequences: one per question; `where` is True only at its last input, whose target is the right letter.
-        letters: token ids of the letters, in the order of the choices.
-        cue: text before the letter.
-        subjects: subject of each question from the column "subject", "" if there is none.
-        too_long: number of questions dropped because they exceed the model's context.
-        read: number of questions read.
-    """
-
-    sequences: Sequences
-    letters: tuple[int, ...]
-    cue: str
-    subjects: tuple[str, ...]
-    too_long: int
-    read: int
+    sequences: Sequences  # one per question; `where` is True only at its last input, whose target is the right letter
+    letters: tuple[int, ...]  # token ids, in the order of the choices
+    cue: str  # text before the letter
+    subjects: tuple[str, ...]  # of each question, from the column "subject", "" if there is none
+    too_long: int  # number of questions dropped because they exceed the model's context
+    read: int  # number of questions
 
 
 def is_multiple_choice(rows: Rows) -> bool:
@@ -55,7 +46,7 @@ def choice_sequences(
 
     Args:
         rows: result of `read_source` with the columns question, choices and answer, and optionally subject.
-        tokenizer: tokenizer of transformers.
+        tokenizer: of transformers.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random, without replacement and in the order of the rows. None: all.
         seed: seed of the draw.
@@ -92,10 +83,12 @@ def choice_sequences(
     chosen = short
     if limit is not None and limit < len(short):
         chosen = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
-    for place, letter, tokens in ((*places[i], ids[i]) for i in chosen):
-        if tokens[-1] != letter:
+    examples = []
+    for i in chosen:
+        place, letter = places[i]
+        if ids[i][-1] != letter:
             raise UserError(f"{place}: the last token of the question is not the letter.")
-    examples = [Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)) for i in chosen]
+        examples.append(Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)))
     return Choices(
         sequences=make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad"),
         letters=letters,
@@ -130,7 +123,5 @@ def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, 
         unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in letters
         if len({tuple(tokens[:-1]) for tokens in ids}) == 1 and len(set(letters)) == count and not unknown:
             return cue, letters
-    raise UserError(
-        f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each, so the answer "
-        "is not one prediction."
-    )
+    why = f"does not write {', '.join(names)} after {_CUES[1]!r} as one token each"
+    raise UserError(f"The tokenizer {why}, so the answer is not one prediction.")

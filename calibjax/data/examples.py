@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int32
 
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, render_row
@@ -64,7 +64,7 @@ def tokenize_rows(
     Args:
         rows: result of `read_source`, or any sequence of dicts.
         format: result of `recognise`.
-        tokenizer: tokenizer of `transformers`; it must be a fast one unless the rows are plain text.
+        tokenizer: a fast one unless the rows are plain text.
         max_tokens: tokens of a row that are needed; the rest of a long plain text is not tokenised.
         skipped: counts the rows that are left out, if `rows.skip_broken`.
 
@@ -93,6 +93,9 @@ def tokenize_rows(
     def examples() -> Iterator[Example]:
         index, twice = 0, False
         begins = [tokenizer.bos_token_id] * 2
+        special: set[Any] = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        special |= set(tokenizer.all_special_ids)
+        special.discard(tokenizer.unk_token_id)  # it encodes text
         with progress_bar(None, title="tokenising", unit="row", disable=None, leave=False, delay=2) as bar:
             for batch in _batches(rendered()):
                 if len(batch) == 1 and tokenizer.is_fast and len(batch[0].text) > 2 * _PART:
@@ -100,7 +103,11 @@ def tokenize_rows(
                     encoded = [_encode_long(batch[0].text, tokenizer, add_special_tokens, limit)]
                 else:
                     encoded = _encode(batch, tokenizer, add_special_tokens, offsets=not format.is_plain)
-                for tokens, loss_mask in _with_masks(batch, encoded, tokenizer):
+                for item, (tokens, offsets) in zip(batch, encoded, strict=True):
+                    if item.answers is None:
+                        loss_mask = np.arange(len(tokens)) > 0
+                    else:
+                        tokens, loss_mask = _find_answers(item, tokens, offsets, special, tokenizer.eos_token_id)
                     if add_special_tokens and not twice and tokens[:2].tolist() == begins:
                         twice = True
                         _log.warning(
@@ -129,13 +136,10 @@ def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
         yield held
 
 
-_Encoded = tuple[Int32[np.ndarray, " n"], Int[np.ndarray, "n 2"] | None]
-"""Token ids, and the half-open ranges of characters that they stand for."""
-
-
 def _encode(
     rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, *, offsets: bool
-) -> Iterator[_Encoded]:
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """Token ids `[n]`, and the half-open ranges of characters that they stand for, `[n, 2]`, if asked for."""
     # verbose=False suppresses warnings about texts beyond the model's context, which are cut into sequences later.
     options: Any = {"return_offsets_mapping": True} if offsets else {}
     texts = [item.text for item in rendered]
@@ -147,7 +151,7 @@ def _encode(
 
 def _encode_long(
     text: str, tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, max_tokens: int | None
-) -> _Encoded:
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokenises a text in parts, up to `max_tokens` tokens; the result is that of the whole text.
 
     Each part begins within the one before it. In the middle of their overlap both have enough context to give the same
@@ -155,9 +159,7 @@ def _encode_long(
     """
 
     def encode(text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        ((ids, offsets),) = _encode([Rendered(text, None)], tokenizer, special, offsets=True)
-        assert offsets is not None
-        return ids, offsets
+        return next(_encode([Rendered(text, None)], tokenizer, special, offsets=True))
 
     before, after = _special_tokens(encode) if add_special_tokens else (np.zeros(0, np.int32),) * 2
     ids, offsets = encode(text[:_PART])
@@ -166,13 +168,11 @@ def _encode_long(
         start = end - overlap
         more, more_offsets = encode(text[start : start + _PART])
         more_offsets = more_offsets + start
-        low, high = start + overlap // 2, end - overlap // 4
-        (first, last), (other, other_last) = (np.searchsorted(o[:, 0], (low, high)) for o in (offsets, more_offsets))
-        agree = last - first == other_last - other >= _AGREED and (
-            (ids[first:last] == more[other:other_last]).all()
-            and (offsets[first:last] == more_offsets[other:other_last]).all()
-        )
-        if not agree:
+        middle = (start + overlap // 2, end - overlap // 4)
+        (first, last), (other, other_last) = (np.searchsorted(o[:, 0], middle) for o in (offsets, more_offsets))
+        same_ids = np.array_equal(ids[first:last], more[other:other_last])
+        same_offsets = np.array_equal(offsets[first:last], more_offsets[other:other_last])
+        if last - first < _AGREED or not (same_ids and same_offsets):
             overlap *= 4
             if overlap >= _PART:  # such as a single word: it has no boundary to join parts at
                 ids, offsets = encode(text, add_special_tokens)
@@ -195,26 +195,10 @@ def _special_tokens(encode: Any) -> tuple[np.ndarray, np.ndarray]:
     raise UserError("the tokenizer changes a text where it adds special tokens: give shorter texts.")
 
 
-def _with_masks(
-    rendered: list[Rendered], encoded: Any, tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    special: set[Any] = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    special |= set(tokenizer.all_special_ids)
-    special.discard(tokenizer.unk_token_id)  # it encodes text
-    for item, (ids, offsets) in zip(rendered, encoded, strict=True):
-        if item.answers is None:
-            yield ids, np.arange(len(ids)) > 0
-        else:
-            yield _find_answers(item, ids, offsets, special, tokenizer.eos_token_id)
-
-
 def _find_answers(
-    rendered: Rendered,
-    ids: Int32[np.ndarray, " n"],
-    offsets: Int[np.ndarray, "n 2"],
-    special: set[int],
-    end_of_sequence: Any,
+    rendered: Rendered, ids: np.ndarray, offsets: np.ndarray, special: set[Any], end_of_sequence: Any
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, with the end of the sequence if it is missing, and whether the loss includes each of them."""
     begin, end = offsets.T
     loss_mask = np.zeros(len(ids), bool)
     for first, last in rendered.answers or ():

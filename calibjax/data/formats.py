@@ -8,13 +8,6 @@ from typing import Any, Literal
 from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
-_CHAT = ("messages", "conversations")
-_INPUT = ("input", "context")
-_INSTRUCTION_RESPONSE = ("output", "response")
-_PROMPT = ("prompt", "question")
-_RESPONSE = ("response", "completion", "answer", "output")
-_TEXT = ("text", "content", "document")
-
 _EXPECTED = (
     "chat (messages or conversations), instructions (instruction, optionally input or context, and output or "
     "response), prompts (prompt or question, and response, completion, answer or output), or plain text (text, content "
@@ -61,10 +54,7 @@ def recognise(
 ) -> Format:
     """Returns the first format that matches the columns of the first row: chat, instructions, prompts, plain text.
 
-    Args:
-        rows: result of `read_source`, or any sequence of dicts.
-        text_column: column to read as plain text, whatever other columns exist.
-        prompt_template, score_template_text: fields of the format.
+    `text_column` is read as plain text, whatever other columns exist. The other options are fields of the format.
 
     Raises:
         UserError: there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template` does
@@ -84,17 +74,17 @@ def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
         return Format(plain, (text_column,))
 
-    def first(names: tuple[str, ...]) -> str | None:
+    def first(*names: str) -> str | None:
         return next((name for name in names if name in columns), None)
 
-    if chat := first(_CHAT):
+    if chat := first("messages", "conversations"):
         return Format("chat", (chat,))
-    if "instruction" in columns and (response := first(_INSTRUCTION_RESPONSE)):
-        optional = first(_INPUT)
+    if "instruction" in columns and (response := first("output", "response")):
+        optional = first("input", "context")
         return Format("instruction", ("instruction", *([optional] if optional else []), response))
-    if (prompt := first(_PROMPT)) and (response := first(_RESPONSE)):
+    if (prompt := first("prompt", "question")) and (response := first("response", "completion", "answer", "output")):
         return Format("prompt", (prompt, response))
-    if text := first(_TEXT):
+    if text := first("text", "content", "document"):
         return Format(plain, (text,))
     raise UserError(
         f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
@@ -110,16 +100,14 @@ def _check_template(template: str, format: Format) -> None:
     except ValueError as error:
         raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
     if not fields or not all(field.isidentifier() for field in fields):
-        raise UserError(
-            f"prompt_template={template!r}: expected column names in braces, such as "
-            f"{''.join('{' + name + '}' for name in format.columns[:-1])!r}."
-        )
+        example = "".join("{" + name + "}" for name in format.columns[:-1])
+        raise UserError(f"prompt_template={template!r}: expected column names in braces, such as {example!r}.")
     if format.columns[-1] in fields:
         raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
 
 
 def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:
-    """Returns the string in `column`. A missing one gives "" if `optional`, else raises `UserError` with the place."""
+    """Returns the Unicode string in `column`; "" for a missing one if `optional`."""
     value = row.get(column)
     if value is None and optional:
         return ""

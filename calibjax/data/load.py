@@ -1,6 +1,6 @@
 """Sequences of a text in one call: of rows, with a description; or of a file or token ids for a model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +17,17 @@ from calibjax.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHORTEST, _LONGEST, _MULTIPLE = 128, 1024, 64  # of the length that `choose_seq_len` returns, in tokens
-_ROWS_MEASURED = 1000
-
 
 def choose_seq_len(rows: Rows, format: Format, tokenizer: "PreTrainedTokenizerBase", max_positions: int | None) -> int:
     """Returns a length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
     It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, 128.
     """
-    length = _SHORTEST
+    length = 128
     if not format.is_plain:
-        counts = [len(example.tokens) for example in islice(tokenize_rows(rows, format, tokenizer), _ROWS_MEASURED)]
+        counts = [len(example.tokens) for example in islice(tokenize_rows(rows, format, tokenizer), 1000)]
         percentile = float(np.percentile(counts, 95)) if counts else 0
-        length = min(max(-(-int(np.ceil(percentile)) // _MULTIPLE) * _MULTIPLE, _SHORTEST), _LONGEST)
+        length = int(np.clip(np.ceil(percentile / 64) * 64, 128, 1024))
     return length if max_positions is None else min(length, max_positions)
 
 
@@ -52,13 +49,25 @@ def load_sequences(
         rows, and the chat template; and a line on rows that were cut, if any were.
     """
     format = recognise(rows) if format is None else format
-    count, skipped = _Count(seq_len), Skipped()
+    read = predicted = cut = scored = lost = 0
+    skipped = Skipped()
     needed = tokens_needed(seq_len, layout, max_sequences, format.kind == "document")
-    examples = count.watch(tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped))
-    sequences = make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
-    used = len(np.unique(sequences.source)) if layout == "full" else count.predicted
+
+    def examples() -> Iterator[Example]:
+        nonlocal read, predicted, cut, scored, lost
+        for example in tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped):
+            read += 1
+            predicted += bool(example.loss_mask[: seq_len if example.has_prompt else None].any())
+            scored += int(example.loss_mask.sum())
+            if example.has_prompt and len(example.tokens) > seq_len:
+                cut += 1
+                lost += int(example.loss_mask[seq_len:].sum())
+            yield example
+
+    sequences = make_sequences(examples(), seq_len, layout=layout, max_sequences=max_sequences)
+    used = len(np.unique(sequences.source)) if layout == "full" else predicted
     description = (
-        f"{rows.name}: {format}, {count.rows:,} rows read, {count.rows - used:,} of them dropped "
+        f"{rows.name}: {format}, {read:,} rows read, {read - used:,} of them dropped "
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
@@ -66,10 +75,10 @@ def load_sequences(
         description += f"; {template}"
     if skipped.count:
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
-    if count.cut and layout != "full":
+    if cut and layout != "full":
         description += (
-            f"\n{count.cut:,} of these rows are longer than {seq_len} tokens: {count.lost / count.scored:.1%} of the "
-            "tokens to predict are left out, because a sequence that begins there would not hold their prompt"
+            f"\n{cut:,} of these rows are longer than {seq_len} tokens: {lost / scored:.1%} of the tokens to predict "
+            "are left out, because a sequence that begins there would not hold their prompt"
         )
     return sequences, description
 
@@ -86,11 +95,10 @@ def load_text(
     """Reads a text, or takes token ids, as `Sequences` of `seq_len` − 1 inputs and their targets for a model.
 
     Args:
-        source: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id; or lists
-            of token ids, one text each, of at least two tokens.
+        source: file, directory or hub id, see `calibjax.data.read_source`; or lists of token ids, one text each.
         lm: the `LanguageModel`; its tokenizer and its longest context are used.
         seq_len: tokens per sequence, at least 2; None: a length that holds 95% of the rows with answers, 128 for plain
-            text; see `choose_seq_len`.
+            text.
         layout: "pack", "pad" or "full"; see `calibjax.data.make_sequences`.
         text_column: read this column as plain text; by default the format is recognised.
         max_sequences: keep only the first sequences.
@@ -123,21 +131,3 @@ def _examples(texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Examp
                 f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {tokens.min()} to {tokens.max()}."
             )
         yield Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row)
-
-
-class _Count:
-    """Counts the examples that pass through `watch`, and of the tokens in the loss those that are cut off."""
-
-    def __init__(self, seq_len: int) -> None:
-        self._seq_len = seq_len
-        self.rows = self.predicted = self.cut = self.scored = self.lost = 0
-
-    def watch(self, examples: Iterable[Example]) -> Iterator[Example]:
-        for example in examples:
-            self.rows += 1
-            self.predicted += bool(example.loss_mask[: self._seq_len if example.has_prompt else None].any())
-            self.scored += int(example.loss_mask.sum())
-            if example.has_prompt and len(example.tokens) > self._seq_len:
-                self.cut += 1
-                self.lost += int(example.loss_mask[self._seq_len :].sum())
-            yield example

@@ -16,17 +16,11 @@ SEPARATOR = "\n\n"
 
 
 class Conversation(NamedTuple):
-    """A conversation and which of its messages the loss includes.
+    """A conversation and which of its messages the loss includes."""
 
-    Attributes:
-        messages: dicts with "role", "content" (a string) and whatever else the row gives, none of it null.
-        answers: indices of the messages of the assistant whose weight is not 0, ascending.
-        options: further variables of the template: "tools", "documents" and those of "chat_template_kwargs".
-    """
-
-    messages: list[Message]
-    answers: tuple[int, ...]
-    options: dict[str, Any]
+    messages: list[Message]  # with "role", "content" (a string) and whatever else the row gives, none of it null
+    answers: tuple[int, ...]  # indices of the messages of the assistant whose weight is not 0, ascending
+    options: dict[str, Any]  # of the template: "tools", "documents" and those of "chat_template_kwargs"
 
 
 def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Conversation:
@@ -37,9 +31,6 @@ def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Con
     add them. Of a prompt and a completion that are messages (TRL's), and of `history` with a prompt and a response
     (LLaMA-Factory's), the answers are those of the last part. Columns `system`, `tools`, `documents` and
     `chat_template_kwargs` of the row are used beside the messages.
-
-    Raises:
-        UserError: a message is none, or has parts that are no text, an unknown weight, or calls that cannot be read.
     """
     options: dict[str, Any] = {}
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
@@ -58,14 +49,12 @@ def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Con
             messages.append(message)
         roles = [message["role"] for message in messages[-len(turns) :]]
     if "assistant" not in roles:
-        raise UserError(
-            f"{where}: no message of role assistant (or gpt), hence nothing to predict. Roles: {', '.join(roles)}."
-        )
+        why = "no message of role assistant (or gpt), hence nothing to predict"
+        raise UserError(f"{where}: {why}. Roles: {', '.join(roles)}.")
     return Conversation(messages, tuple(answers), options)
 
 
 def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[Any]]:
-    """Where the messages of a column are, and these; they may be written as a JSON string."""
     where, turns = f"{place}, column {column!r}", row.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parsed(turns, where)
@@ -91,7 +80,7 @@ def _text_turns(row: Mapping[str, Any], format: Format, place: str) -> list[tupl
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
-    """Returns a message and its weight, None if it has none."""
+    """A message and its weight, None if it has none."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
     message = _without_nulls(turn)
@@ -106,7 +95,13 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     weight = message.pop("weight", trained)
     if weight not in (None, 0, 1) or (weight and role not in ("assistant", "gpt", "function_call")):
         raise UserError(f"{where}: expected a weight of 0, or 1 only for the assistant, got {weight!r} for {role!r}.")
-    content = _text(content, where)
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            shown = str(part)[:60]
+            raise UserError(f"{where}: expected text or a list of text parts, got {shown!r}. Only text is read.")
+    content = "".join(part["text"] for part in parts)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call
         role, content, call = "assistant", "", content
@@ -115,17 +110,6 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = [_read_call(each, where) for each in _parsed(message["tool_calls"], where)]
     return {**message, "role": _ROLES.get(role, role), "content": content}, weight
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a content: a string, or a list of parts `{"type": "text", "text": ...}`."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            shown = str(part)[:60]
-            raise UserError(f"{where}: expected text or a list of text parts, got {shown!r}. Only text is read.")
-    return "".join(part["text"] for part in parts)
 
 
 def _read_call(call: Any, where: str) -> Message:

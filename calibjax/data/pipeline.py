@@ -26,7 +26,7 @@ def batches(
     shuffle: bool = True,
     part: np.ndarray | None = None,
 ) -> "grain.DatasetIterator[Batch]":
-    """Iterates over batches for training.
+    """Iterates over batches for training, dicts with the keys of `arrays`.
 
     Batches continue across epochs, so every row occurs once per epoch for any batch size. Rows after the last whole
     batch are dropped. If `epochs` do not fill a single batch, one padded batch is returned, as in `eval_batches`.
@@ -42,9 +42,6 @@ def batches(
         steps: number of batches.
         shuffle: whether each epoch has its own random order instead of the order of the arrays.
         part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
-
-    Returns:
-        An iterator over dicts with the keys of `arrays`.
 
     Raises:
         UserError: an argument is out of range, or the arrays differ in their number of rows.
@@ -79,17 +76,11 @@ def batches(
 
 
 def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Iterates once over all rows in their order, in batches of one shape.
+    """Iterates once over all rows in their order, in batches of one shape: (batch, number of real rows in it).
 
-    If a mesh is set (`jax.set_mesh`), batches are sharded over it, and each process reads the rows of its own devices.
-
-    Args:
-        arrays: as for `batches`. The last batch is padded with copies of row 0 whose `where` is False, so the array
-            `where` is required unless `batch_size` divides the number of rows.
-        batch_size: rows per batch, over all processes.
-
-    Returns:
-        An iterator over (batch, number of real rows in it). Real rows come before padding.
+    The last batch is padded with copies of row 0 whose `where` is False, so the array `where` is required unless
+    `batch_size`, of all processes, divides the number of rows. If a mesh is set (`jax.set_mesh`), batches are sharded
+    over it, and each process reads the rows of its own devices.
     """
     rows, mesh = _check(arrays, batch_size), context_mesh()
     gather = _gather(arrays, batch_size, local_rows(mesh, batch_size))
@@ -98,7 +89,7 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
 
 
 def _gather(arrays: Arrays, batch_size: int, part: np.ndarray | None) -> Callable[[np.ndarray], Batch]:
-    """A function that gathers the rows of a batch, with one indexing operation per array, and pads it."""
+    """A function that gathers the rows of a batch and pads it."""
     held = {name: np.asarray(array) for name, array in arrays.items()}
     places = np.arange(batch_size) if part is None else part
 

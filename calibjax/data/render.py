@@ -26,7 +26,7 @@ class Rendered(NamedTuple):
 
 
 def render_row(row: Mapping[str, Any], format: Format, tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
-    """Renders a row; `place`, such as "line 7", is for messages.
+    """Renders a row; its `place`, such as "line 7", is named in errors.
 
     Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a prompt template,
     the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
@@ -96,7 +96,7 @@ class _Chat:
     """A conversation and its tokenizer's chat template.
 
     Answers are located by rendering the conversation once more with a mark in place of each of them: what stands
-    around the marks must stand around the answers, so an answer is never confused with other text that is equal to it.
+    around the marks must stand around the answers.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", conversation: Conversation):
@@ -119,10 +119,8 @@ class _Chat:
         if ranges is None:
             ranges = [self._locate(index) for index in self._answers]
         if score_template_text:
-            ranges = [
-                (min(start, self._prompt_end(self._text, index) or start), end)
-                for index, (start, end) in zip(self._answers, ranges, strict=True)
-            ]
+            starts = [self._prompt_end(self._text, index) for index in self._answers]
+            ranges = [(min(a, b or a), end) for (a, end), b in zip(ranges, starts, strict=True)]
         return Rendered(self._text, tuple(ranges))
 
     def _check_context(self) -> None:
@@ -142,7 +140,6 @@ class _Chat:
                 raise _changed(index, f"it leaves out text of the role {message['role']!r}")
 
     def _with(self, index: int, message: Message) -> list[Message]:
-        """The messages, one of them replaced."""
         return [*self._messages[:index], message, *self._messages[index + 1 :]]
 
     def _marked(self, index: int) -> list[Message]:
@@ -218,14 +215,12 @@ def _missing(message: Message, written: str) -> list[str]:
     def variants(text: str) -> set[str]:
         return {"".join(form.split()) for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])}
 
-    extras = _extras(message)
-    if not extras:
-        return [] if written in variants(message["content"]) else ["content"]
-    return [
-        key
-        for key in ("content", *extras)
-        if any(not any(form in written for form in variants(text)) for text in _strings(message[key]))
-    ]
+    def is_written(text: str) -> bool:
+        return any(form in written for form in variants(text))
+
+    if extras := _extras(message):
+        return [key for key in ("content", *extras) if not all(map(is_written, _strings(message[key])))]
+    return [] if written in variants(message["content"]) else ["content"]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -5,22 +5,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 
 from calibjax.data.sequences import Sequences
 from calibjax.runtime.errors import UserError
 
-_SHORTEST_TEXT = 8  # predictions; shorter texts are equal by chance
 SplitOrder = Literal["shuffled", "sequential"]
 
 
 def split_sequences(
     sequences: Sequences, fit_fraction: float, *, order: SplitOrder = "shuffled", seed: int = 0
 ) -> tuple[Sequences, Sequences]:
-    """Splits sequences: `int(fit_fraction * S)` for fitting, the rest held out. A row is never on both sides.
+    """Splits S sequences into (fit, held_out), neither empty. A row is never on both sides.
 
-    The cut is at the nearest end of a row, and sequences keep their order within a part. A single row, such as one text
-    file, is always cut between two sequences, its start for fitting.
+    `int(fit_fraction * S)` are for fitting; the cut is at the nearest end of a row, and sequences keep their order
+    within a part. A single row, such as one text file, is always cut between two sequences, its start for fitting.
 
     Args:
         sequences: S sequences.
@@ -28,14 +27,11 @@ def split_sequences(
         order: "shuffled": rows are drawn at random for fitting; "sequential": the first rows are for fitting.
         seed: seed of "shuffled", an integer >= 0.
 
-    Returns:
-        (fit, held_out), neither empty.
-
     Raises:
         UserError: the fraction is out of range or gives an empty part.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
-    _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
+    group, counts = _groups(sequences)
     drawn = np.arange(len(counts))
     if order == "shuffled" and len(np.unique(sequences.source)) > 1:
         drawn = np.random.default_rng(seed).permutation(len(counts))
@@ -48,8 +44,8 @@ def split_sequences(
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
     """Counts texts of the held-out part that the fitting part has as well; returns their number and that of all texts.
 
-    A text is the part of a row within one sequence, of at least 8 predictions. Rows are cut from their start, so equal
-    rows give equal texts.
+    A text is the part of a row within one sequence, of at least 8 predictions: shorter ones are equal by chance. Rows
+    are cut from their start, so equal rows give equal texts.
     """
     seen = set(_texts(fit))
     repeated = [text in seen for text in _texts(held_out)]
@@ -60,7 +56,7 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
     for tokens, targets, segments in zip(sequences.tokens, sequences.targets, sequences.segment_ids, strict=True):
         ends = np.flatnonzero(np.diff(segments, append=0))
         for start, end in zip([0, *(ends[:-1] + 1)], ends + 1, strict=True):
-            if segments[start] and end - start >= _SHORTEST_TEXT:
+            if segments[start] and end - start >= 8:
                 yield hashlib.blake2b(tokens[start:end].tobytes() + targets[end - 1].tobytes(), digest_size=16).digest()
 
 
@@ -110,13 +106,10 @@ def concatenate(sets: list[Sequences]) -> Sequences:
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
-    """Draws sequences for validation by `seed` >= 0; the rest is for training.
+    """Draws sequences for validation by `seed` >= 0: (train, validation), ascending indices, neither empty.
 
     Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1.
     From a single row, such as one text file, sequences are drawn.
-
-    Returns:
-        (train, validation): indices into the sequences, ascending, neither empty.
 
     Raises:
         UserError: the fraction or seed is out of range, or a part is empty.
@@ -124,7 +117,7 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
     size = _part_size(fraction, len(sequences.source), "validation_fraction")
-    _, group, counts = np.unique(_groups(sequences), return_inverse=True, return_counts=True)
+    group, counts = _groups(sequences)
     drawn = np.random.default_rng(seed).permutation(len(counts))
     number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
     validation = np.isin(group, drawn[: min(max(number, 1), len(counts) - 1)])
@@ -137,16 +130,16 @@ def check_fraction(fraction: float, name: str) -> None:
         raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
 
 
-def _groups(sequences: Sequences) -> Int32[np.ndarray, " S"]:
-    """Group of each sequence: its row, or the sequence itself if all are of one row."""
+def _groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " G"]]:
+    """Group of each sequence, its row or the sequence itself if all are of one row, and the sizes of the groups."""
     source = sequences.source
-    return np.arange(len(source), dtype=np.int32) if (source == source[0]).all() else source
+    source = np.arange(len(source)) if (source == source[0]).all() else source
+    return np.unique(source, return_inverse=True, return_counts=True)[1:]
 
 
 def _part_size(fraction: float, total: int, name: str) -> int:
     check_fraction(fraction, name)
-    size = int(fraction * total)
-    if size == 0:
+    if not int(fraction * total):
         hint = "Give more text, shorter sequences, or a larger fraction."
         raise UserError(f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. {hint}")
-    return size
+    return int(fraction * total)

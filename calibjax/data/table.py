@@ -1,17 +1,20 @@
-"""Tables of recorded predictions: confidences or logits with their outcomes, read from a file."""
+"""Tables of recorded predictions: confidences or logits with outcomes, read from a file and checked row by row."""
 
+import contextlib
+import dataclasses
+import decimal
+import itertools
+import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
-from calibjax.data.columns import Cells, ColumnReader, assign_columns, is_read, option_columns
 from calibjax.data.records import flat_rows, with_truth
-from calibjax.data.source import Placed, Rows, Skipped, read_source
+from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
 from calibjax.data.splits import check_fraction
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, user_path
@@ -21,9 +24,27 @@ _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
     "label, and optionally group and category; --columns confidence=NAME names a column"
 )
+# What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
+_ROLES: dict[str, tuple[str, ...]] = {
+    "confidence": ("confidence",),
+    "correct": ("correct", "is_correct"),
+    "label": ("label", "labels"),
+    "logits": ("logits",),
+    "probs": ("probs", "probabilities", "p"),
+    "group": ("group",),
+    "category": ("category",),
+    "features": ("features",),
+    "unembedding": ("unembedding",),
+}
+_WORDS = dict.fromkeys(("true", "yes", "correct", "right", "t", "y"), 1.0)
+_WORDS |= dict.fromkeys(("false", "no", "incorrect", "wrong", "f", "n"), 0.0)
+_NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
+_LARGEST = float(np.finfo(np.float32).max)
+_TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
+_LEAST_PERCENT = 10.0  # percentages have a maximum above it, ratings of 1 to 10 do not
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PredictionTable:
     """Predictions of a file.
 
@@ -54,15 +75,6 @@ class PredictionTable:
     def __len__(self) -> int:
         fields = (self.predictions.logits, self.predictions.confidence)
         return next(len(np.asarray(field)) for field in fields if field is not None)
-
-
-class _File(NamedTuple):
-    """Columns of a file that may have a role, the names of all of its columns, and the number of its rows."""
-
-    columns: dict[str, Cells]
-    names: list[str]
-    rows: int
-    skipped: Skipped
 
 
 def read_table(
@@ -100,75 +112,61 @@ def read_table(
     path = user_path(path)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file.")
-    columns = dict(columns or {})
-    divisors = {}
-    file = _read_columns(path, tuple(columns.values()), skip_broken, tokens, truth)
+    columns, divisors = dict(columns or {}), {}
+    reader = _Columns(path, skip_broken, *_read_columns(path, tuple(columns.values()), skip_broken, tokens, truth))
     for role, column in columns.items():
-        if column not in file.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
+        if column not in reader.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
             columns[role], divisors[role] = match[1], float(match[2])
-    names = assign_columns(path, file.names, columns)
-    reader = ColumnReader(path, file.rows, skip_broken)
-    cells = {role: file.columns[name] for role, name in names.items()}
-    probabilities, logits = (None, None) if "confidence" in columns else _logits(reader, names, file)
-    if logits is not None and ("label" in cells or not outcomes):
-        right = reader.classes(names["label"], cells["label"], logits) if "label" in cells else None
+    names = _assigned(path, reader.names, columns)
+    probabilities, logits = (None, None) if "confidence" in columns else reader.options(names)
+    if logits is not None and ("label" in names or not outcomes):
+        right = reader.classes(names["label"], logits) if "label" in names else None
         predictions = Predictions(logits=logits, labels=right)
-    elif "confidence" in cells and ("correct" in cells or not outcomes):
-        scale = divisors.get("confidence", 1.0)
-        confidence, right = reader.fractions(names["confidence"], cells["confidence"], divisor=scale), None
-        probabilities = None
-        if "correct" in cells:
-            scale = divisors.get("correct", 1.0)
-            right = reader.fractions(names["correct"], cells["correct"], divisor=scale, words=True)
+    elif "confidence" in names and ("correct" in names or not outcomes):
+        confidence = reader.fractions(names["confidence"], divisors.get("confidence", 1.0))
+        probabilities = right = None
+        if "correct" in names:
+            right = reader.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
         predictions = Predictions(confidence=confidence, correct=right)
     else:
-        got = ", ".join(name if name == name.strip() else repr(name) for name in file.names[:12])
-        raise UserError(f"{path}: {_EXPECTED}; got: {got or 'none'}.")
-    for name in {"features", "unembedding"} & set(cells):
-        predictions = predictions._replace(**{name: reader.matrix(names[name], cells[name]).astype(np.float32)})
-    labels = {name: reader.labels(names[name], cells[name]) for name in ("group", "category") if name in cells}
-    lengths = {names[role]: len(column) for role, column in cells.items() if role != "unembedding"}
+        raise UserError(f"{path}: {_EXPECTED}; got: {_listed(reader.names)}.")
+    for role in {"features", "unembedding"} & names.keys():
+        predictions = predictions._replace(**{role: reader.matrix(names[role]).astype(np.float32)})
+    labels = {role: reader.labels(names[role]) for role in ("group", "category") if role in names}
+    lengths = {name: len(reader.cells[name]) for role, name in names.items() if role != "unembedding"}
     if len(set(lengths.values())) > 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
-    table, rows = PredictionTable(predictions, None, None, probabilities), np.flatnonzero(~reader.broken)
-    return _with_labels(table.take(rows), rows, labels, reader, file)
-
-
-def _with_labels(
-    table: PredictionTable, rows: np.ndarray, labels: Mapping[str, np.ndarray], reader: ColumnReader, file: _File
-) -> PredictionTable:
-    """A table of the rows that could be read, with their labels numbered."""
-    path = reader.path
+    rows = np.flatnonzero(~reader.broken)
     if not len(rows):
         raise UserError(f"{path}: expected at least one row, got none.")
-    count = file.skipped.count + int(reader.broken.sum())
-    if count:
-        first = file.skipped.first or reader.first_broken
+    if count := reader.skipped.count + int(reader.broken.sum()):
+        first = reader.skipped.first or reader.first_broken
         reader.notes.append(f"{count:,} broken rows left out, the first: {first.rstrip('.')}")
-    labels = {name: texts[rows] for name, texts in labels.items()}
-    categories, predictions = labels.get("category"), table.predictions
-    if categories is not None:
-        predictions = predictions._replace(categories=_category_numbers(path, categories))
-    groups = _numbered(labels["group"]) if "group" in labels else None
-    return PredictionTable(predictions, groups, categories, table.probabilities, rows, tuple(reader.notes))
+    table = PredictionTable(predictions, None, None, probabilities).take(rows)
+    labels = {role: texts[rows] for role, texts in labels.items()}
+    if "category" in labels:
+        numbers = _category_numbers(path, labels["category"])
+        table = dataclasses.replace(table, predictions=table.predictions._replace(categories=numbers))
+    groups = labels["group"].tolist() if "group" in labels else []
+    # By first appearance, so that labels as numbers and as text give the same result.
+    order = {label: number for number, label in enumerate(dict.fromkeys(groups))}
+    return dataclasses.replace(
+        table,
+        groups=np.array([order[label] for label in groups]) if groups else None,
+        categories=labels.get("category"),
+        rows=rows,
+        notes=tuple(reader.notes),
+    )
 
 
-def _logits(reader: ColumnReader, names: Mapping[str, str], file: _File) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
-    for role, prefix in (("logits", "logit"), ("probs", "p")):
-        options = option_columns(reader.path, file.names, prefix)
-        if role in names:
-            name, cells = names[role], file.columns[names[role]]
-            values = reader.lists(name, cells)
-        elif options:
-            values = np.stack([reader.numbers(name, file.columns[name]) for name in options], axis=1)
-            name, cells = prefix, values
-        else:
-            continue
-        if role == "probs":
-            return reader.log_probabilities(name, values, cells)
-        return None, reader.logits(name, values, cells)
-    return None, None
+def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
+    """A number of each label that is the same in every file, where a fitted method meets it again."""
+    numbers = {label: zlib.crc32(label.encode()) & 0x7FFFFFFF for label in set(labels.tolist())}
+    if len(set(numbers.values())) < len(numbers):
+        every = list(numbers.values())
+        same = min(label for label, number in numbers.items() if every.count(number) > 1)
+        raise UserError(f"{path}: category: {same!r} has the checksum of another label; rename it.")
+    return np.array([numbers[label] for label in labels.tolist()], np.int32)
 
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
@@ -189,20 +187,10 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
 
 
-def _numbered(groups: np.ndarray) -> np.ndarray:
-    """Numbers groups by first appearance, so that labels as numbers and as text give the same result."""
-    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse]
+# --- columns of a file ---
 
-
-def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
-    """A number of each label that is the same in every file, where a fitted method meets it again."""
-    names, inverse = np.unique(labels, return_inverse=True)
-    numbers = np.array([zlib.crc32(name.encode()) & 0x7FFFFFFF for name in names.tolist()], np.int32)
-    if len(np.unique(numbers)) < len(numbers):
-        same = next(name for name in names if (numbers == numbers[names == name][0]).sum() > 1)
-        raise UserError(f"{path}: category: {same!r} has the checksum of another label; rename it.")
-    return numbers[inverse]
+_Cells = np.ndarray | list[Any]
+"""A column: an array where the file has numbers of one type, otherwise the cells as they were read."""
 
 
 def table_rows(
@@ -217,42 +205,37 @@ def table_rows(
 
     def read() -> Iterator[Placed]:
         for number, row in enumerate(zip(*arrays.values(), strict=True)):
-            cells = (cell.tolist() for cell in row)
-            yield f"row {number}", dict(zip(arrays, cells, strict=True))
+            yield f"row {number}", {name: cell.tolist() for name, cell in zip(arrays, row, strict=True)}
 
     return Rows(read, name=str(path))
 
 
 def _read_columns(
     path: Path, named: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
-) -> _File:
+) -> tuple[dict[str, Any], list[str], int, Skipped]:
+    """Columns that may have a role, the names of all columns, the number of rows, and those that were left out."""
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
-    if suffix == ".npz" and truth is not None:
-        raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
-        arrays, listed = _load_npz(path, lambda name: is_read(name, named))
+        if truth is not None:
+            raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
+        arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         lengths = [len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"]
-        return _File(dict(arrays), listed, max(lengths, default=0), Skipped())
+        return arrays, names, max(lengths, default=0), Skipped()
     if suffix == ".parquet" and truth is None:
-        return _read_parquet(path, named)
-    columns: dict[str, list[Any]] = {}
-    names: dict[str, bool] = {}
+        return *_read_parquet(path, named), Skipped()
+    columns: dict[str, list[Any] | None] = {}
     skipped, count = Skipped(), 0
     for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
-        for name, cell in row.items():
-            if name not in names:
-                names[name] = is_read(name, named)
-                if names[name]:
-                    columns[name] = [None] * count
-            if names[name]:
-                columns[name].append(cell)
+        for name in row:
+            if name not in columns:
+                columns[name] = [None] * count if _is_read(name, named) else None
+        for name, column in columns.items():
+            if column is not None:
+                column.append(row.get(name))
         count += 1
-        for column in columns.values():
-            if len(column) < count:
-                column.append(None)
-    return _File(dict(columns), list(names), count, skipped)
+    return {name: column for name, column in columns.items() if column is not None}, list(columns), count, skipped
 
 
 def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -264,7 +247,7 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
 
 
-def _read_parquet(path: Path, named: Collection[str]) -> _File:
+def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], list[str], int]:
     import pyarrow
     import pyarrow.parquet
 
@@ -273,31 +256,300 @@ def _read_parquet(path: Path, named: Collection[str]) -> _File:
             names = file.schema_arrow.names
             if repeated := sorted({name for name in names if names.count(name) > 1}):
                 raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
-            table = file.read([name for name in names if is_read(name, named)])
+            table = file.read([name for name in names if _is_read(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
-            return _File(columns, names, file.metadata.num_rows, Skipped())
+            return columns, names, file.metadata.num_rows
     except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}.") from error
 
 
-def _arrow_cells(column: Any) -> Cells:
+def _arrow_cells(column: Any) -> _Cells:
     """A column of numbers, or of lists of equally many, as an array; any other, or one with nulls, cell by cell."""
     import pyarrow
     import pyarrow.compute
 
-    kind, compute = column.type, cast(Any, pyarrow.compute)
-    if column.null_count:
+    types, compute, flat = pyarrow.types, cast(Any, pyarrow.compute), column
+    is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
+    if is_list and len(compute.list_value_length(column).unique()) == 1:
+        flat = compute.list_flatten(column)
+    are_numbers = types.is_integer(flat.type) or types.is_floating(flat.type)
+    if column.null_count or flat.null_count or not are_numbers:
         return column.to_pylist()
-    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
-        return _values(column)
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
-        flat, lengths = compute.list_flatten(column), compute.list_value_length(column).unique()
-        number = pyarrow.types.is_integer(flat.type) or pyarrow.types.is_floating(flat.type)
-        if len(lengths) == 1 and number and not flat.null_count:
-            return _values(flat).reshape(len(column), -1)
-    return column.to_pylist()
+    # `to_numpy` would import pandas.
+    values = np.concatenate([np.empty(0, flat.type.to_pandas_dtype()), *map(np.from_dlpack, flat.chunks)])
+    return values.reshape(len(column), -1) if is_list else values
 
 
-def _values(column: Any) -> np.ndarray:
-    """The numbers of an Arrow column without nulls; `to_numpy` would import pandas."""
-    return np.concatenate([np.empty(0, column.type.to_pandas_dtype()), *map(np.from_dlpack, column.chunks)])
+def _is_read(name: str, named: Collection[str]) -> bool:
+    """Whether a column may have a role; `named` are the columns that the user gave, "NAME" or "NAME/100"."""
+    return (
+        _plain(name) in map(_plain, itertools.chain(*_ROLES.values()))
+        or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
+        or any(re.fullmatch(re.escape(name) + r"(/[\d.]+)?", column) for column in named)
+    )
+
+
+def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Role -> column of the file, for the roles that it has; `columns` are those that the user named."""
+    assigned = {}
+    for role, column in columns.items():
+        if role not in _ROLES:
+            raise UserError(f"--columns {role}={column}: expected one of {', '.join(_ROLES)} before the equals sign.")
+        if column not in names:
+            raise UserError(f"{path}: there is no column {column}; got: {_listed(names)}.")
+        assigned[role] = column
+    for role, spellings in _ROLES.items():
+        if role in assigned:
+            continue
+        exact = [name for name in names if name in spellings]
+        similar = [name for name in names if _plain(name) in map(_plain, spellings)]
+        # Columns of one name in a CSV file have their numbers after it.
+        numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
+        candidates = exact or similar or (numbered if len(numbered) > 1 else [])
+        if len(candidates) > 1:
+            raise UserError(
+                f"{path}: several columns could be {role}: {', '.join(candidates)}. Choose one: --columns {role}=NAME."
+            )
+        if candidates:
+            assigned[role] = candidates[0]
+    return assigned
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name).casefold()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name if name == name.strip() else repr(name) for name in names[:12]) or "none"
+
+
+# --- cells as arrays ---
+
+
+class _Columns:
+    """Columns of a file as arrays; rows that cannot be read are refused, or marked as broken to be left out.
+
+    Attributes:
+        broken: bool `[N]`; `first_broken` is what is wrong with the first of these rows.
+        notes: lines that say how cells were read where that is a choice.
+    """
+
+    def __init__(
+        self, path: Path, skip_broken: bool, cells: dict[str, Any], names: list[str], rows: int, skipped: Skipped
+    ) -> None:
+        self.cells, self.names, self.skipped = cells, names, skipped
+        self._path, self._skip_broken = path, skip_broken
+        self.broken, self.first_broken = np.zeros(rows, bool), ""
+        self.notes: list[str] = []
+
+    def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:
+        """Raises `UserError` for the first row that is `bad`, or marks these rows as broken."""
+        if not bad.any():
+            return
+        row = int(np.argmax(bad))
+        cell = (self.cells[name] if cells is None else cells)[row]
+        message = f"{self._path}: {name}: row {row} holds {_shown(cell)}, expected {expected}"
+        if not self._skip_broken:
+            raise UserError(f"{message}. Correct or remove the row.")
+        self.first_broken = self.first_broken or message
+        self.broken |= bad
+
+    def _numbers(self, name: str, words: Mapping[str, float] | None = None) -> np.ndarray:
+        """Real numbers `[N]`, NaN where a row has none: of the file's dtype, or float64 of text and JSON.
+
+        Text may be a percentage (87%), one of `words`, or have a decimal comma, unless it could be thousands (1,234).
+        """
+        cells = self.cells[name]
+        if isinstance(cells, np.ndarray):
+            if cells.dtype.kind in "biuf":
+                if cells.ndim != 1:
+                    raise UserError(f"{self._path}: {name}: expected one number for each row, got {cells.shape}.")
+                return cells
+            if cells.dtype.kind == "c":
+                raise UserError(f"{self._path}: {name}: expected real numbers, got {cells.dtype}.")
+            cells = cells.tolist()
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            values = np.array(cells, np.float64)
+            if values.ndim == 1 and not any(isinstance(cell, str) and "_" in cell for cell in cells):
+                return values
+        commas = [cell for cell in cells if isinstance(cell, str) and "," in cell]
+        points = any(isinstance(cell, str) and "." in cell for cell in cells)
+        thousands = all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", cell) for cell in commas)
+        decimal_comma = bool(commas) and not points and not thousands
+        values, bad = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
+        for row, cell in enumerate(cells):
+            try:
+                values[row] = _number(cell, decimal_comma, words or {})
+            except (ValueError, TypeError, OverflowError):
+                bad[row] = True
+        self._refuse(name, bad, "a number" + (", yes or no, or true or false" if words else ""))
+        return values
+
+    def fractions(self, name: str, divisor: float, *, words: bool = False) -> np.ndarray:
+        """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`; with `words` also yes and no, true and false.
+
+        A column of numbers from 0 to 100 without any between 0 and 1 holds percentages.
+        """
+        values = self._numbers(name, _WORDS if words else None).astype(np.float64)
+        known = values[~self.broken]
+        within = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
+        if divisor != 1:
+            values = values / divisor
+        elif not words and within and not ((known > 0) & (known < 1)).any():
+            values = values / 100
+            self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
+        bad = np.asarray(~((values >= 0) & (values <= 1)) & ~self.broken)
+        hint = "" if words else " (of another range, such as 1 to 10? --columns confidence=NAME/10 divides by 10)"
+        self._refuse(name, bad, "0 to 1" + (hint if np.nanmax(values, initial=0) > 1 else ""))
+        return values
+
+    def labels(self, name: str) -> np.ndarray:
+        """Text `[N]`: a cell that is text as it is; a whole number, also as a float, in digits; true and false.
+
+        A row without a label is refused: several of them would be taken for one group.
+        """
+        cells = self.cells[name]
+        if isinstance(cells, np.ndarray):
+            if cells.ndim != 1:
+                raise UserError(f"{self._path}: {name}: expected one label for each row, got shape {cells.shape}.")
+            if cells.dtype.kind == "f":  # with the digits of their dtype: .1, not .10000000149
+                cells = cells.astype(str).astype(np.float64)
+        texts = [_label(cell) for cell in cells]
+        missing = np.array([text is None for text in texts], bool)
+        self._refuse(name, missing, "a label: Unicode text or a number", cells)
+        if words := {text for text in texts if text and text.casefold() in _NULLS}:
+            self.notes.append(
+                f"{name}: {', '.join(sorted(words))} is read as a label as any other, not as a missing one"
+            )
+        return np.array([text or "" for text in texts], str)
+
+    def classes(self, name: str, logits: np.ndarray) -> np.ndarray:
+        """The right option of each row, int32 `[N]`: a whole number from 0 to K − 1, of an option that is possible."""
+        values = self._numbers(name)
+        options = logits.shape[1]
+        with np.errstate(invalid="ignore"):
+            bad = np.asarray(~((values >= 0) & (values < options)) | (values != np.round(values)))
+        self._refuse(name, bad & ~self.broken, f"a whole number from 0 to {options - 1}")
+        labels = np.where(bad, 0, values).astype(np.int32)
+        impossible = ~np.isfinite(logits[np.arange(len(labels)), labels])
+        self._refuse(name, impossible & ~self.broken, "an option whose logit is finite")
+        return labels
+
+    def matrix(self, name: str) -> np.ndarray:
+        """Finite numbers `[N, D]`, of the file's dtype."""
+        values = self._lists(name)
+        self._refuse(name, np.asarray(~_finite(values).all(axis=1)), "finite numbers of float32")
+        return values
+
+    def options(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
+        for role, prefix in (("logits", "logit"), ("probs", "p")):
+            pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
+            by_number = {int(match[1]): name for name in self.names if (match := pattern.fullmatch(name.strip()))}
+            if by_number and (sorted(by_number) != list(range(len(by_number))) or len(by_number) < 2):
+                got = ", ".join(by_number.values())
+                raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
+            if role in names:
+                name = names[role]
+                values, cells = self._lists(name), self.cells[name]
+            elif by_number:
+                columns = [self._numbers(by_number[k]) for k in range(len(by_number))]
+                name, values = prefix, np.stack(columns, axis=1)
+                cells = values
+            else:
+                continue
+            if role == "probs":
+                return self._log_probabilities(name, values, cells)
+            return None, self._logits(name, values, cells)
+        return None, None
+
+    def _lists(self, name: str) -> np.ndarray:
+        """Numbers `[N, K]` of cells that are lists; −inf at the end of lists that are shorter than the longest."""
+        cells = self.cells[name]
+        if isinstance(cells, np.ndarray):
+            if cells.dtype.kind not in "biuf" or cells.ndim != 2:
+                raise UserError(
+                    f"{self._path}: {name}: expected real numbers with two axes, got {cells.dtype} {cells.shape}."
+                )
+            return cells if cells.dtype.kind == "f" else cells.astype(np.float64)
+        rows = [_list(cell) for cell in cells]
+        self._refuse(name, np.array([row is None for row in rows], bool), "a list of numbers")
+        lengths = np.array([len(row or ()) for row in rows])
+        values = np.full((len(rows), lengths.max(initial=0)), -np.inf)
+        for place, row in enumerate(rows):
+            values[place, : lengths[place]] = row or ()
+        if lengths[~self.broken].size and (least := lengths[~self.broken].min()) < values.shape[1]:
+            self.notes.append(f"{name}: rows have {least} to {values.shape[1]} options; those that lack are impossible")
+        return values
+
+    def _logits(self, name: str, values: np.ndarray, cells: Any) -> np.ndarray:
+        """Logits `[N, K]`, K at least 2, at least float32: finite, or −inf for an option that is impossible."""
+        if values.shape[1] < 2:
+            raise UserError(f"{self._path}: {name}: expected at least two classes, got shape {values.shape}.")
+        impossible = np.isneginf(values)
+        bad = np.asarray(~(_finite(values) | impossible).all(axis=1))
+        self._refuse(name, bad, "finite numbers of float32, or -inf", cells)
+        self._refuse(name, impossible.all(axis=1) & ~self.broken, "at least one logit that is finite", cells)
+        return values.astype(np.result_type(values.dtype, np.float32))
+
+    def _log_probabilities(self, name: str, values: np.ndarray, cells: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Probabilities that sum to 1, float64 `[N, K]`, and their logarithms; 0 and −inf where a list has ended."""
+        there = ~np.isneginf(values)
+        p = np.where(there, values, 0.0).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            bad = np.asarray(~((p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1) <= 1e-3)))
+        self._refuse(name, bad & ~self.broken, "probabilities that sum to 1", cells)
+        logs = np.log(np.maximum(np.where(bad[:, None], 1.0, p), _TINY))
+        return p, self._logits(name, np.where(there, logs, -np.inf), cells)
+
+
+def _shown(cell: Any) -> str:
+    cell = cell.tolist() if isinstance(cell, np.ndarray | np.generic) else cell
+    if cell is None or cell == "":
+        return "nothing"
+    plain = isinstance(cell, str) and re.fullmatch(r"[-+.,\w]*\d[-+.,\w]*%?|nan", cell, re.ASCII)
+    text = cell if plain else repr(cell)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float:
+    if not isinstance(cell, str):
+        return np.nan if cell is None else float(cell)
+    text = cell.strip()
+    if not text:
+        return np.nan
+    if text.casefold() in words:
+        return words[text.casefold()]
+    number = text.removesuffix("%").rstrip()
+    if "_" in number:  # Python's float reads 0_5 as 5
+        raise ValueError(number)
+    value = float(number.replace(",", ".") if decimal_comma else number)
+    return value if number == text else value / 100
+
+
+def _label(cell: Any) -> str | None:
+    if isinstance(cell, bytes):
+        cell = cell.decode("utf-8", "surrogateescape")
+    if isinstance(cell, bool | np.bool_):
+        return str(cell).lower()
+    if isinstance(cell, float):
+        return None if np.isnan(cell) else str(int(cell)) if cell.is_integer() else repr(float(cell))
+    if not isinstance(cell, str | int | np.integer | decimal.Decimal):  # nothing, a list, a time of day
+        return None
+    text = str(cell)
+    return text if text.strip() and is_text(text) else None
+
+
+def _list(cell: Any) -> list[float] | None:
+    """The numbers of a list, which may be written as text; None if it is none."""
+    try:
+        values = json.loads(cell) if isinstance(cell, str) else cell
+        return [float(value) for value in values] or None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Whether each value is a finite float32, before any cast."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= _LARGEST)

@@ -8,16 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-SECONDS = 10
-"""Time limit of one rendering, which every request carries."""
-MEMORY = 2**30
-"""Bytes that the process may allocate for rendering, where the operating system limits them."""
-LONGEST = 2**26
-"""Longest text, in characters."""
+SECONDS = 10  # of one rendering, which every request carries
+MEMORY = 2**30  # bytes that the process may allocate for rendering, where the operating system limits them
+LONGEST = 2**26  # characters of a text
 
 
 def main() -> None:
-    """Renders one request per line of standard input, and writes one answer per line, after a line when it is ready."""
+    """Writes a line when it is ready, and then one answer per line of standard input."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()

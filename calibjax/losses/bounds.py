@@ -1,4 +1,4 @@
-"""Bounds on logits, entropy and confidence under label smoothing (arXiv 2508.00264, section 4)."""
+"""Bounds on entropy and confidence, and the optimum of label smoothing (arXiv 2508.00264, section 4)."""
 
 import math
 from typing import NamedTuple
@@ -8,59 +8,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 
-class LogitDistance(NamedTuple):
-    """Mean distance of the logits from the largest, with its lower and upper bound; float32, per token."""
-
-    lower: Float[Array, "..."]
-    distance: Float[Array, "..."]
-    upper: Float[Array, "..."]
-
-
-def logit_distance_bounds(
-    log_normalizer: Float[Array, "..."],
-    mean_logit: Float[Array, "..."],
-    max_logit: Float[Array, "..."],
-    vocab_size: int,
-) -> LogitDistance:
-    """Bounds on the spread of logits: H(u, p) − log V ≤ (1/V) Σ_v (max z − z_v) ≤ H(u, p).
-
-    H(u, p) = −(1/V) Σ_v log p_v = lse − mean z, with the uniform distribution u, is the term of the smoothed loss with
-    weight β; reducing it reduces the distances (arXiv 2508.00264, eq. 4, after Liu et al. 2022, proposition 1). The
-    upper bound does not hold with KL(u‖p) = H(u, p) − log V, which they write.
-
-    The arguments but V are statistics of `vocab_stats` at scale 1, per token.
-    """
-    cross_entropy = log_normalizer - mean_logit
-    return LogitDistance(cross_entropy - math.log(vocab_size), max_logit - mean_logit, cross_entropy)
-
-
 def smoothed_optimum(frequencies: Float[Array, "... V"], label_smoothing: float) -> Float[Array, "... V"]:
     """Distribution that minimises the smoothed loss for given frequencies f of next tokens, (1−β) f + β/V.
 
-    It is the maximum a posteriori estimate under a symmetric Dirichlet prior with `prior_concentration` (arXiv
-    2508.00264, section 4.1). The frequencies sum to 1 over the last axis.
+    It is the maximum a posteriori estimate of n tokens under a symmetric Dirichlet prior of the concentration
+    1 + n β / ((1−β) V) (arXiv 2508.00264, section 4.1). The frequencies sum to 1 over the last axis.
     """
     return (1.0 - label_smoothing) * frequencies + label_smoothing / jnp.shape(frequencies)[-1]
 
 
-def prior_concentration(label_smoothing: float, vocab_size: int, count: float = 1.0) -> float:
-    """Concentration α of the symmetric Dirichlet prior for which `smoothed_optimum` is the posterior mode of n tokens.
-
-    α = 1 + n β / ((1−β) V), β in [0, 1): the mode (n_v + α − 1) / (n + V (α − 1)) is then (1−β) n_v/n + β/V.
-    """
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing}.")
-    return 1.0 + count * label_smoothing / ((1.0 - label_smoothing) * vocab_size)
-
-
 class EntropyBound(NamedTuple):
-    """Smallest entropy of bounded logits, and the top probability that attains it.
-
-    Attributes:
-        entropy: in nats, of the distribution with the largest possible top probability.
-        log_entropy: its logarithm, which is finite even if the entropy underflows.
-        miss: 1 − the largest possible top probability.
-    """
+    """Smallest entropy of bounded logits in nats, its logarithm, which does not underflow, and 1 − max p at it."""
 
     entropy: float
     log_entropy: float

@@ -92,10 +92,8 @@ class RunningMean(NamedTuple):
 
     def update(self, log_p: Float[Array, "B T"], where: Bool[Array, "B T"]) -> "RunningMean":
         """Returns the state with the tokens of a batch for which `where` is True."""
-        return RunningMean(
-            self.total + jnp.sum(jnp.where(where, log_p.astype(jnp.float32), 0.0), axis=0),
-            self.count + jnp.sum(where, axis=0).astype(jnp.float32),
-        )
+        total = self.total + jnp.sum(jnp.where(where, log_p.astype(jnp.float32), 0.0), axis=0)
+        return RunningMean(total, self.count + jnp.sum(where, axis=0).astype(jnp.float32))
 
     def baseline(self, kind: BaselineKind) -> Float[Array, " T"]:
         """Mean log p of each position, or of all positions if `kind` is "scalar"; 0 without tokens."""
@@ -114,13 +112,9 @@ def suffix_sums(
     segment_ids: Int[Array, "B T"] | None = None,
     horizon: int | None = None,
 ) -> Float[Array, "B T"]:
-    """Sums over suffixes, Σ_{j = i}^{i + horizon − 1} values_j at position i.
+    """Sums over suffixes, Σ_{j = i}^{i + horizon − 1} values_j at position i, of values for which `where` is True.
 
-    Args:
-        values: `[B, T]`.
-        where: False for values that do not count.
-        segment_ids: sums end at the end of a segment. None: at the end of the row.
-        horizon: number of values in a sum, at least 1. None: all.
+    A sum ends at the end of the segment, or of the row without `segment_ids`, or after `horizon` values, at least 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -155,7 +149,7 @@ def log_weights(
     horizon: int | None = None,
     clip: float | None = None,
 ) -> Float[Array, "B T"]:
-    """log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)), where the sum ends at the horizon.
+    """log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)); the sum is that of `suffix_sums`.
 
     Args:
         log_p: log-probability of each token under the scorer, nats, `[B, T]`.
@@ -167,7 +161,7 @@ def log_weights(
         clip: upper bound of the result.
 
     Raises:
-        UserError: if a temperature or horizon that is a Python number is out of range.
+        UserError: a temperature that is a Python number, or the horizon, is out of range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -195,12 +189,10 @@ def token_weights(
     where: Bool[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """Weight of each token's −log q in the loss, without gradient.
+    """Weight of each token's −log q in the loss, without gradient; 0 where `where` is False. See `log_weights`.
 
     In the suffix form, token j belongs to all suffixes that begin at or before it, so its weight is the sum of theirs:
     Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
-
-    The horizon, the clip and the form are those of `objective`; 0 where `where` is False.
     """
     options = {"baseline": baseline, "where": where, "segment_ids": segment_ids}
     weights = jnp.exp(log_weights(log_p, temperature, **options, horizon=objective.horizon, clip=objective.clip))
@@ -222,14 +214,9 @@ def long_horizon_loss(
     kl_weight: float = 0.0,
     where: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """−w_i log q_i + kl_weight · KL_i of every token, unreduced.
+    """−w_i log q_i + kl_weight · KL_i of every token, unreduced; 0 where `where` is False.
 
-    Args:
-        log_q: log-probability of each token under the student, nats.
-        weights: result of `token_weights`.
-        kl: result of `reverse_kl`, or None.
-        kl_weight: weight of `kl`.
-        where: False for tokens that do not count; their loss is 0.
+    log q are log-probabilities under the student in nats, w the `token_weights`, KL the `reverse_kl`, if any.
     """
     loss = -weights * log_q
     if kl is not None:

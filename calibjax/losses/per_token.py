@@ -1,8 +1,8 @@
 """Losses per token: pure functions of `VocabStats`.
 
-Every function returns float32 of the statistics' shape, unreduced, with exactly 0 (and no gradient) on tokens that are
-not valid or where `where` (bool, of that shape) is False. The caller chooses the mean: `loss.sum() / count`, with
-`count` from `valid_tokens`.
+Every function returns float32 of the statistics' shape in nats, unreduced, with exactly 0 (and no gradient) on tokens
+that are not valid or where `where` (bool, of that shape) is False. The caller chooses the mean: `loss.sum() / count`,
+with `count` from `valid_tokens`. "Reads" names the fields of `stats` that are needed.
 Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V vocabulary size.
 """
 
@@ -33,10 +33,9 @@ def _uniform_cross_entropy(stats: VocabStats) -> Float[Array, "..."]:
 
 
 def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
-    """−log q_y, in nats: a proper score, least in expectation exactly at the true probabilities.
+    """−log q_y: a proper score, least in expectation exactly at the true probabilities.
 
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
+    Reads `log_normalizer` and `target_logit`.
 
     Example:
         >>> from calibjax.kernels import vocab_stats
@@ -49,14 +48,11 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
 
 
 def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where: Mask = None) -> Float[Array, "..."]:
-    """(1−β)(−log q_y) + β (−1/V Σ_v log q_v), in nats (Szegedy et al. 2016, section 7; arXiv 2508.00264, eq. 2).
+    """(1−β)(−log q_y) + β (−1/V Σ_v log q_v), β in [0, 1] (Szegedy et al. 2016, section 7; arXiv 2508.00264, eq. 2).
 
-    Args:
-        stats: with `log_normalizer`, `target_logit`, `mean_logit`.
-        beta: smoothing β in [0, 1]; 0 is cross-entropy.
+    Reads `log_normalizer`, `target_logit` and `mean_logit`.
     """
-    loss = -(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats)
-    return _masked(loss, stats, where)
+    return _masked(-(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats), stats, where)
 
 
 def selective_smoothing(
@@ -72,8 +68,9 @@ def selective_smoothing(
     −(1−α) log q_y where the base model's most likely token is right, −(α/V) Σ_v log q_v where it is wrong. It is not a
     proper score: its minimum is not the true probability, and with α = 0.5 the head is driven far under-confident.
 
+    Reads `log_normalizer`, `target_logit`, `mean_logit` and `correct`.
+
     Args:
-        stats: with `log_normalizer`, `target_logit`, `mean_logit`, `correct`.
         alpha: weight α in [0, 1] of the wrong tokens.
         balanced: each group is averaged over its own tokens and weighted by the other group's fraction,
             w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right, counted in the
@@ -81,11 +78,7 @@ def selective_smoothing(
         masking: which tokens the balanced form counts. "exclude": an ignored token (one with the label −100) is neither
             right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in `SelectiveSmoothingLoss`
             of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309), so that the
-            loss depends on how much of a sequence is ignored.
-        where: bool, False for tokens that do not count, such as padding: under neither `masking`.
-
-    Raises:
-        ValueError: `masking="authors"` without `balanced`: the other form has no counts.
+            loss depends on how much of a sequence is ignored. It needs `balanced`: the other form has no counts.
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
@@ -111,11 +104,9 @@ def selective_smoothing(
 
 
 def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array, "..."]:
-    """−(1−q_y)^γ log q_y (Lin et al. 2017, eq. 4; for calibration Mukhoti et al. 2020). γ = 0 is cross-entropy.
+    """−(1−q_y)^γ log q_y, γ >= 0 (Lin et al. 2017, eq. 4; for calibration Mukhoti et al. 2020).
 
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
-        gamma: focusing γ >= 0.
+    Reads `log_normalizer` and `target_logit`.
     """
     return _masked(_focal(stats, gamma), stats, where)
 
@@ -132,14 +123,9 @@ def sample_dependent_focal(
 ) -> Float[Array, "..."]:
     """FLSD-53, the focal loss with a focusing γ that adapts to the token (Mukhoti et al. 2020, section 4).
 
-    −(1−q_y)^γ log q_y with γ = 5 where q_y < 0.2 and γ = 3 elsewhere: a token that the model thinks unlikely needs a
-    larger γ for the loss to pull less than cross-entropy. The step in γ is a jump of the loss, not differentiated.
-
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
-        low: γ below the threshold.
-        high: γ from the threshold on.
-        threshold: of q_y.
+    −(1−q_y)^γ log q_y with γ = `low` where q_y < `threshold` and `high` elsewhere: a token that the model thinks
+    unlikely needs a larger γ for the loss to pull less than cross-entropy. The step in γ is a jump of the loss, not
+    differentiated. Reads `log_normalizer` and `target_logit`.
     """
     gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
     return _masked(_focal(stats, gamma), stats, where)
@@ -154,14 +140,8 @@ def _squared_distance(stats: VocabStats, doubled: VocabStats) -> Float[Array, ".
 def brier(stats: VocabStats, doubled: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
     """Σ_v (q_v − [v = y])², the Brier score over the whole vocabulary, 0 to 2 (Brier 1950). A proper score.
 
-    From two calls of `vocab_stats`, since Σ_v q_v² = exp(log_normalizer(2s) − 2 log_normalizer(s)).
-
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
-        doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
-
-    Returns:
-        float32, per token, to about 1e-6: differences of numbers of size 1.
+    Exact to about 1e-6: it is a difference of numbers of size 1. Reads `log_normalizer` and `target_logit`; `doubled`
+    has the `log_normalizer` of the same tokens at `scale=2 * scale`, since Σ_v q_v² = exp(lse(2s) − 2 lse(s)).
 
     Example:
         >>> import jax.numpy as jnp
@@ -179,13 +159,8 @@ def focal_calibration(
 ) -> Float[Array, "..."]:
     """−(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])²: focal loss and `brier` (Liang et al. 2024, arXiv 2410.18321).
 
-    The second term pulls towards the true probabilities, which the focal loss alone does not have as its minimum.
-
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
-        doubled: the same tokens at `scale=2 * scale`, with `log_normalizer`.
-        gamma: focusing γ >= 0.
-        weight: λ >= 0.
+    γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, which the focal loss
+    alone does not have as its minimum. `stats` and `doubled` are those of `brier`.
     """
     return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
 
@@ -196,32 +171,22 @@ def top_k_smoothing(
     """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
 
     The `TopKSmoothingLoss` of the code of Adaptive Temperature Scaling (arXiv 2409.19817), there with k = 5, β = 0.1.
-    Which tokens are the k is not differentiated.
-
-    Args:
-        stats: with `log_normalizer`, `target_logit`.
-        top_logits: `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
-        beta: smoothing β in [0, 1].
+    Which tokens are the k is not differentiated. Reads `log_normalizer` and `target_logit`; `top_logits` are
+    `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
     return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
 
 
 def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
-    """(log Σ_v exp(s·z_v))², the penalty on the normaliser (Chowdhery et al. 2022, section 5; weight 1e-4 there).
-
-    Args:
-        stats: with `log_normalizer`.
-    """
+    """`log_normalizer`², the penalty on log Σ_v exp(s·z_v) (Chowdhery et al. 2022, section 5; weight 1e-4 there)."""
     return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
 
 
 def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) -> Float[Array, "..."]:
-    """−log q_y − λ H(q): cross-entropy minus λ times the entropy, in nats (Pereyra et al. 2017, eq. 1).
+    """−log q_y − λ H(q), λ >= 0: cross-entropy minus λ times the entropy (Pereyra et al. 2017, eq. 1).
 
-    Args:
-        stats: with `log_normalizer`, `target_logit`, `expected_logit`.
-        weight: λ >= 0.
+    Reads `log_normalizer`, `target_logit` and `expected_logit`.
     """
     return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
 
@@ -231,12 +196,7 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 
     With c = max_v q_v. A proper score for the one probability that a calibration diagram shows. Cross-entropy alone
     scores the whole distribution, and where no temperature makes it exact, its best temperature can leave c biased.
-
-    Args:
-        stats: with `log_normalizer`, `max_logit`, `correct`.
-
-    Returns:
-        float32, per token, nats; at most about 16 (c is kept below 1 − 1e-7).
+    Reads `log_normalizer`, `max_logit` and `correct`; at most about 16 (c is kept below 1 − 1e-7).
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
@@ -246,10 +206,5 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
 def joint(
     stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0, *, where: Mask = None
 ) -> Float[Array, "..."]:
-    """−log q_y + w·`top_label`: a proper score of the whole distribution plus one of the confidence.
-
-    Args:
-        stats: with `log_normalizer`, `target_logit`, `max_logit`, `correct`.
-        top_label_weight: w >= 0.
-    """
+    """−log q_y + w·`top_label`, w >= 0: a proper score of the whole distribution plus one of the confidence."""
     return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)

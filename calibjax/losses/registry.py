@@ -1,8 +1,4 @@
-"""`LOSSES`: every loss that a head or a model can be trained with, by its name on the command line.
-
-An entry names the function, the statistics it reads and its hyper-parameters with ranges and defaults; `--loss`,
-`--alpha`, the trials of `--loss auto` and the studies follow from it.
-"""
+"""`LOSSES`: every loss that a head or a model can be trained with, by its name on the command line."""
 
 import dataclasses
 import functools
@@ -26,7 +22,7 @@ class Hyperparameter(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """One entry of `LOSSES`.
+    """One entry of `LOSSES`, from which `--loss`, `--alpha`, the trials of `--loss auto` and the studies follow.
 
     Attributes:
         function: `(stats, *, where=None, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the
@@ -59,12 +55,11 @@ class Loss(NamedTuple):
 
 
 _TARGET = ("log_normalizer", "target_logit")
-_UNIFORM = (*_TARGET, "mean_logit")
 _FRACTION, _NON_NEGATIVE = Range(0, 1), Range(0)
 _FOCUSING = Hyperparameter(3.0, _NON_NEGATIVE, "focusing exponent gamma")
 _SELECTIVE = Loss(
     per_token.selective_smoothing,
-    (*_UNIFORM, "correct"),
+    (*_TARGET, "mean_logit", "correct"),
     {"alpha": Hyperparameter(0.5, _FRACTION, "weight of the tokens that the model gets wrong")},
     alpha="alpha",
 )
@@ -84,14 +79,12 @@ LOSSES: dict[str, Loss] = {
     "cross-entropy": Loss(per_token.cross_entropy, _TARGET),
     "label-smoothing": Loss(
         per_token.label_smoothing,
-        _UNIFORM,
+        (*_TARGET, "mean_logit"),
         {"beta": Hyperparameter(0.1, _FRACTION, "weight of the uniform distribution")},
         alpha="beta",
     ),
     "selective": _SELECTIVE,
-    "selective-balanced": _SELECTIVE._replace(
-        function=functools.partial(per_token.selective_smoothing, balanced=True),
-    ),
+    "selective-balanced": _SELECTIVE._replace(function=functools.partial(per_token.selective_smoothing, balanced=True)),
     "selective-authors": _SELECTIVE._replace(
         function=functools.partial(per_token.selective_smoothing, balanced=True, masking="authors"),
         per_micro_batch=True,
@@ -191,13 +184,8 @@ def curve_loss(
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """A loss of `LOSSES` for a frozen model's tokens as a function of the scale, without the vocabulary.
 
-    Args:
-        loss: an entry of `LOSSES`.
-        curves: of the tokens, `[...]`; with at least `loss.top_k` of the largest logits, or as many as there are.
-        scale, hyper, where, real: as in `linear_loss`.
-
-    Returns:
-        As `linear_loss`; differentiable in `scale`.
+    `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. The other arguments and
+    what is returned are those of `linear_loss`; it is differentiable in `scale`.
 
     Example:
         >>> import jax.numpy as jnp

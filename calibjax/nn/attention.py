@@ -85,8 +85,7 @@ def attend(
     XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
-        query: `[B, T, H, K]`.
-        key, value: `[B, T, N, K]`; N divides H.
+        query, key, value: `[B, T, H, K]`, and `[B, T, N, K]`, where N divides H.
         visible: mask, without `start`.
         scale: factor on the logits.
         softcap: c of `c * tanh(logits / c)`, or None.
@@ -99,11 +98,12 @@ def attend(
     if name == "tpu" and visible.until is None and splash.suits(query, key):
         arguments = (visible.segment_ids, visible.windows, visible.kind)
         return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap, sinks=sinks)
-    mask = visible.mask(query.shape[1], key.shape[1])
+    time = query.shape[1]
+    mask = visible.mask(time, key.shape[1])
     if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
         groups = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(jnp.moveaxis(x, 1, 2), groups, axis=1) for x in (key, value))
-        mask = jnp.tri(query.shape[1], dtype=bool)[None, None] if mask is None else mask
+        mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
 
         def block(start: Any, end: Any) -> Array:
             """Of tokens that see no column from `end` on."""
@@ -111,14 +111,12 @@ def attend(
             seen = mask[:, :, start:end, :end]
             return attend_by_products(query[:, start:end], [past], seen, scale=scale, softcap=softcap, sinks=sinks)
 
-        time = query.shape[1]
         if export.is_symbolic_dim(time):
             return block(0, time)
         rows = 64 * -(-time // (64 * _BLOCKS))
         ends = itertools.pairwise([*range(0, time, rows), time])
         return jnp.concatenate([block(*pair) for pair in ends], axis=1)
-    length = query.shape[1]
-    suits = length == key.shape[1] and length % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
+    suits = time == key.shape[1] and time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
     implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
     options: Any = {"mask": mask, "is_causal": mask is None, "scale": scale, "implementation": implementation}
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
@@ -144,13 +142,8 @@ def attend_by_products(
 
     With this order of axes, XLA's products need no transposes, and gradients on CPUs are much faster. The heads and
     the rows of single tokens that share keys are rows of one product; for more tokens, products with keys that are
-    repeated for each head are faster.
-
-    Args:
-        query: `[B, T, H, K]`.
-        past: keys and values `[A, N, S, K]` of consecutive columns; each row is that of B / A consecutive queries.
-        mask: of all columns.
-        scale, softcap, sinks: as in `attend`.
+    repeated for each head are faster. `past` are keys and values of consecutive columns; each row is that of B / A
+    consecutive queries. `mask` is that of all columns.
     """
     batch, time, heads, _ = query.shape
     if time != 1:

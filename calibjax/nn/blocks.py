@@ -34,9 +34,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _kernel_init = nn.initializers.normal(0.02)
 
 
-ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "none")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and its scaling to longer contexts.
@@ -48,14 +45,13 @@ class Rope:
             divided (arXiv 2407.21783), with a smooth transition for wavelengths between `original_max_positions /
             high_freq_factor` and `original_max_positions / low_freq_factor`; `"yarn"`: likewise, with a transition that
             is linear in the index of the frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is
-            divided by its own of `divisors`; `"none"`: all are zero, so that nothing is rotated.
+            divided by its own of `divisors`, one for each pair of channels; `"none"`: nothing is rotated.
         factor: scaling of the context; positive.
         low_freq_factor, high_freq_factor: for `"llama3"`; the second is greater.
         beta_fast, beta_slow: for `"yarn"`. Frequencies with more than `beta_fast` turns over the original context stay,
             those with fewer than `beta_slow` are divided by `factor`.
         truncate: for `"yarn"`: whether the transition begins and ends at whole indices.
-        divisors: for `"longrope"`, one for each pair of channels.
-        original_max_positions: context before scaling; for `"llama3"`, `"yarn"` and `"longrope"`.
+        original_max_positions: context before scaling; for `"llama3"` and `"yarn"`.
         amplitude: factor on cosines and sines.
         interleaved: whether pairs are neighbouring channels, instead of channels of the two halves.
     """
@@ -76,30 +72,17 @@ class Rope:
 
     def __post_init__(self):
         check_fields(self)
-        if self.scaling not in (None, *ROPE_SCALINGS):
-            raise UserError(f"Rope.scaling: expected None, {', '.join(ROPE_SCALINGS)}; got {self.scaling!r}.")
         if not (self.theta > 0 and self.factor > 0):
             raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
         if not 0 < self.fraction <= 1:
             raise UserError(f"Rope.fraction: expected a number in (0, 1], got {self.fraction}.")
-        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise UserError(
-                "Rope: expected 0 < low_freq_factor < high_freq_factor, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}."
-            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.scaling == "llama3" and not 0 < low < high:
+            raise UserError(f"Rope: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}.")
 
     def width(self, head_dim: int) -> int:
         """Number of rotated channels of a head."""
         return int(head_dim * self.fraction)
-
-
-_CHOICES = {
-    "norm": ("rms", "layer"),
-    "norm_placement": ("pre", "post", "both"),
-    "parallel": (None, "one_norm", "two_norms"),
-    "qk_norm": (None, "head", "projection"),
-    "activation": tuple(ACTIVATIONS),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,9 +159,8 @@ class BlockConfig:
                 raise UserError(f"Rotary positions need an even number of channels, got {width} of {self.head_dim}.")
             if self.rope.scaling == "longrope" and len(self.rope.divisors) != width // 2:
                 raise UserError(f"Rope.divisors: expected {width // 2} values, got {len(self.rope.divisors)}.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name}: expected one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}.")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {self.activation!r}.")
         if self.norm_offset and self.norm != "rms":
             raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
         if self.parallel is not None and self.norm_placement != "pre":
@@ -223,16 +205,12 @@ def sequence_context(
     start: Int[Array, ""] | None = None,
     until: Int[Array, "B S"] | None = None,
 ) -> SequenceContext:
-    """Computes the rotary table and the attention mask of a batch.
+    """Computes the rotary table and the attention mask of a batch; `segment_ids`, `start` and `until` as in `Visible`.
 
     Args:
         config: configuration of the blocks.
         positions: position of each token in its segment, `[B, T]`, or `[1, T]` if equal for all rows.
-        segment_ids: segment of each token, `[B, T]`, or of all S columns if `start` is given; see `Visible`.
         window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
-        start: the tokens are at columns `start` to `start + T` of S, and the blocks get the keys and values of earlier
-            columns. `None`: the columns are the tokens.
-        until: see `Visible`.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
     return SequenceContext(rotary, Visible(segment_ids, start, (window,), until=until))
@@ -248,10 +226,7 @@ def choose_context(index: Int[Array, ""], first: SequenceContext, second: Sequen
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns the angle per position of each of the `K / 2` rotated pairs, float32; `K` is `rope.width(head_dim)`.
-
-    `theta ** (-2i / K)` for `i < K / 2`, then scaled according to `rope`.
-    """
+    """Angles per position of the `K / 2` rotated pairs, float32: `theta ** (-2i / K)`, scaled according to `rope`."""
     width = rope.width(head_dim)
     frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.scaling == "linear":
@@ -354,17 +329,28 @@ def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, nam
     return Norm(config.norm, config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention; logits and softmax are float32 for any `dtype`.
-
-    Returns the output, and the keys and values of the tokens. With `past` they are inserted from column
-    `context.visible.start` on.
-    """
+class _Layer(nn.Module):
+    """What a block and its parts have in common; see `Block`."""
 
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     kernel_init: nn.initializers.Initializer = _kernel_init
+
+    def _dense(self, width: int, name: str, use_bias: bool) -> Dense:
+        kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+        return Dense(width, use_bias=use_bias, **kinds, name=name)
+
+    def _norm(self, name: str) -> Norm:
+        return make_norm(self.config, self.dtype, self.param_dtype, name)
+
+
+class Attention(_Layer):
+    """Causal grouped-query attention; logits and softmax are float32 for any `dtype`.
+
+    Returns the output, and the keys and values of the tokens. With `past` they are inserted from column
+    `context.visible.start` on.
+    """
 
     @nn.compact
     def __call__(
@@ -372,14 +358,11 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         cfg = self.config
 
-        kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
-
         def heads(count: int, name: str, norm: str | None = None) -> Array:
-            x = Dense(count * cfg.head_dim, use_bias=cfg.qkv_bias, **kinds, name=name)(hidden)
+            x = self._dense(count * cfg.head_dim, name, cfg.qkv_bias)(hidden)
             split = (*hidden.shape[:2], count, cfg.head_dim)
             if norm is not None:
-                x = x.reshape(split) if norm == "head" else x
-                x = make_norm(cfg, self.dtype, self.param_dtype, name=f"{name}_norm")(x)
+                x = self._norm(f"{name}_norm")(x.reshape(split) if norm == "head" else x)
             x = x if cfg.qkv_clip is None else jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip)
             return x.reshape(split)
 
@@ -405,30 +388,24 @@ class Attention(nn.Module):
             mask = context.visible.mask(hidden.shape[1], sum(columns))
             assert mask is not None
             mixed = attend_by_products(query, [*shared, (key, value)], mask, **options)
-        output = Dense(cfg.hidden_size, use_bias=cfg.output_bias, **kinds, name="o")
+        output = self._dense(cfg.hidden_size, "o", cfg.output_bias)
         return output(mixed.reshape(*hidden.shape[:2], -1)), new
 
 
-class MLP(nn.Module):
+class MLP(_Layer):
     """`down(act(gate x) * up x)`, or `down(act(up x))` if not gated."""
-
-    config: BlockConfig
-    dtype: DTypeLike = jnp.float32
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: nn.initializers.Initializer = _kernel_init
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         cfg = self.config
-        kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
-        dense = functools.partial(Dense, use_bias=cfg.mlp_bias, **kinds)
+        dense = functools.partial(self._dense, use_bias=cfg.mlp_bias)
         activation = ACTIVATIONS[cfg.activation]
-        up = dense(cfg.intermediate_size, name="up")(hidden)
-        inner = activation(dense(cfg.intermediate_size, name="gate")(hidden)) * up if cfg.gated_mlp else activation(up)
-        return dense(cfg.hidden_size, name="down")(inner)
+        up = dense(cfg.intermediate_size, "up")(hidden)
+        inner = activation(dense(cfg.intermediate_size, "gate")(hidden)) * up if cfg.gated_mlp else activation(up)
+        return dense(cfg.hidden_size, "down")(inner)
 
 
-class Block(nn.Module):
+class Block(_Layer):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
     Called with `past`, or to `keep` them, it also returns the keys and values of the tokens, which
@@ -450,11 +427,6 @@ class Block(nn.Module):
         (1, 3, 8)
     """
 
-    config: BlockConfig
-    dtype: DTypeLike = jnp.float32
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: nn.initializers.Initializer = _kernel_init
-
     @nn.compact
     def __call__(
         self, hidden: Float[Array, "B T D"], context: SequenceContext, past: Past | None = None, keep: bool = False
@@ -462,7 +434,7 @@ class Block(nn.Module):
         cfg, kinds = self.config, (self.dtype, self.param_dtype)
 
         def norm(x: Array, name: str, wanted: bool = True) -> Array:
-            return make_norm(cfg, *kinds, name=name)(x) if wanted else x
+            return self._norm(name)(x) if wanted else x
 
         def add(hidden: Array, update: Array) -> Array:
             if cfg.residual_scale is not None:

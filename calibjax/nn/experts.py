@@ -6,7 +6,6 @@ loop over blocks of rows that have one expert, because XLA multiplies every row 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,20 +74,14 @@ def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "
 
 
 class _Slots(NamedTuple):
-    """The order in which copies of tokens are multiplied. All slots of a block have one expert.
+    """The order in which copies of tokens are multiplied. All slots of a block have one expert."""
 
-    `token` and `expert` are those of each of S slots (any token in a slot that is not used), `slot` that of each
-    token's K copies; `held`: whether that copy is for one of the E experts. `sizes`: number of slots of each expert;
-    the last slots may belong to none. `block`: number of slots in a block; None if the experts' slots follow each other
-    without gaps.
-    """
-
-    token: Int[Array, " S"]
+    token: Int[Array, " S"]  # any token in a slot that is not used
     expert: Int[Array, " S"]
-    slot: Int[Array, "N K"]
-    held: Bool[Array, "N K"]
-    sizes: Int[Array, " E"]
-    block: int | None
+    slot: Int[Array, "N K"]  # of each token's copies
+    held: Bool[Array, "N K"]  # whether a copy is for one of the E experts
+    sizes: Int[Array, " E"]  # slots of each expert; the last slots may belong to none
+    block: int | None  # slots in a block; None if the experts' slots follow each other without gaps
 
 
 def _arrange(chosen: Int[Array, "N K"], experts: int, blocked: bool) -> _Slots:
@@ -117,15 +110,6 @@ def _arrange(chosen: Int[Array, "N K"], experts: int, blocked: bool) -> _Slots:
     return _Slots(token, expert, slot.reshape(chosen.shape), held, sizes[:-1], block)
 
 
-def _grouped_matmul(rows: Float[Array, "S D"], kernels: Float[Array, "E D F"], slots: _Slots) -> Float[Array, "S F"]:
-    """Multiplies each slot with the kernel of its expert."""
-    if slots.block is None:
-        return jax.lax.ragged_dot(rows, kernels, slots.sizes)
-    blocks = rows.reshape(-1, slots.block, rows.shape[-1])
-    product = jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], (blocks, slots.expert[:: slots.block]))
-    return product.reshape(-1, kernels.shape[-1])
-
-
 def mix(
     hidden: Float[Array, "N D"],
     weights: Float[Array, "N K"],
@@ -142,7 +126,14 @@ def mix(
     slots = _arrange(chosen, params["up"]["kernel"].shape[0], blocked)
 
     def project(name: str, rows: Array) -> Array:
-        out = _grouped_matmul(rows, params[name]["kernel"], slots)
+        """Multiplies each slot with the kernel of its expert."""
+        kernels = params[name]["kernel"]
+        if slots.block is None:
+            out = jax.lax.ragged_dot(rows, kernels, slots.sizes)
+        else:
+            blocks = rows.reshape(-1, slots.block, rows.shape[-1])
+            out = jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], (blocks, slots.expert[:: slots.block]))
+            out = out.reshape(-1, kernels.shape[-1])
         return out + params[name]["bias"][slots.expert] if "bias" in params[name] else out
 
     rows = hidden[slots.token]
@@ -156,9 +147,7 @@ class Experts(nn.Module):
     """The MLP of a block with a mixture of experts. The router's product, softmax and choice are float32.
 
     If a mesh with `AXES` is set, the experts are divided over its tensor axis: each device applies its experts to the
-    tokens of its rows, and the results are summed.
-
-    `width` is that of each expert, `activation` that of the gate, `use_bias` of the experts' projections.
+    tokens of its rows, and the results are summed. `width` is that of each expert.
     """
 
     mixture: Mixture
@@ -183,8 +172,25 @@ class Experts(nn.Module):
         }
         params = jax.tree.map(lambda x: x.astype(self.dtype), params)
         split = (*hidden.shape[:2], self.mixture.per_token)
-        function = functools.partial(_mix_rows, activation=self._gated, experts=number)
-        return _over_mesh(function, hidden, weights.reshape(split), chosen.reshape(split), params)
+        arguments = (hidden, weights.reshape(split), chosen.reshape(split), params)
+
+        def on_device(hidden: Array, weights: Array, chosen: Array, params: Any) -> Array:
+            """`mix` for `[B, T, D]` with the experts of this device."""
+            held = params["up"]["kernel"].shape[0]
+            if held < number:
+                chosen = chosen - jax.lax.axis_index(_EXPERTS) * held
+            rows, weights, chosen = (x.reshape(-1, x.shape[-1]) for x in (hidden, weights, chosen))
+            out = mix(rows, weights, chosen, params, self._gated).reshape(hidden.shape)
+            return (jax.lax.psum(out, _EXPERTS) if held < number else out).astype(hidden.dtype)
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+            return on_device(*arguments)
+        divides = hidden.shape[0] % (mesh.shape[_ROWS[0]] * mesh.shape[_ROWS[1]]) == 0
+        rows = PartitionSpec(_ROWS) if divides else PartitionSpec()
+        experts = PartitionSpec() if number % mesh.shape[_EXPERTS] else PartitionSpec(_EXPERTS)
+        in_specs = (rows, rows, rows, experts)
+        return jax.shard_map(on_device, in_specs=in_specs, out_specs=rows, check_vma=False)(*arguments)
 
     def _gated(self, gate: Array, up: Array) -> Array:
         clamp = self.mixture.clamp
@@ -209,27 +215,3 @@ class _Projection(nn.Module):
             zeros = nn.initializers.zeros
             params["bias"] = self.param("bias", zeros, (self.shape[0], self.shape[2]), self.param_dtype)
         return params
-
-
-def _mix_rows(hidden, weights, chosen, params, *, activation, experts: int) -> Array:
-    """`mix` for `[B, T, D]` with the experts of this device, of `experts` in all."""
-    held = params["up"]["kernel"].shape[0]
-    if held < experts:
-        chosen = chosen - jax.lax.axis_index(_EXPERTS) * held
-    rows, weights, chosen = (x.reshape(-1, x.shape[-1]) for x in (hidden, weights, chosen))
-    out = mix(rows, weights, chosen, params, activation).reshape(hidden.shape)
-    return (jax.lax.psum(out, _EXPERTS) if held < experts else out).astype(hidden.dtype)
-
-
-def _over_mesh(function, hidden, weights, chosen, params) -> Array:
-    """Runs `function` on the rows and the experts of each device of the current mesh, if it has `AXES`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
-        return function(hidden, weights, chosen, params)
-    divides = hidden.shape[0] % (mesh.shape[_ROWS[0]] * mesh.shape[_ROWS[1]]) == 0
-    rows = PartitionSpec(_ROWS) if divides else PartitionSpec()
-    whole = params["up"]["kernel"].shape[0] % mesh.shape[_EXPERTS]
-    experts = PartitionSpec() if whole else PartitionSpec(_EXPERTS)
-    return jax.shard_map(function, in_specs=(rows, rows, rows, experts), out_specs=rows, check_vma=False)(
-        hidden, weights, chosen, params
-    )

@@ -1,9 +1,8 @@
-"""Key/value cache for incremental decoding.
+"""Key/value cache for incremental decoding: a pytree for pure functions.
 
-A cache is a pytree for pure functions: `hold` makes it of the first tokens, `fork` adds free columns, and continues
-rows several times; `reserve` assigns columns and positions to new tokens, the blocks compute their keys and values,
-`fill` stores them. Rows may be padded on the left, so that all grow by the same columns. As elsewhere, segment ids
-alone determine which columns a token attends to.
+`hold` makes it of the first tokens, `fork` adds free columns, and continues rows several times; `reserve` assigns
+columns and positions to new tokens, the blocks compute their keys and values, `fill` stores them. Rows may be padded on
+the left, so that all grow by the same columns. Segment ids alone determine which columns a token attends to.
 """
 
 from typing import NamedTuple

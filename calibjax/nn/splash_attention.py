@@ -69,21 +69,12 @@ def attend(
     arguments = (query, key, value, segment_ids, kind, sinks)
     if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return on_device(*arguments)
-    rows: Any = PartitionSpec(_ROWS)
     divided: Any = PartitionSpec(_ROWS, None, _HEADS)
-    specs = (divided, divided, divided, rows, PartitionSpec(), PartitionSpec(_HEADS))
+    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
     return jax.shard_map(on_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
-def _over_rows(
-    window: int | None,
-    softcap: float | None,
-    query: Array,
-    key: Array,
-    value: Array,
-    segment_ids: Array | None,
-    sinks: Array | None,
-) -> Array:
+def _over_rows(window: int | None, softcap: float | None, query, key, value, segment_ids, sinks) -> Array:
     """Maps the kernel over the rows of the batch; the head axis is before time."""
     # Not above: Mosaic takes long to import, and most platforms never need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as library

@@ -101,14 +101,20 @@ LARGEST_SIZE = 2**31 - 1
 
 
 def check_fields(config: Any) -> None:
-    """Checks the numbers of a dataclass against the annotations of its fields; raises `UserError` for the first wrong.
+    """Checks the fields of a dataclass against their annotations; raises `UserError` for the first wrong one.
 
     Every `int` is a size, from 1 to `LARGEST_SIZE`; every `float` is finite; `bool` is no number. Tuples are checked
-    entry by entry, and `None` is valid where the annotation has it. Other types are not checked.
+    entry by entry, and `None` is valid where the annotation has it. A `Literal` is one of its choices. Other types are
+    not checked.
     """
     for field in dataclasses.fields(config):
         value: Any = getattr(config, field.name)
         kinds = set(typing.get_args(field.type) or (field.type,))
+        for kind in (field.type, *kinds):
+            if typing.get_origin(kind) is not typing.Literal or (value is None and type(None) in kinds):
+                continue
+            if value not in (choices := typing.get_args(kind)):
+                raise UserError(f"{field.name}: expected one of {', '.join(map(str, choices))}; got {value!r}.")
         if not kinds & {int, float, bool} or (value is None and type(None) in kinds):
             continue
         several = typing.get_origin(field.type) is tuple

@@ -60,19 +60,15 @@ class Attached:
             self._calibrate = calibrate
         log_probs = output.logits[:, :-1].to(torch.float32).log_softmax(-1)
         target_log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+        real = (mask[:, 1:] * mask[:, :-1]).bool()
         scores = (target_log_probs, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
-        if attention_mask is None:
-            return TokenScores(*scores)
-        real = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool()
         return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
 
     def generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
         """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
-        Args:
-            inputs: token ids `[B, T]`; padding on the left.
-            attention_mask: `[B, T]`, 0 for padding.
-            options: of `model.generate`.
+        `inputs` are token ids `[B, T]` with padding on the left, where `attention_mask` `[B, T]` is 0.
         """
         mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
         sequences = self.model.generate(inputs, attention_mask=mask, **options)

@@ -26,9 +26,7 @@ class HeadError(ValueError):
 class TemperatureHead(nn.Module):
     """A fitted head: log inverse temperature of each token from features of the frozen model.
 
-    Args:
-        description: head.json.
-        tensors: parameters by their names in JAX; matrices are stored `[inputs, outputs]`.
+    It is made of head.json and of parameters by their names in JAX; matrices are `[inputs, outputs]`.
     """
 
     def __init__(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]):
@@ -60,15 +58,12 @@ class TemperatureHead(nn.Module):
         return sum(widths.get(name, self.hidden_size) for name in self.features)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, past: tuple[Any, int] | None = None) -> Tensor:
-        """Computes log inverse temperatures.
+        """Computes log inverse temperatures, float32 `[B, T]`.
 
         Args:
             features: `[B, T, F]`, see `head_features`.
             mask: bool `[B, S]`, False for padding; the last T of S columns are those of `features`. None: no padding.
             past: cache of transformers and the index of this head's layer in it; None without a cache.
-
-        Returns:
-            float32 `[B, T]`.
         """
         hidden = features.to(torch.float32)
         low, high = self.bounds
@@ -92,7 +87,7 @@ class TemperatureHead(nn.Module):
         return getattr(self, name.replace(".", "_"))
 
     def _block(self, hidden: Tensor, mask: Tensor | None, past: tuple[Any, int] | None) -> Tensor:
-        """A Llama block; matrices of JAX are `[inputs, outputs]`."""
+        """A Llama block."""
         if hasattr(self, "project_kernel"):
             hidden = hidden @ self._get("project.kernel")
         batch, length, width = hidden.shape
@@ -137,9 +132,8 @@ class Export(NamedTuple):
 
     def check_hidden_size(self, given: int) -> None:
         """Raises `HeadError` for a base model of another hidden size."""
-        expected = self.head.hidden_size
-        if given != expected:
-            raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {given}.")
+        if given != (size := self.head.hidden_size):
+            raise HeadError(f"this head was fitted on a model of hidden size {size}, the model given has {given}.")
 
 
 def load_head(directory: str | Path) -> TemperatureHead:
@@ -167,20 +161,15 @@ def read_export(path: str | Path) -> Export:
         params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
         probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
         head = TemperatureHead(description, params)
-        _check_head(head)
+        if head.kind not in ("constant", "linear", "mlp", "transformer") or not {*head.features} <= FEATURES:
+            raise ValueError(f"an unknown kind or feature: {head.kind}, {', '.join(head.features)}")
+        with torch.no_grad():
+            output = head(torch.zeros(1, 2, head.width))  # fails where parameters are missing or of other shapes
+        if not all(tensor.isfinite().all() for tensor in (*head.buffers(), output)):
+            raise ValueError("a parameter is not finite")
         return Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden", "unembedding")})
     except Exception as error:  # safetensors raises its own error for malformed headers
         raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
-
-
-@torch.no_grad()
-def _check_head(head: TemperatureHead) -> None:
-    """Raises where a kind or a feature is unknown, or parameters are missing, of other shapes or not finite."""
-    if head.kind not in ("constant", "linear", "mlp", "transformer") or not {*head.features} <= FEATURES:
-        raise ValueError(f"an unknown kind or feature: {head.kind}, {', '.join(head.features)}")
-    output = head(torch.zeros(1, 2, head.width))
-    if not all(tensor.isfinite().all() for tensor in (*head.buffers(), output)):
-        raise ValueError("a parameter is not finite")
 
 
 def _local(path: str | Path) -> Path:
@@ -211,7 +200,7 @@ def head_features(
         names: features of the head.
         hidden: hidden states `[..., D]` after the final norm.
         logits: `[..., V]`, of these hidden states.
-        unembedding: `[V, D]`, divided by the model's divisor of logits; may be None where no feature reads it.
+        unembedding, divisor: the matrix `[V, D]`, and the model's divisor of logits.
         covariance: of `logit_covariance`; None where no feature reads it.
     """
     parts = []

@@ -18,7 +18,6 @@ from calibjax.torch.heads import Export, HeadError, read_export
 
 PREFIX = "Calibrated"
 MODELS = {"LlamaForCausalLM": "tpu_inference.models.jax.llama3"}
-"""Architectures that `register` offers, and their modules."""
 _FEATURES = {"hidden_states", "logit_statistics", "max_logit", "log_std_logits"}
 
 
@@ -26,29 +25,21 @@ def register(directory: str | Path) -> None:
     """Registers the models of `MODELS` with this head, under their names with "Calibrated" before them.
 
     Raises:
-        HeadError: as `calibrated_model`, or a version of tpu-inference without `register_model`.
+        HeadError: another version of tpu-inference, or a head that is none or reads other tokens or the unembedding.
+            `load_weights` of the models raises it for another base model.
     """
     try:
         register_model: Any = import_module("tpu_inference.models.common.model_loader").register_model
         bases = {name: getattr(import_module(module), name) for name, module in MODELS.items()}
     except (ImportError, AttributeError) as error:
         raise HeadError(f"tpu-inference: expected register_model and the models of 0.32 ({error}).") from error
-    for name, base in bases.items():
-        register_model(PREFIX + name, calibrated_model(base, directory))
-
-
-def calibrated_model(base: type, directory: str | Path) -> type:
-    """A subclass of a model of tpu-inference, whose `compute_logits` returns s * logits in float32.
-
-    Args:
-        base: a class with `compute_logits`, from hidden states `[N, D]` to logits `[N, V]`, and `load_weights`.
-        directory: as of `load_head`.
-
-    Raises:
-        HeadError: no such head, or one that reads other tokens or rows of the unembedding. `load_weights` raises it for
-            another base model.
-    """
     export = read_export(directory)
+    for name, base in bases.items():
+        register_model(PREFIX + name, _calibrated_model(base, export))
+
+
+def _calibrated_model(base: type, export: Export) -> type:
+    """A subclass of a model, whose `compute_logits` of hidden states `[N, D]` returns s * logits in float32."""
     head, base_model = export.head, export.base
     is_known = head.kind == "constant" or {*head.features} <= _FEATURES
     if head.reads_sequence or head.pooling == "sequence" or not is_known:

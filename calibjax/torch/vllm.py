@@ -5,9 +5,8 @@
 
 `CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
 `CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
-`CALIBJAX_LOGITS=processor`: the layer stays, and `calibjax.torch.vllm_processor` calibrates.
-The first two change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the
-temperature of a request. On TPUs, `calibjax.torch.tpu_inference` serves the JAX models that it knows.
+Both change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the temperature of
+a request. On TPUs, `calibjax.torch.tpu_inference` serves the JAX models that it knows.
 """
 
 import inspect
@@ -33,10 +32,8 @@ def register() -> None:
     if not os.environ.get(HEAD):
         return
     mode = os.environ.get(LOGITS, "calibrated")
-    if mode not in ("calibrated", "unchanged", "processor"):
-        raise HeadError(f'{LOGITS}: expected "calibrated", "unchanged" or "processor", got {mode!r}.')
-    if mode == "processor":
-        return
+    if mode not in ("calibrated", "unchanged"):
+        raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
     if import_module("vllm.platforms").current_platform.is_tpu():
         if mode != "calibrated":
             raise HeadError(f"{LOGITS}={mode}: only calibrated is supported on TPUs.")
@@ -56,7 +53,7 @@ class _Calibration:
     """A head beside the unembedding that vLLM holds."""
 
     def __init__(self, export: Export):
-        self._export, self.head, self._base = export, export.head, export.base
+        self._export, self._head, self._base = export, export.head, export.base
         self._covariance: Tensor | None = None
         self._is_ready = False
 
@@ -66,15 +63,15 @@ class _Calibration:
         if not self._is_ready:
             self._prepare(lm_head, hidden, bias)
         divisor = self._base["logit_divisor"] or 1.0
-        features = head_features(self.head.features, hidden, logits, lm_head.weight, divisor, self._covariance)
-        return self.head(features[None])[0]
+        features = head_features(self._head.features, hidden, logits, lm_head.weight, divisor, self._covariance)
+        return self._head(features[None])[0]
 
     def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
         """Compares the base model, and moves the head to its device."""
         self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
         start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index
-        if {"argmax_embedding", "log_std_logits"} & {*self.head.features} and stop - start < self._base["vocab_size"]:
+        if {"argmax_embedding", "log_std_logits"} & {*self._head.features} and stop - start < self._base["vocab_size"]:
             raise HeadError("features argmax_embedding and log_std_logits need the whole unembedding on one device.")
         tokens = self._export.probe["tokens"].long()
         here = (tokens >= start) & (tokens < stop)
@@ -83,10 +80,10 @@ class _Calibration:
         limit = 1e-6 if weight.dtype == torch.float32 else 1e-2
         if len(rows) and not float((rows - expected).norm()) <= limit * float(expected.norm()):
             raise HeadError("this head was fitted on another base model: the unembedding differs. Fit one for this.")
-        if "log_std_logits" in self.head.features:
+        if "log_std_logits" in self._head.features:
             rows = weight[: stop - start].to(torch.float32) / (self._base["logit_divisor"] or 1.0)
             self._covariance = logit_covariance(rows, None if bias is None else bias.to(torch.float32))
-        self.head.to(hidden.device)
+        self._head.to(hidden.device)
         self._is_ready = True
 
 
@@ -105,10 +102,8 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
     except (ImportError, AttributeError):
         is_known = False
     if not is_known:
-        raise HeadError(
-            f"vLLM {version}: its layer of logits is not that of 0.32, which this plugin replaces. Install a version "
-            f"that it knows, or unset {HEAD}."
-        )
+        known = "which this plugin replaces. Install a version that it knows, or unset"
+        raise HeadError(f"vLLM {version}: its layer of logits is not that of 0.32, {known} {HEAD}.")
     if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()
@@ -124,16 +119,10 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
                     f"speculative decoding. Use {LOGITS}=calibrated."
                 )
             if self.logits_as_input:
-                raise HeadError(
-                    "this model passes logits to its layer of logits, not hidden states; a head needs both."
-                )
+                raise HeadError("this model gives its layer of logits no hidden states, which a head needs.")
 
         def forward(
-            self,
-            lm_head: Any,
-            hidden_states: Tensor,
-            embedding_bias: Tensor | None = None,
-            skip_gather: bool = False,
+            self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
         ) -> Tensor | None:
             if skip_gather:
                 raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
