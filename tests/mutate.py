@@ -370,7 +370,11 @@ TABLE = {
     ],
     "data/records.py": [
         ("others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
-        ("total / len(log_probs)", "total / 1", "data/test_table.py -k server-chat"),
+        (
+            '"confidence": math.exp(total / len',
+            '"confidence": math.exp(total / 1.5 / len',
+            "data/test_table.py -k server-chat",
+        ),
         ("if ranks[name] <= len(held)", "if ranks[name]", "data/test_table.py -k unlikely"),
         ("choice.text.strip() in after", "place == 0", "data/test_table.py -k reasoning"),
         ("not _LEAST < value", "not _LEAST <= value", "data/test_table.py -k sentinel"),

@@ -17,24 +17,17 @@ from typing import Any, NamedTuple
 from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
-_LEAST = -9999.0
-"""What OpenAI writes in place of a log-probability that is not known."""
-_IDS = ("custom_id", "id")
+_LEAST = -9999.0  # what OpenAI writes in place of a log-probability that is not known
 
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
-    """Rows of a table: those of records are flat, with `tokens` one for each token; others are unchanged.
-
-    Raises:
-        UserError: `tokens` of rows that are no responses; while iterating, a record without log-probabilities.
-    """
+    """Rows of a table: those of records are flat, with `tokens` one for each token; others are unchanged."""
     columns = rows.first
     if any(_records(_body(columns).get(n)) for n in ("choices", "output", "logprobs", "completion_probabilities")):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
-        raise UserError(
-            f"{rows.name}: --tokens: expected responses of a server with choices, got {', '.join(columns)}."
-        )
+        expected = "expected responses of a server with choices"
+        raise UserError(f"{rows.name}: --tokens: {expected}, got {', '.join(columns)}.")
     elif "doc_id" in columns and "filtered_resps" in columns:
         flatten = _options
     else:
@@ -46,12 +39,11 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
             try:
                 flat = flatten(row)
                 if flatten is _options:
-                    first = filters.setdefault(f"{row['doc_id']} {row.get('doc_hash')}", row.get("filter"))
-                    if first != row.get("filter"):
-                        raise UserError(
-                            f"question {row['doc_id']} is there for the filters {first} and {row.get('filter')}: keep "
-                            "the rows of one filter."
-                        )
+                    question, filter = row["doc_id"], row.get("filter")
+                    first = filters.setdefault(f"{question} {row.get('doc_hash')}", filter)
+                    if first != filter:
+                        several = f"the filters {first} and {filter}: keep the rows of one filter"
+                        raise UserError(f"question {question} is there for {several}.")
             except UserError as error:
                 yield place, UserError(f"{place}: {error}")
                 continue
@@ -72,7 +64,7 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
     column, the n-th row of both. Raises `UserError` for an id that is there twice, a row that `truth` lacks, and a
     column that both have.
     """
-    name = next((name for name in _IDS if name in truth.first), None)
+    name = next((name for name in ("custom_id", "id") if name in truth.first), None)
     known: dict[str, Row] = {}
     for number, row in enumerate(truth):
         key = str(number if name is None else row.get(name))
@@ -88,8 +80,8 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
             if not more:
                 yield place, UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
             elif both := more.keys() & row.keys():
-                text = f"{place}: the column {min(both)} is in {truth.name} as well; remove one of them."
-                yield place, UserError(text)
+                twice = f"the column {min(both)} is in {truth.name} as well; remove one of them."
+                yield place, UserError(f"{place}: {twice}")
             else:
                 yield place, {**row, **more}
         if name is None and count != len(known):
@@ -99,16 +91,13 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
 
 
 class _Choice(NamedTuple):
-    """An answer of a server with the `reasoning` before it, or a text that it scored, whose first log_prob is None.
-
-    `top` are the most likely tokens at each place with their log-probabilities, or empty.
-    """
+    """An answer of a server with the `reasoning` before it, or a text that it scored, whose first log_prob is None."""
 
     text: str | None
     reasoning: str
     tokens: list[str]
     log_probs: list[float | None]
-    top: list[Any]
+    top: list[Any]  # the most likely tokens at each place with their log-probabilities, or empty
 
 
 def _body(row: Row) -> Mapping[str, Any]:
@@ -130,8 +119,6 @@ def _scalars(row: Row) -> dict[str, Any]:
 def _read_choices(row: Row) -> list[_Choice]:
     body = _body(row)
     if choices := _records(body.get("choices")):
-        if any("delta" in choice for choice in choices):
-            raise UserError("a part of a streamed response; save whole responses (stream=false).")
         return [_read_choice(choice) for choice in choices]
     parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
     if parts:  # OpenAI's Responses
@@ -144,6 +131,8 @@ def _read_choices(row: Row) -> list[_Choice]:
 
 
 def _read_choice(choice: Mapping[str, Any]) -> _Choice:
+    if "delta" in choice:
+        raise UserError("a part of a streamed response; save whole responses (stream=false).")
     held, message = choice.get("logprobs") or {}, choice.get("message") or {}
     text = message.get("content") if message else choice.get("text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -166,25 +155,22 @@ def _answers(row: Row) -> list[Row]:
     correct = row.get("correct")
     if isinstance(correct, list) and len(correct) != len(several):
         raise UserError(f"correct: expected one value for each of {len(several)} choices, got {len(correct)}.")
-    flat: list[Any] = []
+    flat: list[Row] = []
     for number, choice in enumerate(several):
         echoed = choice.log_probs[0] is None and bool(choice.top)
         start = _prompt_tokens(row) if echoed else _reasoning_tokens(choice)
         log_probs = [_known(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
             raise UserError("the answer has no tokens.")
-        answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs)}
-        flat.append({**answer, **_scalars(row)})
-        if isinstance(correct, list):
-            flat[-1]["correct"] = correct[number]
+        answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs), **_scalars(row)}
+        flat.append({**answer, "correct": correct[number]} if isinstance(correct, list) else answer)
     return flat
 
 
 def _known(value: float | None, place: int) -> float:
     if value is None or not _LEAST < value <= 1e-3:
-        raise UserError(
-            f"token {place}: expected a log-probability, got {value}: the probability of the answer is unknown."
-        )
+        unknown = "the probability of the answer is unknown"
+        raise UserError(f"token {place}: expected a log-probability, got {value}: {unknown}.")
     return min(float(value), 0.0)
 
 
@@ -203,10 +189,9 @@ def _reasoning_tokens(choice: _Choice) -> int:
 def aggregated(log_probs: list[float]) -> dict[str, float]:
     """Confidences in an answer of n tokens from their log-probabilities; see `answer_confidence`."""
     total = math.fsum(log_probs)
-    normalised = math.exp(total / len(log_probs))
     return {
-        "confidence": normalised,
-        "length_normalised": normalised,
+        "confidence": math.exp(total / len(log_probs)),
+        "length_normalised": math.exp(total / len(log_probs)),
         "arithmetic_mean": math.fsum(map(math.exp, log_probs)) / len(log_probs),
         "product": math.exp(total),
         "minimum": math.exp(min(log_probs)),
@@ -274,8 +259,7 @@ def _options(row: Row) -> list[Row]:
     chosen, most = logits.index(max(logits)), max(logits)
     confidence = 1 / math.fsum(math.exp(value - most) for value in logits)
     flat = {"confidence": confidence, "logits": logits}
-    target = str(row.get("target", ""))
-    correct = row.get("acc")
+    target, correct = str(row.get("target", "")), row.get("acc")
     if correct is not None:
         flat["correct"] = float(correct)
     if target.isdecimal() and int(target) < len(logits):

@@ -24,8 +24,8 @@ class Sequences(NamedTuple):
         where: whether the loss includes the target, bool `[S, T]`; False in padding.
         segment_ids: 1, 2, ... for the examples within a sequence, 0 in padding, int32 `[S, T]`.
         positions: 0, 1, ... within each segment, 0 in padding, int32 `[S, T]`.
-        source: group of the sequence, int32 `[S]`, ascending. Sequences that hold tokens of one row are in one group.
-            It is the index of the row, or the smallest index among rows that are connected by packing.
+        source: index of the row of the sequence, or the smallest among rows that packing connects, int32 `[S]`,
+            ascending.
     """
 
     tokens: Int32[np.ndarray, "S T"]
@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
         return f"Sequences({sequences:,} of {length:,} inputs, {int(np.sum(self.where)):,} targets in the loss)"
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the fields `[S, T]` by name, which a step reads."""
+        """Returns the fields `[S, T]` by name."""
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
@@ -51,10 +51,8 @@ class Sequences(NamedTuple):
 def check_context(seq_len: int, max_positions: int | None) -> None:
     """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions` (None: no limit)."""
     if max_positions is not None and seq_len > max_positions:
-        raise UserError(
-            f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens. "
-            f"Give {max_positions} or less."
-        )
+        context = f"the model's context of {max_positions} tokens. Give {max_positions} or less."
+        raise UserError(f"seq_len={seq_len} is longer than {context}")
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
@@ -98,13 +96,8 @@ def make_sequences(
     - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time. A
       target always belongs to the example of its input; `segment_ids` must keep attention within examples.
 
-    A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off.
-
-    Args:
-        examples: result of `tokenize_rows`; only as many are read as `max_sequences` needs.
-        seq_len: tokens per sequence, at least 2.
-        layout: "pack", "pad" or "full".
-        max_sequences: keep only the first `max_sequences` sequences, at least 1.
+    A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off. Only the
+    first `max_sequences` sequences are made, at least 1.
 
     Raises:
         UserError: an argument is out of range, or no sequence remains.
@@ -120,16 +113,21 @@ def make_sequences(
     groups = _first_fit(pieces, length) if layout == "pack" else ([[piece]] for piece in pieces)
     arrays, source, smallest_row = [], [], {}
     for group in groups:
-        arrays.append(_filled(group, length))
-        for packed in group:
+        arrays.append(np.zeros((len(group), length, 5), np.int32))
+        for array, packed in zip(arrays[-1], group, strict=True):
             source.append(min(piece.row for piece in packed))
-            for piece in packed:
+            end = 0
+            for segment, piece in enumerate(packed, 1):
+                start, end = end, end + len(piece.pairs)
+                array[start:end, :3], array[start:end, 3] = piece.pairs, segment
+                array[start:end, 4] = np.arange(end - start)
                 smallest_row[piece.row] = min(smallest_row.get(piece.row, source[-1]), source[-1])
         if len(source) >= (max_sequences or math.inf):
             break
     if not source:
         hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
-        hint = "Give a smaller seq_len, or layout='pack'." if layout == "full" else hint
+        if layout == "full":
+            hint = "Give a smaller seq_len, or layout='pack'."
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
     # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
     # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
@@ -174,15 +172,3 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
         free[at] -= len(piece.pairs)
     if group:
         yield group
-
-
-def _filled(group: list[list[_Piece]], length: int) -> Int32[np.ndarray, "S T 5"]:
-    """Inputs, targets, where, segment ids and positions of sequences, each of the pieces packed in it."""
-    arrays = np.zeros((len(group), length, 5), np.int32)
-    for array, packed in zip(arrays, group, strict=True):
-        end = 0
-        for segment, piece in enumerate(packed, 1):
-            start, end = end, end + len(piece.pairs)
-            array[start:end, :3], array[start:end, 3] = piece.pairs, segment
-            array[start:end, 4] = np.arange(end - start)
-    return arrays

@@ -31,7 +31,7 @@ class Rows(Iterable[Row]):
 
     Attributes:
         data: rows, in memory or as a function that reads them with their places.
-        name: source as the user wrote it, for messages.
+        name: source as the user wrote it.
         documents: whether each row is a whole text file, which continues from sequence to sequence.
         skip_broken: whether `placed` leaves out rows that cannot be read, instead of raising their error.
     """
@@ -42,16 +42,8 @@ class Rows(Iterable[Row]):
     skip_broken: bool = False
 
     def placed(self, skipped: "Skipped | None" = None) -> Iterator[tuple[str, Row]]:
-        """Yields each row with its place; rows that are left out are counted in `skipped`.
-
-        Raises:
-            UserError: for a row that cannot be read, unless it is left out, or a file that is damaged.
-        """
-        if callable(self.data):
-            rows = self.data()
-        else:
-            rows = ((f"row {index} (the first is row 0)", row) for index, row in enumerate(self.data))
-        for place, row in rows:
+        """Yields each row with its place; counts those that are left out. Raises `UserError` for damaged data."""
+        for place, row in self.data() if callable(self.data) else _numbered(self.data):
             if not isinstance(row, UserError):
                 yield place, row
             elif not self.skip_broken:
@@ -68,6 +60,10 @@ class Rows(Iterable[Row]):
         for row in self:
             return row
         raise UserError(f"{self.name} holds no rows. Give at least one.")
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number} (the first is row 0)", row) for number, row in enumerate(rows))
 
 
 @dataclass
@@ -100,9 +96,6 @@ def read_source(
             subdirectories' names, begin with `split`; it is required where the names are of several splits.
         rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
         skip_broken: leave out lines of JSON and rows of CSV that cannot be read, instead of raising their error.
-
-    Returns:
-        The rows, at least one.
 
     Raises:
         UserError: the source is missing, empty, damaged or of an unknown kind, or an option does not apply. A broken
@@ -150,10 +143,8 @@ _SPLIT = re.compile(r"(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?![a-z
 
 def _files_in(directory: Path, split: str | None) -> list[Path]:
     """The data files in a directory, or else those in its subdirectories."""
-    files: list[Path] = []
-    for pattern in ("*", "**/*"):
-        every = sorted(file for file in directory.glob(pattern) if file.is_file() and _suffix(file) in _READERS)
-        files = files or every
+    every = sorted(file for file in directory.glob("**/*") if file.is_file() and _suffix(file) in _READERS)
+    files = [file for file in every if file.parent == directory] or every
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
     inside = {file: file.relative_to(directory).parts for file in files}
@@ -207,7 +198,7 @@ def _read_file(path: Path) -> Iterator[Placed]:
 
 
 def _as_utf8(file: BinaryIO) -> BinaryIO:
-    """A file in UTF-16, which spreadsheets and PowerShell write, in UTF-8."""
+    """A file that is UTF-8, or UTF-16 with a mark, which spreadsheets and PowerShell write, in UTF-8."""
     head = file.peek(256)  # type: ignore[attr-defined]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))  # type: ignore[arg-type]
@@ -226,10 +217,9 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, ValueError, csv.Error, RecursionError, pyarrow.ArrowException) as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{path} cannot be read as {kind}: {reason}. Check that it is complete and has the right suffix."
-        ) from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        hint = "Check that it is complete and has the right suffix."
+        raise UserError(f"{path} cannot be read as {kind}: {reason}. {hint}") from error
 
 
 _Read = Iterator[tuple[str, Row | str]]
@@ -266,22 +256,20 @@ def _json(file: BinaryIO) -> _Read:
     """An object per line; or an array of objects, or one object of several lines, which are read whole."""
     head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
     if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]", b""):
-        for number, value in enumerate(_loads(file.read().decode("utf-8-sig"))):
-            place = f"row {number} (the first is row 0)"
+        for place, value in _numbered(_loads(file.read().decode("utf-8-sig"))):
             yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
         return
-    lines: Iterable[bytes] = file
-    if head[:1] == b"{" and isinstance(_json_object((first := file.readline()).removeprefix(codecs.BOM_UTF8)), str):
+    first = file.readline().removeprefix(codecs.BOM_UTF8)
+    lines: Iterable[bytes] = itertools.chain([first], file)
+    if head[:1] == b"{" and isinstance(_json_object(first), str):
         content = first + file.read()
         with contextlib.suppress(ValueError, RecursionError):
-            yield "line 1", _loads(content.decode("utf-8-sig"))
+            yield "line 1", _loads(content.decode("utf-8"))
             return
         lines = io.BytesIO(content)
-    elif head[:1] == b"{":
-        lines = itertools.chain([first], file)
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield f"line {number}", _json_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+            yield f"line {number}", _json_object(line)
 
 
 def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
@@ -306,8 +294,8 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
         if not cells:
             continue
         if len(cells) != len(columns):
-            cut = f"cells separated by {delimiter!r}"
-            yield place, f"expected {len(columns)} {cut}, as in the first line, got {len(cells)}"
+            expected = f"expected {len(columns)} cells separated by {delimiter!r}"
+            yield place, f"{expected}, as in the first line, got {len(cells)}"
         elif not is_text("".join(cells)):
             yield place, "invalid UTF-8; save the file as UTF-8"
         else:
@@ -331,11 +319,8 @@ def is_text(text: str) -> bool:
 def _parquet(file: BinaryIO) -> _Read:
     import pyarrow.parquet
 
-    number = 0
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
-        for row in batch.to_pylist():
-            yield f"row {number} (the first is row 0)", row
-            number += 1
+    batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000)
+    return _numbered(row for batch in batches for row in batch.to_pylist())
 
 
 def _document(file: BinaryIO) -> _Read:
@@ -362,49 +347,40 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?")
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     import datasets
     from datasets import config
+    from huggingface_hub import constants
 
     named, _, revision = name.partition("@")
     repository, _, configuration = named.partition(":")
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     try:
-        with _offline_if_unreachable(repository):
-            # Streaming fetches only what is read, but does not work offline from the cache.
-            streaming = rows is not None and not config.HF_HUB_OFFLINE
-            data: Any = datasets.load_dataset(
-                repository,
-                configuration or None,
-                split=split,
-                revision=revision or None,
-                streaming=streaming,
-            )
-            if rows is not None:
-                data = list(islice(data, rows))
+        if not any(before) and not _answers(repository):
+            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        # Streaming fetches only what is read, but does not work offline from the cache.
+        options: Any = {"streaming": rows is not None and not config.HF_HUB_OFFLINE, "revision": revision or None}
+        data: Any = datasets.load_dataset(repository, configuration or None, split=split, **options)
+        if rows is not None:
+            data = list(islice(data, rows))
     except Exception as error:
         raise UserError(
             f"{name!r} is neither a local file or directory nor an available dataset of the Hugging Face Hub "
             f"(split {split!r}): {error}"
         ) from error
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
     if len(data) == 0:
         raise UserError(f"{name!r}, split {split!r}, holds no rows. Choose another split.")
     return Rows(data, name=name)
 
 
-@contextlib.contextmanager
-def _offline_if_unreachable(repository: str) -> Iterator[None]:
-    """Where the hub does not answer a first request, only the cache is read: `datasets` would retry for 30 s."""
+def _answers(repository: str) -> bool:
+    """Whether the hub answers a first request. Otherwise only the cache is read: `datasets` would retry for 30 s."""
     import huggingface_hub
-    from datasets import config
-    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     try:
-        if not any(before):
-            try:
-                huggingface_hub.HfApi().dataset_info(repository, timeout=10)
-            except HfHubHTTPError:
-                pass  # it answered; `datasets` describes what is wrong with the name
-            except Exception:
-                config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        huggingface_hub.HfApi().dataset_info(repository, timeout=10)
+    except HfHubHTTPError:
+        return True  # `datasets` describes what is wrong with the name
+    except Exception:
+        return False
+    return True

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from calibjax.data.sequences import Sequences
 from calibjax.runtime.errors import UserError
@@ -35,10 +35,14 @@ def split_sequences(
     drawn = np.arange(len(counts))
     if order == "shuffled" and len(np.unique(sequences.source)) > 1:
         drawn = np.random.default_rng(seed).permutation(len(counts))
-    ends = np.cumsum(counts[drawn])[:-1]
-    rows = drawn[: 1 + int(np.argmin(np.abs(ends - cut)))]
-    fit = np.isin(group, rows)
+    fit = first_groups(group, drawn, cut)
     return sequences.take(np.flatnonzero(fit)), sequences.take(np.flatnonzero(~fit))
+
+
+def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], size: float) -> Bool[np.ndarray, " N"]:
+    """The elements of the first of at least two groups in this order, up to the end of a group nearest to `size`."""
+    ends = np.cumsum(np.bincount(group)[order])[:-1]
+    return np.isin(group, order[: 1 + int(np.argmin(np.abs(ends - size)))])
 
 
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:

@@ -19,14 +19,10 @@ class TopicLanguage(NamedTuple):
 
     The next token depends on the last one and on the topic, which must be inferred from all tokens so far. Some (topic,
     token) contexts have one likely successor, others dozens, so overconfidence differs between contexts.
-
-    Attributes:
-        transitions: `[K, V, V]`, P(next token | topic, token); rows sum to 1.
-        topic_transitions: `[K, K]`, P(next topic | topic); rows sum to 1.
     """
 
-    transitions: Float[Array, "K V V"]
-    topic_transitions: Float[Array, "K K"]
+    transitions: Float[Array, "K V V"]  # P(next token | topic, token)
+    topic_transitions: Float[Array, "K K"]  # P(next topic | topic)
 
     @property
     def vocab_size(self) -> int:

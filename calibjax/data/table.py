@@ -15,7 +15,7 @@ import numpy as np
 
 from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
-from calibjax.data.splits import check_fraction
+from calibjax.data.splits import check_fraction, first_groups
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, user_path
 
@@ -66,11 +66,10 @@ class PredictionTable:
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
         """Returns the rows at `rows`."""
-        fields = self.predictions._asdict().items()
-        picked = {name: x if x is None or name == "unembedding" else np.asarray(x)[rows] for name, x in fields}
-        held = (self.groups, self.categories, self.probabilities)
-        groups, categories, probabilities = (None if x is None else x[rows] for x in held)
-        return PredictionTable(Predictions(**picked), groups, categories, probabilities)
+        held = self.predictions._asdict()
+        picked = {name: np.asarray(x)[rows] for name, x in held.items() if x is not None and name != "unembedding"}
+        others = (None if x is None else x[rows] for x in (self.groups, self.categories, self.probabilities))
+        return PredictionTable(self.predictions._replace(**picked), *others)
 
     def __len__(self) -> int:
         fields = (self.predictions.logits, self.predictions.confidence)
@@ -177,13 +176,10 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
         expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"
         raise UserError(f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
     group = np.arange(rows) if table.groups is None else table.groups
-    sizes = np.bincount(group)
-    if len(sizes) < 2:
+    if not group.any():
         raise UserError("all rows are of one group: groups are not split, so expected at least two.")
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    ends = np.cumsum(sizes[order])
-    number = int(np.clip(np.argmin(np.abs(ends - fit_fraction * rows)) + 1, 1, len(sizes) - 1))
-    fit = np.isin(group, order[:number])
+    order = np.random.default_rng(seed).permutation(int(group.max()) + 1)
+    fit = first_groups(group, order, fit_fraction * rows)
     return table.take(np.flatnonzero(fit)), table.take(np.flatnonzero(~fit))
 
 

@@ -13,16 +13,13 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
 
 WRITABLE = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
-"""Suffixes of the files that `write_rows` writes."""
 
 
 def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
     """Writes rows with the union of their columns; those that a row lacks are empty.
 
-    Args:
-        out: a new file, or one that is replaced; its suffix, one of `WRITABLE`, is the format. In .csv and .tsv, a list
-            or an object is written as JSON; .jsonl has the columns of each row.
-        rows: called once or twice; yields all rows from the first.
+    The suffix of `out`, one of `WRITABLE`, is the format. In .csv and .tsv, a list or an object is written as JSON;
+    .jsonl has the columns of each row. `rows` is called once or twice, and yields all rows from the first.
 
     Raises:
         UserError: a column holds values of different types, which .parquet and .npz cannot.
@@ -61,11 +58,9 @@ def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Mapping[str
             if out.suffix == ".npz" and columns[name].dtype == object:
                 raise ValueError("text, numbers and nothing")
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"{out}: column {name} holds values of several types or lengths ({reason}), which {out.suffix} cannot: "
-                "choose a file ending in .jsonl."
-            ) from error
+            several = f"values of several types or lengths ({str(error).splitlines()[0]})"
+            hint = f"which {out.suffix} cannot: choose a file ending in .jsonl."
+            raise UserError(f"{out}: column {name} holds {several}, {hint}") from error
     if out.suffix == ".npz":
         np.savez_compressed(file, **columns)
     else:
