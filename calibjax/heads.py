@@ -29,11 +29,10 @@ from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
-MAX_LOG_FACTOR = 6.0
-"""Largest absolute log of the refitted factor: the bounds of `fit_temperature`."""
+MAX_LOG_FACTOR = 6.0  # of the refitted factor, in absolute value: the bounds of `fit_temperature`
+# The distribution is uniform to every digit of float32 long before, but s stays a normal number, so that the most
+# likely token remains distinct.
 NO_MIN_SCALE = 1e-30
-"""Smallest lower bound of s, in effect none: the distribution is uniform to every digit of float32 long before, but s
-stays a normal number, so that the most likely token remains distinct."""
 
 
 class Feature(NamedTuple):
@@ -59,12 +58,12 @@ def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
         -stats.log_confidence(),
         jnp.log1p(jnp.maximum(largest - stats.require("expected_logit"), 0.0)),
         jnp.log1p(stats.require("logit_variance")),
-        jnp.maximum(stats.require("mean_logit") - largest, _LOWEST_MEAN),
+        jnp.maximum(
+            stats.require("mean_logit") - largest, -1e3
+        ),  # a bias of −inf, which removes an entry, makes it −inf
     )
     return jnp.where(stats.valid[..., None], jnp.stack(numbers, axis=-1), 0.0)
 
-
-_LOWEST_MEAN = -1e3  # of mean z − max z: a bias of −inf, which removes an entry, makes it −inf
 
 FEATURES = {
     "hidden_states": Feature(None),
@@ -127,15 +126,10 @@ class _Head(nn.Module, kw_only=True):
 def sequence_mean(
     values: Float[Array, "B T"], where: Bool[Array, "B T"] | None = None, segment_ids: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T"]:
-    """Each token gets the mean over the tokens of its own sequence that count (all rows' segments apart).
-
-    A sequence's mean sees its later tokens too: the value belongs to the sequence as a whole, not to a prefix.
-    """
+    """Each token gets the mean over the tokens of its own segment that count, later ones too."""
     counts = jnp.ones(values.shape, bool) if where is None else where
-    if segment_ids is None:
-        same = jnp.broadcast_to(counts[:, None, :], (*values.shape, values.shape[1]))
-    else:
-        same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
+    segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
+    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
     same = same.astype(values.dtype)
     total = jnp.einsum("bts,bs->bt", same, jnp.where(counts, values, 0.0), precision=jax.lax.Precision.HIGHEST)
     return total / jnp.maximum(jnp.sum(same, axis=-1), 1.0)
@@ -269,7 +263,7 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     if size % heads or (size // heads) % 2:
         raise ValueError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
     wide = config.intermediate_size or 4 * size
-    sizes = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
+    sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
     block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **sizes)
     return TransformerHead(block, **_shared(config))
 
@@ -400,9 +394,7 @@ def head_features(
         stats = dense_stats(logits)
     elif wanted and stats is None:
         stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
-    parts = {}
-    if "hidden_states" in names:
-        parts["hidden_states"] = hidden
+    parts = {"hidden_states": hidden}
     if "argmax_embedding" in names and stats is not None:
         parts["argmax_embedding"] = lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype)
     if "log_std_logits" in names:
@@ -418,16 +410,16 @@ def join_features(
     names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
 ) -> Float[Array, "*B F"]:
     """The features named, float32: those in `parts`, and others from the statistics at s = 1."""
-    joined = []
-    for name in names:
+
+    def part(name: str) -> Array:
         if name in parts:
-            joined.append(parts[name].astype(jnp.float32))
-        else:
-            function = FEATURES[name].function
-            assert function is not None
-            assert stats is not None
-            joined.append(function(stats))
-    return jnp.concatenate(joined, axis=-1)
+            return parts[name].astype(jnp.float32)
+        function = FEATURES[name].function
+        assert function is not None
+        assert stats is not None
+        return function(stats)
+
+    return jnp.concatenate([part(name) for name in names], axis=-1)
 
 
 def check_log_factor(log_factor: float) -> None:

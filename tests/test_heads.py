@@ -1,6 +1,5 @@
 """What a head must never do: start as anything but the identity, look ahead, or change the most likely token."""
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -133,29 +132,6 @@ def test_the_lower_bound_can_be_lifted(kind):
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(tokens)).argmax(axis=-1))
         if want < 0:
             assert_within(log_probs, np.full_like(log_probs, -math.log(V)), 1e-6, "uniform")
-
-
-def test_a_head_stored_before_has_what_it_had():
-    """A description without the later fields: normalised input, and s of at least 1/20."""
-    stored = {"kind": "mlp", "hidden_size": D, "features": ["hidden_states"], "pooling": "token"}
-    stored |= {"identity_start": False, "intermediate_size": 6, "num_heads": None}
-    config = HeadConfig(**stored)
-    params, (hidden, unembedding) = random_params(config, 2.0), inputs()
-    f = oracle.f64(hidden)
-    f = f / np.sqrt(np.square(f).mean(axis=-1, keepdims=True) + 1e-6)
-    gate, up = np.split(f @ oracle.f64(params["gate_up"]["kernel"]), 2, axis=-1)
-    want = (gate / (1 + np.exp(-gate)) * up) @ oracle.f64(params["output"]["kernel"])[:, 0]
-    want = np.clip(want + oracle.f64(params["output"]["bias"])[0], math.log(0.05), math.log(10))
-    assert (want == math.log(0.05)).any()
-    assert ((want > math.log(0.05)) & (want < math.log(10))).any()
-    assert_within(log_scale(config, params, hidden, unembedding), want, 1000 * EPS * (1 + np.abs(want)))
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_random_start_is_not_the_identity(kind):
-    params = init(config_of(kind, identity_start=False))
-    got = np.asarray(log_scale(config_of(kind), params, *inputs(), WHERE, SEGMENTS))
-    assert np.abs(got[SEGMENTS > 0]).min() > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,15 +272,8 @@ def test_heads_that_do_not_divide():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_reads_the_options_that_its_entry_names(kind):
     """Another value of those builds another module; of the others it builds the same one."""
-    changed = {
-        "pooling": "sequence",
-        "identity_start": False,
-        "intermediate_size": 10,
-        "num_heads": 1,
-        "normalize": False,
-        "min_scale": 0.5,
-        "features": ALL,
-    }
+    changed = {"pooling": "sequence", "identity_start": False, "normalize": False, "features": ALL}
+    changed |= {"intermediate_size": 10, "num_heads": 1, "min_scale": 0.5}
     plain = HeadConfig(kind=kind, hidden_size=D)
     for name, value in changed.items():
         other = HeadConfig(kind=kind, hidden_size=D, **{name: value})
@@ -315,33 +284,10 @@ def test_a_kind_reads_the_options_that_its_entry_names(kind):
         assert same == (name not in heads.HEADS[kind].options), name
 
 
-# With `config_of`: D = 8, an MLP of 6, 2 attention heads.
-PARAMETERS = {
-    "constant": 1,
-    "linear": D + 1,
-    "mlp": D * 2 * 6 + 6 + 1,
-    "transformer": 4 * D * D + 3 * D * 6 + 2 * D + D + 1,
-}
-
-
-def test_number_of_parameters():
-    counts = {}
-    for kind in KINDS:
-        shapes = jax.eval_shape(config_of(kind).init, jax.random.key(0))
-        counts[kind] = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    assert counts == PARAMETERS
-
-
 def test_a_fitted_head_prints_no_weights():
     config = config_of("mlp")
     head = FittedHead(config, init(config), -0.25, "0123456789abcdef")
     assert repr(head) == "FittedHead(mlp, 103 parameters, log_factor=-0.25, base 0123456789ab)"
-
-
-def test_configurations_are_static_arguments():
-    config = config_of("mlp", features=list(ALL))
-    assert hash(config) == hash(dataclasses.replace(config))
-    assert config.features == ALL
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -367,23 +313,13 @@ def test_gradient_reaches_every_parameter(kind):
 
 def small_model(dtype, norm=1.0, seed=0):
     """A Llama of one block whose final norm weighs `norm`, so hidden states are of that size; with near ties in W."""
-    config = models.DecoderConfig(
-        family="llama",
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=12,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=4,
-        max_positions=8,
-    )
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 12, "max_positions": 8}
+    sizes |= {"num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
+    config = models.DecoderConfig(family="llama", **sizes)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.5, models.abstract_params(config))
-    norms = [k for k in traverse_util.flatten_dict(params) if "final_norm" in k or k[0] in ("norm", "final_norm")]
-    assert len(norms) == 1, traverse_util.flatten_dict(params).keys()
     flat = traverse_util.flatten_dict(params)
-    flat[norms[0]] = np.full_like(flat[norms[0]], norm)
+    flat["final_norm", "scale"] = np.full_like(flat["final_norm", "scale"], norm)
     w = flat[("unembedding",)]
     w[5], w[8] = w[2], np.nextafter(w[2], np.float32(np.inf))  # a tie and a tie but for one rounding
     w[10] = w[3] * np.float32(1 + 1e-6)
@@ -391,15 +327,12 @@ def small_model(dtype, norm=1.0, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),  # constant and mlp: `test_the_lower_bound_can_be_lifted`
+    ("kind", "dtype"),  # constant and mlp: also `test_the_lower_bound_can_be_lifted`
     [
-        pytest.param(kind, dtype, id=f"{kind}-{dtype.__name__}", marks=() if default else pytest.mark.slow)
-        for kind, dtype, default in (
-            ("constant", jnp.bfloat16, False),
-            ("linear", jnp.float32, True),
-            ("mlp", jnp.float32, False),
-            ("transformer", jnp.bfloat16, True),
-        )
+        pytest.param("constant", jnp.bfloat16, marks=pytest.mark.slow),
+        ("linear", jnp.float32),
+        pytest.param("mlp", jnp.float32, marks=pytest.mark.slow),
+        ("transformer", jnp.bfloat16),
     ],
 )
 def test_no_head_changes_the_most_likely_token(kind, dtype):
@@ -432,16 +365,7 @@ def test_log_factor_is_added_to_every_token():
     hidden, unembedding = inputs()
     params = random_params(config, 0.3)
     plain, scaled = (FittedHead(config, params, factor, "") for factor in (0.0, -0.25))
-    run = jax.jit(
-        lambda: [h.log_scale(hidden, unembedding, where=WHERE, segment_ids=SEGMENTS) for h in (plain, scaled)]
-    )
-    a, b = map(np.asarray, run())
+    a, b = (np.asarray(h.log_scale(hidden, unembedding, where=WHERE, segment_ids=SEGMENTS)) for h in (plain, scaled))
     assert_within(a, log_scale(config, params, hidden, unembedding, WHERE, SEGMENTS), 8 * EPS)
     assert b.dtype == np.float32
     assert_within(b, a - 0.25, 2 * EPS)
-
-
-def test_the_refitted_factor_is_added_to_the_log_scale():
-    config = config_of("constant")
-    head = FittedHead(config, {"log_scale": jnp.float32(0.2)}, 0.3, "")
-    np.testing.assert_allclose(head.log_scale(*inputs()), 0.5, rtol=1e-6)

@@ -59,12 +59,8 @@ def test_an_export_is_read_back_to_the_same_bits(tmp_path, kind):
     again = load_head(tmp_path / "out", lm)
     assert (again.config, again.log_factor) == (head.config, head.log_factor)
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
-
-
-def test_a_head_is_exported_with_its_own_model_alone(tmp_path):
-    head = random_head(make_lm(), "linear")
     with pytest.raises(UserError, match="another base model"):
-        export_head(tmp_path / "out", head, make_lm(seed=1))
+        export_head(tmp_path / "other", head, make_lm(seed=1))
 
 
 def padded(tokens, fills=(3, 0)):
@@ -117,15 +113,14 @@ def test_parity_of_every_family(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["transformer"])
-def test_decoding_with_a_cache_and_padding(tmp_path, llama, kind):
+def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     """Greedy text of JAX and PyTorch is equal, and scores of generated tokens are those of one pass without a cache."""
     import torch
 
     from calibjax.torch import attach
 
     theirs, lm = llama
-    head = random_head(lm, kind)
+    head = random_head(lm, "transformer")
     export_head(tmp_path / "head", head, lm)
     prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
     ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
@@ -209,8 +204,6 @@ def test_what_compare_kept(tmp_path):
 
 
 def test_errors(tmp_path, llama):
-    import torch
-
     from calibjax.torch import HeadError, attach
 
     theirs, lm = llama
@@ -234,7 +227,6 @@ def test_errors(tmp_path, llama):
             read(tmp_path / "head")
     with pytest.raises(HeadError, match="not a head"):
         attach(theirs, tmp_path)
-    assert torch.equal(theirs(torch.ones(1, 2, dtype=torch.long)).logits.isnan().any(), torch.tensor(False))
 
 
 def rewritten(folder, name, content):
@@ -261,21 +253,17 @@ def test_hostile_files(tmp_path, llama, damage):
     tensors = load(arrays)
     kernel = tensors["output.kernel"]
     changed = {
-        "truncated": lambda: arrays[: len(arrays) // 2],
-        "long header": lambda: (1 << 60).to_bytes(8, "little") + arrays[8:],
-        "wide": lambda: save({**tensors, "output.kernel": np.ones((len(kernel) + 1, 1), np.float32)}),
-        "a parameter less": lambda: save({name: x for name, x in tensors.items() if name != "output.kernel"}),
-        "NaN": lambda: save({**tensors, "output.kernel": kernel * np.float32("nan")}),
+        "truncated": arrays[: len(arrays) // 2],
+        "long header": (1 << 60).to_bytes(8, "little") + arrays[8:],
+        "wide": save({**tensors, "output.kernel": np.ones((len(kernel) + 1, 1), np.float32)}),
+        "a parameter less": save({name: x for name, x in tensors.items() if name != "output.kernel"}),
+        "NaN": save({**tensors, "output.kernel": kernel * np.float32("nan")}),
+        "deep": b"[" * 100_000,
+        "unknown kind": json.dumps({**description, "head": {**description["head"], "kind": "pickle"}}).encode(),
+        "other schema": json.dumps({**description, "schema": 2}).encode(),
     }
-    texts = {
-        "deep": lambda: "[" * 100_000,
-        "unknown kind": lambda: json.dumps({**description, "head": {**description["head"], "kind": "pickle"}}),
-        "other schema": lambda: json.dumps({**description, "schema": 2}),
-    }
-    if damage in changed:
-        rewritten(tmp_path / "head", "head.safetensors", changed[damage]())
-    else:
-        rewritten(tmp_path / "head", "head.json", texts[damage]().encode())
+    name = "head.json" if damage in ("deep", "unknown kind", "other schema") else "head.safetensors"
+    rewritten(tmp_path / "head", name, changed[damage])
     with pytest.raises(HeadError, match="schema 1, not 2" if damage == "other schema" else "not a head written by"):
         read(tmp_path / "head")
 
@@ -362,12 +350,8 @@ def test_the_guide(tmp_path, monkeypatch):
     (push,) = re.findall(r"```sh\n(calibjax push .*?)\n```", GUIDE)
     with serving() as hub:
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        environment |= {
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_DISABLE_XET": "1",
-        }
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        environment["HF_HUB_DISABLE_XET"] = "1"
         subprocess.run([sys.executable, "-m", *push.split()], env=environment, check=True, timeout=300)
         pushed = hub.models["org/name"]
         assert "head.safetensors" in pushed.commits[pushed.refs["main"]]

@@ -16,6 +16,7 @@ from ports import free_port
 from test_torch import random_head
 from tiny import WORDS, write_tokenizer
 
+from calibjax.heads import FEATURES
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_logprobs
 from calibjax.train.portable import export_head
@@ -95,12 +96,7 @@ def exports(tmp_path_factory):
     torch_model(folder / "model", SETTINGS)
     write_tokenizer(folder / "model", WORDS)
     lm = load_model(folder / "model")
-    heads = {
-        "all": random_head(
-            lm, "mlp", ("hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding")
-        ),
-        "transformer": random_head(lm, "transformer"),
-    }
+    heads = {"all": random_head(lm, "mlp", tuple(FEATURES)), "transformer": random_head(lm, "transformer")}
     for name, head in heads.items():
         export_head(folder / name, head, lm)
     return folder, lm, heads

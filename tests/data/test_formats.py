@@ -12,13 +12,11 @@ from calibjax.runtime.errors import UserError
     [
         (["id", "text"], "text", ["text"]),
         (["content"], "text", ["content"]),
-        (["instruction", "input", "output"], "instruction", ["instruction", "input", "output"]),
         (["instruction", "input", "output", "text"], "instruction", ["instruction", "input", "output"]),
         (["instruction", "output"], "instruction", ["instruction", "output"]),
         (["instruction", "context", "response"], "instruction", ["instruction", "context", "response"]),
         (["prompt", "completion"], "prompt", ["prompt", "completion"]),
         (["question", "answer"], "prompt", ["question", "answer"]),
-        (["prompt", "response"], "prompt", ["prompt", "response"]),
         (["prompt", "output"], "prompt", ["prompt", "output"]),
         (["messages", "prompt", "response"], "chat", ["messages"]),
         (["conversations"], "chat", ["conversations"]),

@@ -91,21 +91,12 @@ def test_length_that_fits_the_rows():
     length = choose_seq_len(Rows(rows, "made"), format, tokenizer, None)
     assert length % 64 == 0
     assert sum(count > length for count in counts) <= 5 < sum(count > length - 64 for count in counts)
-    assert choose_seq_len(Rows(rows, "made"), format, tokenizer, 200) == 200
-    assert choose_seq_len(Rows(rows[:3], "made"), format, tokenizer, None) == 128
     long = [{"prompt": "say", "response": "word " * 3000}]
-    assert choose_seq_len(Rows(long, "made"), format, tokenizer, None) == 1024
     text = recognise(rows, "response")
-    assert choose_seq_len(Rows(rows, "made"), text, tokenizer, None) == 128
-
-
-@pytest.mark.parametrize("layout", ["pad", "pack"])
-def test_chat_from_file(tmp_path, layout):
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "i am fine."}]
-    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 5)
-    sequences, description = load_sequences(
-        read_source(tmp_path / "chat.jsonl"), tokenizer_of("craftgpt-5M"), seq_len=64, layout=layout
-    )
-    assert len(sequences.tokens) == (5 if layout == "pad" else 1)
-    assert int(sequences.where.sum()) == 5 * 5  # four tokens and the end
-    assert "chat (column messages), 5 rows read, 0 of them dropped" in description
+    for some, kind, context, expected in (
+        (rows, format, 200, 200),
+        (rows[:3], format, None, 128),
+        (long, format, None, 1024),
+        (rows, text, None, 128),
+    ):
+        assert choose_seq_len(Rows(some, "made"), kind, tokenizer, context) == expected

@@ -72,12 +72,6 @@ def test_sequences_of_one_row_share_a_source():
     assert len(set(sequences.source)) > 1
 
 
-def test_pack_is_deterministic():
-    first, second = (make_sequences(make_examples(range(2, 60)), 33, layout="pack") for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_pack_keeps_the_order_of_a_document():
     sequences = make_sequences(make_examples([500], document=True, predicted=1.0), 9, layout="pack")
     assert (np.diff(sequences.tokens[:, 0]) == 8).all()
@@ -93,15 +87,12 @@ def test_pad_overlaps_by_one_token():
     np.testing.assert_array_equal(sequences.source, [0, 0])
 
 
-def test_full_cuts_and_drops():
+def test_full_cuts_and_drops_rows_and_reads_on_in_documents():
     sequences = make_sequences(make_examples([5, 4, 20, 3], predicted=1.0), 5, layout="full")
     check_shapes(sequences, 5)
     np.testing.assert_array_equal(sequences.tokens, [[1000, 1001, 1002, 1003], [3000, 3001, 3002, 3003]])
     np.testing.assert_array_equal(sequences.targets, sequences.tokens + 1)
     np.testing.assert_array_equal(sequences.source, [0, 2])
-
-
-def test_full_documents_read_on():
     sequences = make_sequences(make_examples([10, 4, 14], document=True, predicted=1.0), 5, layout="full")
     np.testing.assert_array_equal(sequences.tokens[:, 0], [1000, 1004, 3000, 3004, 3008])
     np.testing.assert_array_equal(sequences.source, [0, 0, 2, 2, 2])
@@ -127,26 +118,17 @@ def test_max_sequences_reads_no_further():
 
 
 def test_errors():
-    with pytest.raises(UserError, match="seq_len: expected at least 2"):
-        make_sequences(make_examples([5]), 1)
-    with pytest.raises(UserError, match="layout: expected one of pack, pad, full, got 'packed'"):
-        make_sequences(make_examples([5]), 4, layout="packed")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="max_sequences: expected at least 1"):
-        make_sequences(make_examples([5]), 4, max_sequences=0)
-    with pytest.raises(UserError, match=r"no sequence of 9 tokens .*smaller seq_len"):
-        make_sequences(make_examples([5, 8]), 9, layout="full")
-    for layout in ("pad", "pack"):
-        with pytest.raises(UserError, match=r"no sequence of 9 tokens .*empty"):
-            make_sequences(make_examples([0, 1]), 9, layout=layout)
-
-
-def test_check_context():
+    for lengths, seq_len, options, message in (
+        ([5], 1, {}, "seq_len: expected at least 2"),
+        ([5], 4, {"layout": "packed"}, "layout: expected one of pack, pad, full, got 'packed'"),
+        ([5], 4, {"max_sequences": 0}, "max_sequences: expected at least 1"),
+        ([5, 8], 9, {"layout": "full"}, "no sequence of 9 tokens .*smaller seq_len"),
+        ([0, 1], 9, {"layout": "pad"}, "no sequence of 9 tokens .*empty"),
+        ([0, 1], 9, {"layout": "pack"}, "no sequence of 9 tokens .*empty"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_sequences(make_examples(lengths), seq_len, **options)
     check_context(512, 512)
     check_context(10**6, None)
     with pytest.raises(UserError, match=r"seq_len=513 is longer than the model's context of 512 tokens. Give 512"):
         check_context(513, 512)
-
-
-def test_repr_prints_no_arrays():
-    sequences = make_sequences([Example(np.arange(9, dtype=np.int32), np.arange(9) > 3, 0)], 9, layout="pad")
-    assert repr(sequences) == "Sequences(1 of 8 inputs, 5 targets in the loss)"

