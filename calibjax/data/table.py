@@ -36,8 +36,9 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "features": ("features",),
     "unembedding": ("unembedding",),
 }
-_WORDS = dict.fromkeys(("true", "yes", "correct", "right", "t", "y"), 1.0)
-_WORDS |= dict.fromkeys(("false", "no", "incorrect", "wrong", "f", "n"), 0.0)
+_RIGHT = ("true", "yes", "correct", "right", "t", "y")
+_WRONG = ("false", "no", "incorrect", "wrong", "f", "n")
+_WORDS: dict[str, float] = {**dict.fromkeys(_RIGHT, 1.0), **dict.fromkeys(_WRONG, 0.0)}
 _NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
 _LARGEST = float(np.finfo(np.float32).max)
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
@@ -68,8 +69,9 @@ class PredictionTable:
         """Returns the rows at `rows`."""
         held = self.predictions._asdict()
         picked = {name: np.asarray(x)[rows] for name, x in held.items() if x is not None and name != "unembedding"}
-        others = (None if x is None else x[rows] for x in (self.groups, self.categories, self.probabilities))
-        return PredictionTable(self.predictions._replace(**picked), *others)
+        others = (self.groups, self.categories, self.probabilities)
+        groups, categories, probabilities = (None if x is None else x[rows] for x in others)
+        return PredictionTable(self.predictions._replace(**picked), groups, categories, probabilities)
 
     def __len__(self) -> int:
         fields = (self.predictions.logits, self.predictions.confidence)

@@ -1,6 +1,5 @@
 """Tokenising: the ids are the tokenizer's own, and the mask covers the answers and what ends them."""
 
-import json
 import logging
 
 import numpy as np
@@ -11,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from calibjax.data import examples as examples_module
 from calibjax.data import recognise, tokenize_rows
 from calibjax.data.examples import _find_answers
-from calibjax.data.render import Rendered, describe_template
+from calibjax.data.render import Rendered
 from calibjax.runtime.errors import UserError
 
 CHATML = (
@@ -61,7 +60,7 @@ def show(example, tokenizer):
 
 def test_plain_text_is_the_tokenizers_own(caplog):
     tokenizer = tokenizer_of("stories260K")
-    texts = ["Once upon a time", "", "word " * 400]
+    texts = ["Once upon a time", "", "word " * 400, *map(str, range(2500))]
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").addHandler(caplog.handler)
         examples = tokenize([{"text": text} for text in texts], tokenizer)
@@ -77,9 +76,7 @@ def test_plain_text_is_the_tokenizers_own(caplog):
     ("row", "options", "expected"),
     [
         ({"instruction": "Add", "input": "1+1", "output": "two"}, {}, "Add\n\n1+1\n\n[two</s>]"),
-        ({"instruction": "Sing", "input": "", "output": "la"}, {}, "Sing\n\n[la</s>]"),
         ({"instruction": "Sing", "input": None, "output": "la"}, {}, "Sing\n\n[la</s>]"),
-        ({"question": "Who?", "answer": "Me"}, {}, "Who?\n\n[Me</s>]"),
         ({"question": "Who?", "answer": ""}, {}, "Who?\n\n[</s>]"),
         (
             {"instruction": "Add", "input": "1+1", "output": "two", "tone": "dry"},
@@ -118,18 +115,18 @@ def test_with_chat_template(eos):
     for row in ({"messages": TURNS}, {"conversations": other}):
         (example,) = tokenize([row], tokenizer)
         assert show(example, tokenizer) == expected
-    (example,) = tokenize([{"instruction": "Add", "input": "1", "output": " x "}], tokenizer)
-    assert show(example, tokenizer) == (
-        "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n"
-    )
-    (example,) = tokenize([{"instruction": "Add", "output": "x"}], tokenizer, prompt_template="{instruction}=")
-    assert show(example, tokenizer) == f"Add=[x{eos}]"
-
-
-def test_assistant_speaks_first():
-    tokenizer = make_tokenizer(CHATML)
-    (example,) = tokenize([{"messages": TURNS[2:4]}], tokenizer)
-    assert show(example, tokenizer).startswith("<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user")
+    first = {"messages": TURNS[2:4]}  # the assistant speaks first
+    for row, options, expected in (
+        (first, {}, "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n"),
+        (
+            {"instruction": "Add", "input": "1", "output": " x "},
+            {},
+            "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n",
+        ),
+        ({"instruction": "Add", "output": "x"}, {"prompt_template": "{instruction}="}, f"Add=[x{eos}]"),
+    ):
+        (example,) = tokenize([row], tokenizer, **options)
+        assert show(example, tokenizer) == expected
 
 
 def test_chat_template_of_a_real_model():
@@ -172,13 +169,16 @@ def test_tokens_without_width():
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
         ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
         ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text or a list of text parts"),
-        ({"text": 3}, None, "row 0 .*'text': expected a string, got int"),
         ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
+        ({"prompt": "a", "response": "b"}, "slow", "not a fast tokenizer"),
     ],
 )
-def test_bad_rows(row, template, message):
+def test_bad_rows(row, template, message, monkeypatch):
+    tokenizer = make_tokenizer(template)
+    if template == "slow":
+        monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(UserError, match=message):
-        tokenize([row], make_tokenizer(template))
+        tokenize([row], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -195,21 +195,6 @@ def test_bad_rows(row, template, message):
 def test_bad_prompt_template(row, template, message):
     with pytest.raises(UserError, match=message):
         tokenize([row], make_tokenizer(), prompt_template=template)
-
-
-def test_slow_tokenizer_for_responses(monkeypatch):
-    tokenizer = make_tokenizer()
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match="not a fast tokenizer"):
-        tokenize([{"prompt": "a", "response": "b"}], tokenizer)
-
-
-def test_many_rows_keep_their_order():
-    rows = [{"text": json.dumps(i)} for i in range(2500)]
-    tokenizer = make_tokenizer()
-    examples = tokenize(rows, tokenizer)
-    assert [tokenizer.decode(e.tokens).replace(" ", "") for e in examples] == [row["text"] for row in rows]
-    assert [e.row for e in examples] == list(range(2500))
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])
@@ -258,9 +243,3 @@ def test_a_text_that_begins_with_the_token_that_is_added_is_named(caplog):
     first, second, _ = tokenize_rows(rows, recognise(rows), tokenizer_of("stories260K"))
     assert caplog.text.count("row 1 begins with <s>, and the tokenizer adds it: the model reads it twice") == 1
     assert second.tokens[:2].tolist() == [first.tokens[0]] * 2
-
-
-def test_a_template_with_a_date_is_named():
-    tokenizer = make_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
-    format = recognise([{"messages": TURNS}])
-    assert "today's date: tomorrow's tokens differ" in describe_template(format, tokenizer)

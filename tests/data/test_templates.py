@@ -67,14 +67,8 @@ QWEN3 = (
 )
 IM = ("<|im_start|>user\n", "<|im_end|>\n"), ("<|im_start|>assistant\n", "<|im_end|>\n")
 SHAPES = {
-    "chatml": Shape(
-        turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n", "<|im_start|>assistant\n"),
-        *IM,
-    ),
-    "chatml that ignores the generation prompt": Shape(
-        turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n"),
-        *IM,
-    ),
+    "chatml": Shape(turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n", "<|im_start|>assistant\n"), *IM),
+    "chatml that ignores the generation prompt": Shape(turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n"), *IM),
     "vicuna": Shape(either("USER: " + C + " ", "ASSISTANT: " + C + "</s>"), ("USER: ", " "), ("ASSISTANT: ", "</s>")),
     "role and colon": Shape(turns("{{ m.role + ': ' + m.content }}\n"), ("user: ", "\n"), ("assistant: ", "\n")),
     "alpaca headers": Shape(
@@ -82,24 +76,10 @@ SHAPES = {
         ("### User:\n", "\n\n"),
         ("### Assistant:\n", "</s>\n\n"),
     ),
-    "alpaca headers without end": Shape(
-        either("### User: " + C + "\n", "### Assistant: " + C + "\n"), ("### User: ", "\n"), ("### Assistant: ", "\n")
-    ),
     "llama 2": Shape(
         either("<s>[INST] {{ m.content | trim }} [/INST]", " {{ m.content | trim }} </s>"),
         ("<s>[INST] ", " [/INST]"),
         (" ", " </s>"),
-        "strip",
-    ),
-    "mistral": Shape(either("[INST] " + C + "[/INST]", " " + C + "</s>"), ("[INST] ", "[/INST]"), (" ", "</s>")),
-    "llama 3": Shape(
-        "<s>"
-        + turns(
-            "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>",
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
-        ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
         "strip",
     ),
     "gemma": Shape(
@@ -115,11 +95,6 @@ SHAPES = {
         turns("<|{{ m.role }}|>\n" + C + "<|end|>\n", "<|assistant|>\n") + "{{ '' }}",
         ("<|user|>\n", "<|end|>\n"),
         ("<|assistant|>\n", "<|end|>\n"),
-    ),
-    "zephyr": Shape(
-        turns("<|{{ m.role }}|>\n{{ m.content + eos_token }}\n", "<|assistant|>\n"),
-        ("<|user|>\n", "</s>\n"),
-        ("<|assistant|>\n", "</s>\n"),
     ),
     "nothing but text": Shape(either(C + "\n", C + "</s>"), ("", "\n"), ("", "</s>")),
     "json": Shape(
@@ -153,27 +128,9 @@ SHAPES = {
         "rstrip",
     ),
 }
-WRITTEN = {
-    "as is": str,
-    "strip": str.strip,
-    "rstrip": str.rstrip,
-    "json": lambda text: json.dumps(text)[1:-1],
-}
+WRITTEN = {"as is": str, "strip": str.strip, "rstrip": str.rstrip, "json": lambda text: json.dumps(text)[1:-1]}
 PIECES = (
-    *(
-        "t",
-        "a",
-        "user",
-        "assistant",
-        "ASSISTANT:",
-        "### Assistant:",
-        "model",
-        "content",
-        " ",
-        "\n",
-        "hi there",
-        "USER: ",
-    ),
+    *("t", "a", "user", "assistant", "ASSISTANT:", "### Assistant:", "model", "content", " ", "\n", "hi there"),
     *('"', "{{ 1 }}", "{% if", "[", "]", "<think>", "[end of assistant]", "answer0mark", "\\", "0", "think", ":", ">"),
 )
 
@@ -292,8 +249,8 @@ def test_tool_calls_are_scored_as_the_template_writes_them(template, expected, f
     assert scored_runs(example, tokenizer) == [expected]
 
 
-@pytest.mark.parametrize("thought", ["I think, therefore", "t"])
-def test_reasoning_is_scored_where_the_template_writes_it(thought):
+def test_reasoning_is_scored_where_the_template_writes_it():
+    thought = "I think, therefore"
     answer = {"role": "assistant", "content": "so it is"}
     user = {"role": "user", "content": "q"}
     tokenizer = make_tokenizer(QWEN3)

@@ -1,7 +1,7 @@
 """Every loss against its formula in float64, from dense logits; and against torch where torch has it."""
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,8 @@ TOLERANCE = 20 * EPS * 10
 ALPHA = 0.3
 
 
-class Dense(NamedTuple):
-    """What formulas are written with, float64: log q `[N, V]`, log q_y `[N]`, whether argmax q = y, ..."""
-
-    log_q: np.ndarray
-    log_q_y: np.ndarray
-    right: np.ndarray
-    normalizer: np.ndarray
-    brier: np.ndarray
+Dense = namedtuple("Dense", "log_q log_q_y right normalizer brier")
+"""What formulas are written with, float64: log q `[N, V]`, log q_y `[N]`, whether argmax q = y, ..."""
 
 
 def dense(z, y, s):
@@ -188,17 +182,6 @@ def test_top_k_of_a_small_vocabulary():
     assert_within(got, jax.jit(losses.label_smoothing)(stats_of(z, y, s), ALPHA), TOLERANCE)
 
 
-def test_brier_at_certainty():
-    """q = 1 for the target or for another token, in float32: 0 and 2 exactly, with a finite gradient."""
-    z, y = np.array([[200.0, 0.0], [200.0, 0.0]], np.float32), np.array([0, 1], np.int32)
-
-    @jax.jit
-    def run(s):
-        return jax.vjp(lambda s: losses.brier(stats_of(z, y, s), stats_of(z, y, 2 * s)), s)[0]
-
-    assert_within(run(np.ones(2, np.float32)), [0.0, 2.0], 4 * EPS, "Brier")
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 def test_label_smoothing_is_that_of_torch(beta):
     torch = pytest.importorskip("torch")
@@ -291,13 +274,8 @@ def test_the_authors_masking(alpha, mean):
     assert_within(run(y, where=real), authors_balanced(z, y, s, alpha, real), TOLERANCE, "padding")
     everything_counts = np.where(y == -100, 0, y)
     assert run(everything_counts) == run(everything_counts, "exclude")
-
-
-def test_masking_belongs_to_the_balanced_form():
-    stats = stats_of(*problem())
-    for options in ({"masking": "authors"}, {"masking": "theirs", "balanced": True}):
-        with pytest.raises(ValueError, match="masking: expected"):
-            losses.selective_smoothing(stats, **options)
+    with pytest.raises(ValueError, match="masking: expected"):
+        losses.selective_smoothing(stats_of(z, y, s), masking="authors")
 
 
 def test_focal_at_certainty():
@@ -313,7 +291,7 @@ def test_focal_at_certainty():
     assert_within(zero, want, TOLERANCE * 20)
 
 
-def test_top_label_at_certainty():
+def test_top_label_and_brier_at_certainty():
     """Confidence 1 in float32: right costs nothing, wrong costs much, but both are finite with finite gradients."""
     z = np.array([[200.0, 0.0], [200.0, 0.0], [0.0, 0.0]], np.float32)
     y = np.array([0, 1, 1], np.int32)
@@ -321,12 +299,13 @@ def test_top_label_at_certainty():
     @jax.jit
     def run(s):
         value, pull = jax.vjp(lambda s: losses.top_label(stats_of(z, y, s)), s)
-        return value, pull(jnp.ones(3))[0]
+        return value, pull(jnp.ones(3))[0], losses.brier(stats_of(z, y, s), stats_of(z, y, 2 * s))
 
-    value, grad = run(np.ones(3, np.float32))
+    value, grad, brier = run(np.ones(3, np.float32))
     assert_within(value, [1e-7, -np.log(1e-7), np.log(2)], [1e-8, 0.01, 1e-6], "loss")
     assert np.isfinite(grad).all(), grad
     assert value.max() < 16.5
+    assert_within(brier, [0.0, 2.0, 0.5], 4 * EPS, "Brier")
 
 
 def test_selective_smoothing_with_removed_entries_is_differentiable_in_the_scale():

@@ -1,5 +1,6 @@
 """Splash attention, run by Pallas' interpreter, against the dense form and float64; and which form is chosen."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -32,20 +33,10 @@ from calibjax.runtime.sharding import AXES, make_mesh
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TIME = 256  # two blocks of 128
 WINDOW = 100
+SIZES = {"vocab_size": 50, "num_layers": 3, "max_positions": 4096, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "window": WINDOW}
 CONFIG = DecoderConfig(
-    family="gemma2",
-    vocab_size=50,
-    num_layers=3,
-    max_positions=4096,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    attention_softcap=3.0,
-    attention_scale=0.7,
-    window=WINDOW,
-    local_layers=(True, False, True),
+    family="gemma2", attention_softcap=3.0, attention_scale=0.7, local_layers=(True, False, True), **SIZES
 )
 
 
@@ -242,44 +233,31 @@ def chosen(*arguments, visible=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("change", "suits"),
-    [
-        ({}, True),
-        ({"time": 768}, True),
-        ({"width": 80}, True),
-        ({"dtype": jnp.float32}, True),
-        ({"time": 640}, False),
-        ({"time": 100}, False),
-        ({"width": 72}, False),
-        ({"dtype": jnp.float16}, False),
-    ],
-)
-def test_shapes_that_suit(change, suits):
-    query, key, _ = shapes(**change)
-    assert splash.suits(query, key) is suits
-
-
-def test_float32_of_full_precision_stays_dense():
-    with jax.default_matmul_precision("highest"):
-        assert not splash.suits(*shapes(dtype=jnp.float32)[:2])
-        assert splash.suits(*shapes()[:2])
-
-
-@pytest.mark.parametrize(
     ("mesh", "change", "suits"),
     [
+        (None, {}, True),
+        (None, {"time": 768}, True),
+        (None, {"width": 80}, True),
+        (None, {"dtype": jnp.float32}, True),
+        (None, {"time": 640}, False),
+        (None, {"width": 72}, False),
+        (None, {"dtype": jnp.float16}, False),
         ((2, 2, 2), {}, True),
         ((2, 2, 2), {"batch": 6}, False),
         ((1, 2, 4), {}, False),  # two heads of keys on four devices
         ((1, 2, 4), {"kv_heads": 4}, True),
     ],
 )
-def test_meshes_that_suit(mesh, change, suits):
-    with jax.set_mesh(make_mesh(mesh)):
-        assert splash.suits(*shapes(**change)[:2]) is suits
+def test_shapes_and_meshes_that_suit(mesh, change, suits):
+    query, key, _ = shapes(**change)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+        assert splash.suits(query, key) is suits
 
 
-def test_other_meshes_do_not_suit():
+def test_full_precision_and_other_meshes_do_not_suit():
+    with jax.default_matmul_precision("highest"):
+        assert not splash.suits(*shapes(dtype=jnp.float32)[:2])
+        assert splash.suits(*shapes()[:2])
     with jax.set_mesh(jax.make_mesh((8,), ("x",))):
         assert not splash.suits(*shapes()[:2])
 
@@ -296,7 +274,6 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "time", "packed", "asked", "found"),
     [
-        ("bfloat16", 64, False, True, True),
         ("bfloat16", 64, True, True, True),
         ("bfloat16", 64, False, False, False),
         ("bfloat16", 63, False, True, False),
@@ -334,25 +311,6 @@ def test_a_command_has_the_attention_that_it_asks_for(option, context):
     assert not attention.cudnn_attention.value
 
 
-def test_cudnn_takes_no_float32(tmp_path):
-    run = eval_layers.EvalLayersOptions(
-        model="m", data="d", out=tmp_path / "x", dtype="float32", devices=DeviceOptions(cudnn_attention=True)
-    )
-    with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
-        eval_layers.run(run)
-    assert not (tmp_path / "x").exists()
-
-
-def test_cudnn_takes_no_softcap(monkeypatch):
-    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
-    with attention.cudnn_attention(True):
-        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm())
-        runs.load_placed("m", mesh, "bfloat16")
-        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
-        with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
-            runs.load_placed("m", mesh, "bfloat16")
-
-
 def test_operations_of_the_kernel_are_counted():
     """As of the dense form: blocks that are passed over count too, but for those beyond a window."""
     query, key, value = shapes(time=2048, dtype=jnp.float32)
@@ -364,6 +322,20 @@ def test_operations_of_the_kernel_are_counted():
 
     assert count(None) == dense
     assert count(512) == dense / 2  # two blocks of four
+
+
+def test_what_cudnn_does_not_take_is_refused(tmp_path, monkeypatch):
+    options = {"dtype": "float32", "devices": DeviceOptions(cudnn_attention=True)}
+    with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
+        eval_layers.run(eval_layers.EvalLayersOptions(model="m", data="d", out=tmp_path / "x", **options))
+    assert not (tmp_path / "x").exists()
+    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
+    with attention.cudnn_attention(True):
+        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm())
+        runs.load_placed("m", mesh, "bfloat16")
+        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
+        with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
+            runs.load_placed("m", mesh, "bfloat16")
 
 
 def compile_step():
