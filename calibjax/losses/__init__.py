@@ -2,6 +2,7 @@
 
 from calibjax.losses.per_token import (
     brier,
+    calibrated_reward,
     confidence_penalty,
     cross_entropy,
     focal,
@@ -16,7 +17,6 @@ from calibjax.losses.per_token import (
     z_loss,
 )
 from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, curve_loss, linear_loss
-from calibjax.losses.rewards import calibrated_reward
 
 __all__ = [
     "LOSSES",

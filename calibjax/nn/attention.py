@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
-from calibjax.nn import splash_attention as splash
+from calibjax.runtime.sharding import AXES
 
 _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
+
+_SPLASH_BLOCKS = (512, 256)
+_ROWS, _HEADS = AXES[:2], AXES[2]  # mesh axes that divide them
 
 cudnn_attention = jax.make_user_context(False)
 """`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
@@ -79,7 +84,7 @@ def attend(
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
-    `splash_attention` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
+    `splash_attend` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
     otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN
     is used for inputs that it supports. It stores no logits, but its backward pass has no fixed order of sums unless
     XLA's flag `--xla_gpu_deterministic_ops` is set.
@@ -95,9 +100,8 @@ def attend(
         `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
-    if name == "tpu" and visible.until is None and splash.suits(query, key):
-        arguments = (visible.segment_ids, visible.windows, visible.kind)
-        return splash.attend(query, key, value, *arguments, scale=scale, softcap=softcap, sinks=sinks)
+    if name == "tpu" and visible.until is None and suits_splash(query, key):
+        return splash_attend(query, key, value, visible, scale=scale, softcap=softcap, sinks=sinks)
     time = query.shape[1]
     mask = visible.mask(time, key.shape[1])
     if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
@@ -182,3 +186,94 @@ def attend_by_products(
     mixed = sum(scatter(product(gather(part, value), value)) for part, (_, value) in zip(split, past, strict=True))
     # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
     return jnp.moveaxis((mixed / total).astype(dtype), 2, 1)
+
+
+def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -> bool:
+    """Whether the kernel supports these shapes of the whole batch on the current mesh; decided while tracing.
+
+    It requires whole sequences in blocks of at least 256 tokens; bfloat16, or float32 with default matmul precision
+    (which the kernel's gradient ignores); and rows and heads that the devices of the mesh divide.
+    """
+    batch, length, heads, width = query.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, columns = 1, 1
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if set(AXES) <= set(mesh.axis_names):
+        rows, columns = math.prod(mesh.shape[axis] for axis in _ROWS), mesh.shape[_HEADS]
+    return (
+        length == key.shape[1]
+        and length % _SPLASH_BLOCKS[-1] == 0
+        and width % 16 == 0
+        and (query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None))
+        and mesh.size in (0, rows * columns)
+        and batch % rows == heads % columns == key.shape[2] % columns == 0
+    )
+
+
+def splash_attend(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    visible: Visible,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """`attend` without stored logits, for shapes that `suits_splash` accepts: JAX's splash attention.
+
+    The kernel (`jax.experimental.pallas.ops.tpu.splash_attention`) iterates over blocks of keys with a running softmax
+    (Dao et al., 2022, https://arxiv.org/abs/2205.14135), skips blocks that order or window mask completely, and
+    recomputes the weights in the backward pass from one number per row. It stores `[B, T, H, K]` and 4 bytes for each
+    of `[B, H, T]`, where the dense form stores `[B, H, T, T]` in float32.
+    """
+
+    def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
+        # The kernel has no scale argument. The product is rounded to the dtype of the queries.
+        query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        arguments = (query, key, value, segment_ids, sinks)
+        branches = [functools.partial(_over_rows, window, softcap) for window in visible.windows]
+        mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
+        return jnp.swapaxes(mixed, 1, 2)
+
+    arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
+    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return on_device(*arguments)
+    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
+    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
+
+
+def _over_rows(window: int | None, softcap: float | None, query, key, value, segment_ids, sinks) -> Array:
+    """Maps the kernel over the rows of the batch; the head axis is before time."""
+    # Not above: Mosaic takes long to import, and most platforms never need it.
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
+
+    def over_row(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+        ids = None if segment_ids is None else library.SegmentIds(segment_ids, segment_ids)
+        return kernel(query, key, value, ids, sinks)
+
+    # The kernel promotes dtypes and ranks internally, which fails under strict promotion.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.vmap(over_row)(query, key, value, segment_ids)
+
+
+def _kernel(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool = False) -> Any:
+    """Kernel for the heads of one device. The library caches its block tables for equal masks."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    block = next(block for block in _SPLASH_BLOCKS if length % block == 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    shape = (length, length)
+    mask: Any = library.CausalMask(shape) if window is None else library.LocalMask(shape, (window - 1, 0), 0)
+    return library.make_splash_mha(
+        library.MultiHeadMask([mask] * heads),
+        block_sizes=library.BlockSizes(**dict.fromkeys(names, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )

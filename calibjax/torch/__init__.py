@@ -13,7 +13,6 @@ transformers:
 """
 
 from calibjax.torch.attach import Attached, Generated, TokenScores, attach
-from calibjax.torch.heads import HeadError, TemperatureHead, load_head
-from calibjax.torch.onnx import to_onnx
+from calibjax.torch.heads import HeadError, TemperatureHead, load_head, to_onnx
 
 __all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores", "attach", "load_head", "to_onnx"]

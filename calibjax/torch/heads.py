@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -250,3 +252,29 @@ def scaled_logits(logits: Tensor, log_scale: Tensor) -> Tensor:
     top = scaled.gather(-1, best)
     others = torch.arange(logits.shape[-1], device=logits.device) != best
     return torch.where(others & (scaled >= top), torch.nextafter(top, top.new_tensor(-math.inf)), scaled)
+
+
+def to_onnx(path: str | Path) -> bytes:
+    """Returns the head of an export as an ONNX model; path and errors as of `load_head`. Needs onnx and onnxscript.
+
+    Its inputs are `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding), its output is
+    `log_scale` (float32 `[B, T]`); B and T are of any size.
+    """
+    head = load_head(path).eval()
+    axes = {0: torch.export.Dim("B"), 1: torch.export.Dim("T")}
+    logging.disable(logging.WARNING)  # it describes its own workings
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = torch.onnx.export(
+                head,
+                (torch.zeros(2, 3, head.width), torch.ones(2, 3, dtype=torch.bool)),
+                input_names=["features", "mask"],
+                output_names=["log_scale"],
+                dynamic_shapes=(axes, axes),
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        logging.disable(logging.NOTSET)
+    assert program is not None
+    return program.model_proto.SerializeToString()

@@ -23,7 +23,6 @@ from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
-from calibjax.nn import splash_attention as splash
 from calibjax.nn.attention import Visible
 from calibjax.runtime.compilers import with_compiler
 from calibjax.runtime.distributed import DeviceOptions
@@ -44,8 +43,8 @@ CONFIG = DecoderConfig(
 def on_tpu(monkeypatch):
     """Attention as on a TPU, its kernels in small blocks and run by the interpreter."""
     monkeypatch.setattr(attention, "platform", lambda: Platform("tpu", "TPU v5 lite"))
-    monkeypatch.setattr(splash, "_kernel", functools.partial(splash._kernel, interpret=True))
-    monkeypatch.setattr(splash, "_BLOCKS", (128,))
+    monkeypatch.setattr(attention, "_kernel", functools.partial(attention._kernel, interpret=True))
+    monkeypatch.setattr(attention, "_SPLASH_BLOCKS", (128,))
 
 
 def segments(length=TIME):
@@ -251,15 +250,15 @@ def chosen(*arguments, visible=None, **options):
 def test_shapes_and_meshes_that_suit(mesh, change, suits):
     query, key, _ = shapes(**change)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
-        assert splash.suits(query, key) is suits
+        assert attention.suits_splash(query, key) is suits
 
 
 def test_full_precision_and_other_meshes_do_not_suit():
     with jax.default_matmul_precision("highest"):
-        assert not splash.suits(*shapes(dtype=jnp.float32)[:2])
-        assert splash.suits(*shapes()[:2])
+        assert not attention.suits_splash(*shapes(dtype=jnp.float32)[:2])
+        assert attention.suits_splash(*shapes()[:2])
     with jax.set_mesh(jax.make_mesh((8,), ("x",))):
-        assert not splash.suits(*shapes()[:2])
+        assert not attention.suits_splash(*shapes()[:2])
 
 
 def test_the_platform_chooses(on_tpu, monkeypatch):
@@ -317,7 +316,7 @@ def test_operations_of_the_kernel_are_counted():
     dense = 2 * 2 * 4 * 4 * 2048 * 2048 * 64
 
     def count(window):
-        form = functools.partial(splash.attend, segment_ids=None, windows=(window,), kind=None, scale=1.0, softcap=None)
+        form = functools.partial(attention.splash_attend, visible=Visible(windows=(window,)), scale=1.0, softcap=None)
         return flops(jax.make_jaxpr(form)(query, key, value))
 
     assert count(None) == dense
