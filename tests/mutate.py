@@ -89,6 +89,7 @@ TABLE = {
             "test_front_door.py -k another_vocabulary",
         ),
         ("example.loss_mask[start + 1 : end + 1]", "example.loss_mask[start:end]", "data/test_sequences.py"),
+        ('size, side="right"', 'size, side="left"', "data/test_splits.py"),
     ],
     "kernels/top_k.py": [
         ("TopLogits(largest, column + start)", "TopLogits(largest, column)", "kernels/test_top_k.py"),
@@ -244,9 +245,6 @@ TABLE = {
     "data/pipeline.py": [
         ("places >= len(rows)", "places > len(rows)", "data/test_pipeline.py"),
     ],
-    "data/splits.py": [
-        ('size, side="right"', 'size, side="left"', "data/test_splits.py"),
-    ],
     "data/examples.py": [
         ("np.maximum(end, begin + 1) > first", "end > first", "data/test_examples.py -k width"),
         ("twice and tokens[:2]", "twice and tokens[1:3]", "data/test_examples.py -k named"),
@@ -379,7 +377,7 @@ TABLE = {
         ("choice.text.strip() in after", "place == 0", "data/test_table.py -k reasoning"),
         ("not _LEAST < value", "not _LEAST <= value", "data/test_table.py -k sentinel"),
     ],
-    "data/messages.py": [
+    "data/formats.py": [
         ("weight != 0 and number", "number", "data/test_templates.py -k case"),
         ("number == len(parts) - 1", "number >= 0", "data/test_templates.py -k prompt"),
     ],

@@ -39,7 +39,7 @@ from calibjax.runtime.tracking import TrackerName, check_tracker
 
 if TYPE_CHECKING:
     from calibjax.data import Format, Rows, Sequences
-    from calibjax.data.splits import SplitOrder
+    from calibjax.data.sequences import SplitOrder
     from calibjax.data.table import PredictionTable
     from calibjax.eval.tokens import MethodResult
     from calibjax.models import LanguageModel

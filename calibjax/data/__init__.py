@@ -5,9 +5,19 @@ from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.load import choose_seq_len, load_sequences
 from calibjax.data.pipeline import batches, eval_batches
-from calibjax.data.sequences import Sequences, check_context, check_ids, make_sequences
+from calibjax.data.sequences import (
+    Sequences,
+    check_context,
+    check_ids,
+    concatenate,
+    count_repeats,
+    divide,
+    hold_back,
+    limit_tokens,
+    make_sequences,
+    split_sequences,
+)
 from calibjax.data.source import Rows, is_hub_id, read_source
-from calibjax.data.splits import concatenate, count_repeats, divide, hold_back, limit_tokens, split_sequences
 from calibjax.data.table import read_table, split_table
 
 __all__ = [

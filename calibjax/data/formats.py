@@ -1,9 +1,10 @@
-"""Formats of rows (text, prompts, chat), recognised by the names of their columns."""
+"""Formats of rows (text, prompts, chat), recognised by the names of their columns, and the conversations in them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
@@ -117,3 +118,149 @@ def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool
     if not is_text(value):
         raise UserError(f"{place}, column {column!r}: expected Unicode text, got half of a surrogate pair.")
     return value
+
+
+# --- conversations ---
+
+Message = dict[str, Any]
+
+# Roles of ShareGPT files under the names that chat templates know.
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SEPARATOR = "\n\n"
+"""Text between messages where there is no chat template."""
+
+
+class Conversation(NamedTuple):
+    """A conversation and which of its messages the loss includes."""
+
+    messages: list[Message]  # with "role", "content" (a string) and whatever else the row gives, none of it null
+    answers: tuple[int, ...]  # indices of the messages of the assistant whose weight is not 0, ascending
+    options: dict[str, Any]  # of the template: "tools", "documents" and those of "chat_template_kwargs"
+
+
+def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Conversation:
+    """Returns the conversation of a row: its messages, or its prompt and response as two messages.
+
+    Messages have `role` and `content`, or ShareGPT's `from` and `value`. A list of text parts becomes their text;
+    messages, tools and the arguments of tool calls may be JSON strings; null values are absent, because columnar files
+    add them. Of a prompt and a completion that are messages (TRL's), and of `history` with a prompt and a response
+    (LLaMA-Factory's), the answers are those of the last part. Columns `system`, `tools`, `documents` and
+    `chat_template_kwargs` of the row are used beside the messages.
+    """
+    options: dict[str, Any] = {}
+    if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
+        parts = [_turns(row, column, place) for column in format.columns]
+        options = _template_options(row, place)
+    else:
+        parts = _text_turns(row, format, place)
+    messages, answers = [], []
+    if isinstance(row.get("system"), str) and row["system"]:
+        messages.append({"role": "system", "content": string_at(row, "system", place)})
+    for number, (where, turns) in enumerate(parts):
+        for turn in turns:
+            message, weight = _read_message(turn, f"{where}, message {len(messages)}")
+            if message["role"] == "assistant" and weight != 0 and number == len(parts) - 1:
+                answers.append(len(messages))
+            messages.append(message)
+        roles = [message["role"] for message in messages[-len(turns) :]]
+    if "assistant" not in roles:
+        why = "no message of role assistant (or gpt), hence nothing to predict"
+        raise UserError(f"{where}: {why}. Roles: {', '.join(roles)}.")
+    return Conversation(messages, tuple(answers), options)
+
+
+def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[Any]]:
+    where, turns = f"{place}, column {column!r}", row.get(column)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parsed(turns, where)
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
+    return where, list(turns)
+
+
+def _text_turns(row: Mapping[str, Any], format: Format, place: str) -> list[tuple[str, list[Any]]]:
+    """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
+    prompt, *inputs, response = format.columns
+    text = string_at(row, prompt, place)
+    for column in inputs:
+        if more := string_at(row, column, place, optional=True):
+            text += SEPARATOR + more
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
+    return [
+        (place, [{"role": "user", "content": request}, {"role": "assistant", "content": answer}])
+        for request, answer in [*pairs, (text, string_at(row, response, place))]
+    ]
+
+
+def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
+    """A message and its weight, None if it has none."""
+    if not isinstance(turn, Mapping):
+        raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
+    message = _without_nulls(turn)
+    shown = str(message)[:60]
+    role, content = (message.pop(old, None) for old in ("from", "value"))
+    role, content = message.get("role") or role, message.get("content") or content or ""
+    if not isinstance(role, str):
+        raise UserError(f"{where}: expected role and content (or from and value) to be strings, got {shown!r}.")
+    if "train_detail" in message:
+        raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
+    trained = message.pop("train", message.pop("training", None))  # axolotl's
+    weight = message.pop("weight", trained)
+    if weight not in (None, 0, 1) or (weight and role not in ("assistant", "gpt", "function_call")):
+        raise UserError(f"{where}: expected a weight of 0, or 1 only for the assistant, got {weight!r} for {role!r}.")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            shown = str(part)[:60]
+            raise UserError(f"{where}: expected text or a list of text parts, got {shown!r}. Only text is read.")
+    content = "".join(part["text"] for part in parts)
+    call = message.pop("function_call", None)
+    if role == "function_call":  # ShareGPT's: the value is the call
+        role, content, call = "assistant", "", content
+    if call is not None:
+        message["tool_calls"] = [{"type": "function", "function": _parsed(call, where)}]
+    if "tool_calls" in message:
+        message["tool_calls"] = [_read_call(each, where) for each in _parsed(message["tool_calls"], where)]
+    return {**message, "role": _ROLES.get(role, role), "content": content}, weight
+
+
+def _read_call(call: Any, where: str) -> Message:
+    """A tool call with its arguments as an object, which templates write as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {str(call)[:60]!r}.")
+    read = {**function, "arguments": _parsed(function.get("arguments", {}), where)}
+    return {**call, "function": read} if "function" in call else read
+
+
+def _template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for column in ("tools", "documents"):
+        if value := _without_nulls(_parsed(row.get(column) or None, f"{place}, column {column!r}")):
+            if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+                raise UserError(f"{place}, column {column!r}: expected a list of objects, got {str(value)[:60]!r}.")
+            options[column] = value
+    more = _without_nulls(row.get("chat_template_kwargs") or {})
+    reserved = {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
+    if not isinstance(more, dict) or reserved & more.keys():
+        raise UserError(f"{place}, column 'chat_template_kwargs': expected an object, got {str(more)[:60]!r}.")
+    return options | more
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """A value that may be written as a JSON string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected JSON, got {value[:60]!r} ({str(error)[:60]}).") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value

@@ -7,8 +7,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data.chat_template import render_chat
-from calibjax.data.formats import Format, string_at
-from calibjax.data.messages import SEPARATOR, Conversation, Message, read_conversation
+from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read_conversation, string_at
 from calibjax.data.source import is_text
 from calibjax.runtime.errors import UserError
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import numpy as np
 
 from calibjax.data.records import flat_rows, with_truth
+from calibjax.data.sequences import check_fraction, first_groups
 from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
-from calibjax.data.splits import check_fraction, first_groups
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, user_path
 
