@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from tiny import WORDS, dense_log_probs, write_model, write_text
+import scipy.special
+from tiny import WORDS, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import load_sequences, read_source, split_sequences
@@ -70,34 +71,31 @@ def test_questions_are_whole(questions):
     rights = np.bincount(analogies.right, minlength=CHOICES)
     assert (rights > 0).all()
     for question in range(20):
-        part = analogies.sequences.take(slice(CHOICES * question, CHOICES * (question + 1)))
-        choices = [lm.tokenizer.decode(row[kept]) for row, kept in zip(part.targets, part.where, strict=True)]
+        part = analogies.choices[CHOICES * question : CHOICES * (question + 1)]
+        choices = [lm.tokenizer.decode(tokens) for _, tokens in part]
         assert len(set(choices)) == CHOICES
         step = int(analogies.categories[question][-1])
-        words = [w for w in lm.tokenizer.decode(part.tokens[0]).split() if w in WORDS]
+        words = [w for w in lm.tokenizer.decode(part[0].context).split() if w in WORDS]
         assert choices[analogies.right[question]] == WORDS[(int(words[2][1:]) + step) % 40]
         assert not set(words) & set(choices)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_choices_are_scored_as_the_dense_formula_says(questions, temperature):
+def test_choices_are_scored_at_every_temperature(questions):
+    """By the dense formula; temperature 0 is the limit."""
     lm, analogies = questions
-    sequences = analogies.sequences
-    dense = dense_log_probs(lm, sequences, -np.log(temperature))
-    each = np.take_along_axis(dense, sequences.targets[..., None], axis=-1)[..., 0]
-    expected = np.where(sequences.where, each, 0).sum(axis=1).reshape(-1, CHOICES)
-    np.testing.assert_allclose(choice_log_probs(lm, sequences, temperature, batch_size=32), expected, atol=2e-5)
-
-
-def test_temperature_zero_is_the_limit(questions):
-    lm, analogies = questions
-    cold, zero = (choice_log_probs(lm, analogies.sequences, t) for t in (0.01, 0.0))
+    scores = choice_log_probs(lm, analogies.choices, (1.0, 0.5, 0.01, 0.0))
+    context, tokens = (np.array(part) for part in zip(*analogies.choices, strict=True))
+    logits = np.asarray(lm.logits(context), np.float64)[:, -1]
+    for got, temperature in zip(scores, (1.0, 0.5), strict=False):
+        expected = logits - scipy.special.logsumexp(logits / temperature, axis=1, keepdims=True) * temperature
+        np.testing.assert_allclose(got.ravel(), expected[np.arange(len(tokens)), tokens[:, 0]] / temperature, atol=2e-5)
+    cold, zero = scores[2:]
     np.testing.assert_array_equal(cold.argmax(axis=1), zero.argmax(axis=1))
     np.testing.assert_allclose(accuracy(cold, analogies.right, 0.01), accuracy(zero, analogies.right, 0.0), atol=0.02)
     results = evaluate_analogies(lm, analogies, (1.0, 0.0))
     assert list(results) == ["1", "0"]
     assert results["1"]["questions"] == 20
-    assert results["0"]["accuracy"] == pytest.approx(np.mean(list(accuracy(zero, analogies.right, 0.0))))
+    assert results["0"]["accuracy"] == pytest.approx(accuracy(zero, analogies.right, 0.0).mean())
 
 
 def test_accuracy_is_the_chance_of_the_right_one():

@@ -1,36 +1,36 @@
 """Analogies as multiple choice: a is to b as c is to one of four words, chosen by likelihood."""
 
-import functools
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.data import Rows, Sequences, eval_batches, read_source
-from calibjax.kernels import vocab_stats
+from calibjax.data import Rows, read_source
+from calibjax.eval.tasks.scoring import Continuation, Scorer
+from calibjax.eval.tokens import identity_head
+from calibjax.heads import MAX_LOG_FACTOR
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import batch_hidden, freeze, vocab_sharding
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
 TEMPLATE = "{a} is to {b} as {c} is to"
 CHOICES = 4
+_COLDEST = math.exp(-MAX_LOG_FACTOR)  # 1/403; lower temperatures are computed as it
 
 
 class Analogies(NamedTuple):
-    """Multiple-choice questions.
+    """Q multiple-choice questions.
 
     Attributes:
-        sequences: one for each choice, `CHOICES` consecutive ones per question; only the choice's tokens are scored.
-        right: index of the correct choice of each question, int64 `[Q]`.
+        choices: prompt and choice as tokens, `CHOICES` consecutive ones per question.
+        right: index of the correct choice of each question, int64.
         categories: of each question.
     """
 
-    sequences: Sequences
+    choices: list[Continuation]
     right: Int[np.ndarray, " Q"]
     categories: list[str]
 
@@ -91,62 +91,42 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
     questions = analogy_questions(list(read_analogies(source)), count=count, seed=seed)
     if not questions:
         raise UserError(f"{source}: no question with {CHOICES} different choices.")
-    texts = [(question.prompt, f"{question.prompt} {word}") for question in questions for word in question.choices]
-    ids = [[lm.tokenizer(text)["input_ids"] for text in pair] for pair in texts]
-    longest = max(len(whole) for _, whole in ids) - 1
-    if longest > lm.config.max_positions:
-        raise UserError(f"an analogy has {longest + 1} tokens, the model reads {lm.config.max_positions}.")
-    tokens, targets, real = np.zeros((3, len(ids), longest), np.int32)
-    where = np.zeros(tokens.shape, bool)
-    for row, (prompt, whole) in enumerate(ids):
-        differs = (i for i, pair in enumerate(zip(whole, prompt, strict=False)) if pair[0] != pair[1])
-        common, length = next(differs, min(len(whole), len(prompt))), len(whole) - 1
-        tokens[row, :length], targets[row, :length], real[row, :length] = whole[:-1], whole[1:], 1
-        where[row, max(common, 1) - 1 : length] = True
-    positions = np.arange(longest, dtype=np.int32) * real
-    sequences = Sequences(tokens, targets, where, real, positions, np.arange(len(ids), dtype=np.int32))
+    choices = []
+    for question in questions:
+        prompt = lm.tokenizer(question.prompt)["input_ids"]
+        for word in question.choices:
+            whole = lm.tokenizer(f"{question.prompt} {word}")["input_ids"]
+            differs = (i for i, pair in enumerate(zip(whole, prompt, strict=False)) if pair[0] != pair[1])
+            common = max(next(differs, min(len(whole), len(prompt))), 1)
+            choices.append(Continuation(whole[:common], whole[common:]))
+    longest = max(len(context) + len(tokens) for context, tokens in choices)
+    if longest > lm.config.max_positions + 1:
+        raise UserError(f"an analogy has {longest} tokens, the model reads {lm.config.max_positions}.")
     right, categories = [question.right for question in questions], [question.category for question in questions]
-    return Analogies(sequences, np.array(right), categories)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _log_probs(config: Any, dtype: Any, greedy: bool, frozen: Any, batch: Any, scale: Any):
-    stats = vocab_stats(
-        batch_hidden(config, frozen, batch, dtype),
-        frozen.unembedding.astype(dtype),
-        batch["targets"],
-        scale=scale,
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
-        where=batch["where"],
-        statistics=("log_normalizer", "target_logit", "max_logit"),
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
-    )
-    each = stats.require("target_logit") - stats.require("max_logit") if greedy else stats.log_prob()
-    return jnp.sum(jnp.where(batch["where"], each, 0.0), axis=1)
+    return Analogies(choices, np.array(right), categories)
 
 
 def choice_log_probs(
     lm: LanguageModel,
-    sequences: Sequences,
-    temperature: float,
+    choices: Sequence[Continuation],
+    temperatures: Sequence[float],
     *,
     batch_size: int = 32,
     context: RunContext | None = None,
-) -> Float[np.ndarray, "Q C"]:
-    """log-probability of every choice's tokens at a myopic temperature of each next token; float64.
+) -> Float[np.ndarray, "K Q C"]:
+    """log-probability of every choice's tokens at K myopic temperatures of each next token; float64.
 
-    At temperature 0 the values are Σ (z_y − max_v z_v), which orders the choices as the limit of small temperatures.
+    Temperature 0 and those below 1/403 are computed as 1/403, where a difference of 0.01 between two logits decides.
     """
-    frozen, parts = freeze(lm), []
-    scale = jnp.float32(1 / temperature if temperature else 1)
+    base = identity_head(lm)
+    heads = {str(t): dataclasses.replace(base, log_factor=-math.log(max(t, _COLDEST))) for t in temperatures}
+    scorer = Scorer(lm, heads, batch_size=batch_size)
+    log_probs = np.zeros((len(heads), len(choices)))
     context = context or RunContext()
-    bar = context.bar(title=context.title or "analogies", unit="choice", total=len(sequences.tokens))
-    for batch, real in eval_batches(sequences.arrays(), batch_size):
-        parts.append(to_host(_log_probs(lm.config, lm.dtype, temperature == 0, frozen, batch, scale))[:real])
-        bar.update(real)
-    bar.close()
-    return np.concatenate(parts).astype(np.float64).reshape(-1, CHOICES)
+    bar = context.bar(scorer.stream(choices), title=context.title or "analogies", unit="choice", total=len(choices))
+    for number, score in bar:
+        log_probs[:, number] = score.log_probs.sum(axis=1, dtype=np.float64)
+    return log_probs.reshape(len(heads), -1, CHOICES)
 
 
 def accuracy(
@@ -168,12 +148,11 @@ def evaluate_analogies(
     context: RunContext | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category."""
-    context = context or RunContext()
+    temperatures = list(dict.fromkeys(temperatures))
+    log_probs = choice_log_probs(lm, analogies.choices, temperatures, batch_size=batch_size, context=context)
     results: dict[str, dict[str, Any]] = {}
     groups = np.array(analogies.categories)
-    for temperature in temperatures:
-        titled = context.titled(f"{context.title or 'analogies'} at {temperature:g}")
-        scores = choice_log_probs(lm, analogies.sequences, temperature, batch_size=batch_size, context=titled)
+    for temperature, scores in zip(temperatures, log_probs, strict=True):
         each = accuracy(scores, analogies.right, temperature)
         results[f"{temperature:g}"] = {
             "accuracy": float(each.mean()),
