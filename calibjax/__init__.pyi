@@ -2,7 +2,7 @@ from . import heads, kernels, losses, metrics, plot, recalibrate
 from .data import Sequences, split_sequences
 from .data.load import load_text
 from .eval.answers.decide import decide
-from .eval.compare.compare import Comparison, compare
+from .eval.compare import Comparison, compare
 from .eval.layers.analysis import LayersOptions, evaluate_layers
 from .eval.tasks.benchmark import evaluate_tasks
 from .eval.tasks.options import TasksOptions

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from tiny import make_lm, make_sequences, ragged
 
-from calibjax.eval.compare.contenders import Outcome, Result
-from calibjax.eval.compare.results import comparison_json
+from calibjax.eval.compare import Outcome, Result, comparison_json
 from calibjax.eval.layers.layers import LayerOutputs, layers_json
 from calibjax.eval.report.schema import SCHEMA
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
@@ -161,9 +160,9 @@ def documents():
     heads = {name: identity_head(lm) for name in ("uncalibrated", "temperature", "ats")}
     quiet = RunContext(progress=False)
     evaluated = evaluate_tokens(lm, sequences, heads, bins=2, keep_tokens=True, context=quiet)
-    tokens = results_json(evaluated, resamples=20)
+    tokens = results_json(evaluated)
     results = {name: Result(outcome(rng), 0.5, 1, None) for name in ("uncalibrated", "temperature", "histogram")}
-    rows = comparison_json(results, reference="temperature", bins=2, resamples=20)
+    rows = comparison_json(results, reference="temperature", bins=2)
     held_out = {"tokens": N, "unit": "predictions", "clusters": "rows", "reference": "temperature", "sort": "ece"}
     held_out |= {"methods": rows, "failed": {"beta": "no reason"}, "left_out": {"lore": "no features"}}
     drawn = document()
@@ -172,7 +171,7 @@ def documents():
         *(-rng.random((3, 2, N))),
         np.arange(N, dtype=np.int32) // 4,
     )
-    layers = {"tokens": N, "readout": "letters only", **layers_json(outputs, bins=2, resamples=20)}
+    layers = {"tokens": N, "readout": "letters only", **layers_json(outputs, bins=2)}
     base = {"schema": SCHEMA, "run": {"command": "train ats", "seed": 0}}
     of_models = {**tokens, "methods": dict.fromkeys(("pretrained", "lhts-T0.9"), tokens["methods"]["ats"])}
     text = next(iter(drawn["texts"].values()))
@@ -201,7 +200,7 @@ def tasks(results):
     fields = [np.stack(part) for part in zip(*outcomes, strict=True)]
     subjects = np.array(["law", "art"] * (N // 2))
     answers = Answers(*fields, subjects, {"acc": np.ones(N)}, np.zeros(N, int), 0, *np.full((3, N), ""))
-    names, options = ["uncalibrated", "temperature", "ats"], {"bins": 2, "closed": "right", "resamples": 20}
+    names, options = ["uncalibrated", "temperature", "ats"], {"bins": 2, "closed": "right"}
     of_task = answers_json(answers, names, **options)
     own = {"shots": 5, "source": "hub", "subjects": subjects_json(answers, names, **options)}
     return {"held_out": of_task, "tasks": {"mmlu": {**of_task, **own}}}

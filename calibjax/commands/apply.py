@@ -11,7 +11,7 @@ from calibjax import metrics
 from calibjax.commands.common import JsonOptions, TableOptions
 from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
-from calibjax.eval.compare.contenders import uncalibrated
+from calibjax.eval.compare import uncalibrated
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load

@@ -23,8 +23,7 @@ from calibjax.commands.common import (
     write_results,
 )
 from calibjax.data.table import PredictionTable, read_table, split_table
-from calibjax.eval.compare.compare import Comparison, Material, prediction_material, run_material
-from calibjax.eval.compare.results import SortKey
+from calibjax.eval.compare import Comparison, Material, SortKey, prediction_material, run_material
 from calibjax.eval.report import print_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.recalibrate import METHODS, Predictions, fit_daca

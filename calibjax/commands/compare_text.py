@@ -11,8 +11,7 @@ import numpy as np
 
 from calibjax.commands.common import load_placed, split_text
 from calibjax.data import Sequences, eval_batches
-from calibjax.eval.compare.compare import Material
-from calibjax.eval.compare.contenders import Contender, Outcome, contenders
+from calibjax.eval.compare import Contender, Material, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
@@ -81,7 +80,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
     base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
         if name == "temperature" or name in names:
-            rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out), _head_parameters)
+            rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out))
     if others:
         fitted = outcome_of(identity_head(lm), fit)
         with jax.set_mesh(mesh):
@@ -106,10 +105,6 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
         functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
-
-
-def _head_parameters(head: FittedHead) -> int:
-    return sum(np.size(leaf) for leaf in jax.tree.leaves(head.params))
 
 
 def _subsample(sequences: Sequences, limit: int, seed: int) -> Sequences:

@@ -1,6 +1,6 @@
 """Figures of one method, from its sums, and of subjects, as plain data: for every kind of prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,46 +9,63 @@ from jaxtyping import Bool, Float
 from calibjax import metrics
 from calibjax.runtime.arrays import AnyArray
 
+Draws = dict[str, np.ndarray]
+"""On each of R resamples of the groups: nll, brier and accuracy `[R]`; "bins", the accuracy of each, `[R, bins]`, NaN
+where it is empty."""
+_MEANS = ("nll", "brier", "accuracy")
 
-def row_json(
-    sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
-) -> dict[str, Any]:
+
+def draws_of(sums: metrics.CalibrationSums, seed: int = 0) -> Draws:
+    """The figures of resamples; `sums` has groups `[G]`."""
+    drawn = metrics.resample_sums(sums, _bins_and_means, seed=seed)
+    means = dict(zip(_MEANS, drawn[:, -len(_MEANS) :].T, strict=True))
+    return {**means, "bins": drawn[:, : -len(_MEANS)]}
+
+
+def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
+    count, _, correct, _ = (np.asarray(x) for x in sums.whole())
+    means = np.stack([sums.nll, sums.brier, correct], axis=-1) / count[..., None]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        bins = np.asarray(sums.correct) / np.asarray(sums.count)
+    return np.concatenate([bins, means], axis=-1)
+
+
+def row_json(sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", seed: int = 0) -> dict[str, Any]:
     """The figures of one method: those of `results_json` without temperatures. `sums` has groups `[G]`."""
     row: dict[str, Any] = metrics.summarise(sums)
-    whole = metrics.total(sums)
-    row |= ece_json(metrics.error_interval(sums, resamples=resamples, seed=seed), bins=len(whole.count), closed=closed)
-    drawn = metrics.resample_sums(sums, _bins_and_means, resamples=resamples, seed=seed)
-    bins = len(whole.count)
-    row["reliability"] = reliability_json(whole, drawn[:, :bins])
-    ends = (metrics.percentile_interval(values) for values in drawn[:, bins:].T)
-    row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in zip(_MEANS, ends, strict=True)}
+    whole, drawn = metrics.total(sums), draws_of(sums, seed)
+    row |= ece_json(metrics.error_interval(sums, seed=seed), bins=len(whole.count), closed=closed)
+    row["reliability"] = reliability_json(whole, drawn["bins"])
+    ends = {name: metrics.percentile_interval(drawn[name]) for name in _MEANS}
+    row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in ends.items()}
     return row
 
 
 def differences_json(
-    first: metrics.CalibrationSums, second: metrics.CalibrationSums, *, resamples: int = 1000, seed: int = 0
+    first: metrics.CalibrationSums, second: metrics.CalibrationSums, *, seed: int = 0
 ) -> dict[str, Any]:
-    """Paired differences, first minus second, of `nll`, `brier` and `ece` over the same groups `[G]`, each a
+    """Paired differences, first minus second, of `ece`, `nll` and `brier` over the same groups `[G]`."""
+    pair = first, second
+    rows, draws = [metrics.summarise(sums) for sums in pair], [draws_of(sums, seed) for sums in pair]
+    return differences_of(rows, pair, draws, ("nll", "brier"), seed)
+
+
+def differences_of(
+    rows: Sequence[Mapping[str, Any]],
+    sums: Sequence[metrics.CalibrationSums],
+    draws: Sequence[Draws],
+    names: Sequence[str],
+    seed: int,
+) -> dict[str, Any]:
+    """Paired differences, first minus second, of `ece` and those of `names` that both rows have, each a
     `metrics.Comparison` as a dictionary."""
-    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
-    drawn = [metrics.resample_sums(sums, _bins_and_means, **options) for sums in (first, second)]
-    whole = [metrics.summarise(sums) for sums in (first, second)]
-    out = {"ece": metrics.error_comparison(first, second, **options)._asdict()}
-    for name in ("nll", "brier"):
-        column = _MEANS.index(name) - len(_MEANS)
-        difference = whole[0][name] - whole[1][name]
-        out[name] = metrics.compare_resamples(difference, drawn[0][:, column], drawn[1][:, column])._asdict()
+    first, second = sums
+    out = {"ece": metrics.error_comparison(first, second, seed=seed)._asdict()}
+    for name in names:
+        one, two = (row[name] for row in rows)
+        if one is not None and two is not None:
+            out[name] = metrics.compare_resamples(one - two, *(drawn[name] for drawn in draws))._asdict()
     return out
-
-
-_MEANS = ("nll", "brier", "accuracy")
-
-
-def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
-    """`accuracy_of_bins`, then the means of `_MEANS`: `[R, bins + 3]`."""
-    count, _, correct, _ = (np.asarray(x) for x in sums.whole())
-    means = np.stack([sums.nll, sums.brier, correct], axis=-1) / count[..., None]
-    return np.concatenate([accuracy_of_bins(sums), means], axis=-1)
 
 
 def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
@@ -63,12 +80,6 @@ def wilson_interval(correct: int, count: int) -> dict[str, float]:
 
     ends = binomtest(correct, count).proportion_ci(method="wilson")
     return {"low": float(ends.low), "high": float(ends.high)}
-
-
-def accuracy_of_bins(sums: metrics.CalibrationSums) -> np.ndarray:
-    """The accuracy of each bin (NaN where it is empty): `[R, bins]`, for `resample_sums`."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(sums.correct) / np.asarray(sums.count)
 
 
 def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def evaluate_tokens(
 
 
 def results_json(
-    results: Mapping[str, MethodResult], *, closed: metrics.Closed = "right", resamples: int = 1000, seed: int = 0
+    results: Mapping[str, MethodResult], *, closed: metrics.Closed = "right", seed: int = 0
 ) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
@@ -193,7 +193,7 @@ def results_json(
     methods: dict[str, dict[str, Any]] = {}
     tokens = 0
     for name, result in results.items():
-        row = row_json(result.sums, closed=closed, resamples=resamples, seed=seed)
+        row = row_json(result.sums, closed=closed, seed=seed)
         row["temperatures"] = {
             "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
             "count": [int(n) for n in result.temperatures],
@@ -202,7 +202,7 @@ def results_json(
         methods[name] = row
         for field, other in (("against", "temperature"), ("against_uncalibrated", next(iter(results)))):
             if other in results and name != other:
-                row[field] = differences_json(result.sums, results[other].sums, resamples=resamples, seed=seed)
+                row[field] = differences_json(result.sums, results[other].sums, seed=seed)
         tokens = int(metrics.total(result.sums).whole()[0])
     return {"tokens": tokens, "methods": methods}
 

@@ -17,7 +17,7 @@ import calibjax.commands.compare_text as command
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.data.write import write_rows
-from calibjax.eval.compare.results import COMPARED
+from calibjax.eval.compare import COMPARED
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
 from calibjax.recalibrate import METHODS, Predictions, load, optimize, save

@@ -331,7 +331,7 @@ def test_level_and_power_of_the_correction_test():
 
 def test_curves_as_json():
     outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
-    document = layers_json(outputs, bins=10, resamples=50)
+    document = layers_json(outputs, bins=10)
     for layer, row in enumerate(document["curves"]):
         ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))
         expected = {

@@ -153,7 +153,7 @@ def evaluate_layers(
                 "layer": edit.layer,
                 "strength": edit.strength,
                 "fit": metrics.summarise(sums),
-                "held_out": interval_figures(on_held_out[edit], _SWEPT, seed=context.seed),
+                "held_out": interval_figures(on_held_out[edit], _SWEPT, context.seed),
             }
             for edit, sums in on_fit.items()
         ],

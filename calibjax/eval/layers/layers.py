@@ -224,7 +224,7 @@ class Phase(NamedTuple):
 
 
 def correction_phase(
-    sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, resamples: int = 1000, seed: int = 0
+    sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
     calibration error rises and falls again.
@@ -232,13 +232,13 @@ def correction_phase(
     Args:
         sums: of each layer, over the same groups, `[G, bins]`.
         agreement, fraction: see `settled_layer`.
-        resamples, seed: of the bootstrap over groups.
+        seed: of the bootstrap over groups.
     """
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
     peak = settled + int(np.argmax(errors[settled:]))
-    correction = metrics.error_comparison(sums[peak], sums[last], resamples=resamples, seed=seed)
-    p_value = correction_test(sums[settled:], resamples=resamples, seed=seed)
+    correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
+    p_value = correction_test(sums[settled:], seed=seed)
     return Phase(settled, peak, correction, p_value, bool(peak < last and p_value < 0.05))
 
 
@@ -274,7 +274,6 @@ def layers_json(
     bins: int = 15,
     closed: Closed = "right",
     settled_share: float = 0.9,
-    resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
@@ -288,7 +287,6 @@ def layers_json(
         pairs = outputs.confidence[layer], correct[layer]
         return metrics.pooled_sums(*pairs, log_prob=log_prob, groups=groups, bins=bins, closed=closed, seed=seed)
 
-    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     sums = [layer_sums(layer, log_prob) for layer, log_prob in enumerate(outputs.log_prob)]
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
@@ -296,12 +294,12 @@ def layers_json(
         row = {
             "layer": layer,
             "agreement": float(agreement[layer]),
-            **interval_figures(own, tuple(_FIGURES), **options),
+            **interval_figures(own, tuple(_FIGURES), seed),
         }
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
-            row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), **options)["nll"]
+            row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)
-    phase = correction_phase(sums, agreement, settled_share, **options)
+    phase = correction_phase(sums, agreement, settled_share, seed=seed)
     phase_json = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
     return {"curves": rows, "phase": phase_json}
 
@@ -315,13 +313,11 @@ _FIGURES: dict[str, Callable[[CalibrationSums], Any]] = {
 }
 
 
-def interval_figures(
-    sums: CalibrationSums, names: Sequence[str], *, resamples: int = 1000, seed: int = 0
-) -> dict[str, dict[str, float]]:
+def interval_figures(sums: CalibrationSums, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, float]]:
     """Figures of `metrics.summarise`, each as `{"value", "low", "high"}` with its 95% interval over groups."""
     values = metrics.summarise(sums)
     figures = {}
     for name in names:
-        low, high = metrics.bootstrap_interval(sums, _FIGURES[name], resamples=resamples, seed=seed)
+        low, high = metrics.bootstrap_interval(sums, _FIGURES[name], seed=seed)
         figures[name] = {"value": values[name], "low": low, "high": high}
     return figures

@@ -8,9 +8,8 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.eval.answers.confidence import WORDS
-from calibjax.eval.compare.contenders import Outcome, Result
-from calibjax.eval.compare.results import comparison_json
-from calibjax.eval.figures_json import ece_json, subject_rows, wilson_interval
+from calibjax.eval.compare import Outcome, Result, comparison_json
+from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_interval
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.answer_files import Answers
 from calibjax.metrics import CalibrationSums, Closed
@@ -67,23 +66,20 @@ def answers_json(
     *,
     bins: int,
     closed: Closed,
-    resamples: int = 1000,
     seed: int = 0,
-    reference: str = "temperature",
 ) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
     The bootstrap resamples questions; the interval of an accuracy of right and wrong answers is Wilson's. `harness` are
     the means of lm-eval's own metrics for the first method; `cut` counts the questions whose prompt was cut at its
-    start, `too_long` those left out. Each method is compared with the `reference`.
+    start, `too_long` those left out.
     """
     results = {}
     for row, name in enumerate(names):
         choice = answers.choice[row] if (answers.choice[row] >= 0).all() else None
         log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
-    options = {"bins": bins, "closed": closed, "resamples": resamples, "seed": seed}
-    compared = comparison_json(results, reference=reference, **options)
+    compared = comparison_json(results, reference="temperature", bins=bins, closed=closed, seed=seed)
     methods: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
@@ -93,7 +89,7 @@ def answers_json(
             interval = wilson_interval(int(correct.sum()), len(correct))
         else:
             sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
-            low, high = metrics.bootstrap_interval(sums, _accuracy, resamples=resamples, seed=seed)
+            low, high = metrics.percentile_interval(draws_of(sums, seed)["accuracy"])
             interval = {"low": low, "high": high}
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
         further = {key: value if np.isfinite(value) else None for key, value in values.items()}
@@ -102,7 +98,7 @@ def answers_json(
         "tokens": answers.confidence.shape[1],
         "unit": "questions",
         "clusters": "questions",
-        "reference": reference,
+        "reference": "temperature",
         "methods": methods,
         "failed": {},
         "left_out": {},
@@ -113,7 +109,7 @@ def answers_json(
 
 
 def subjects_json(
-    answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, resamples: int = 1000, seed: int = 0
+    answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0
 ) -> list[dict[str, Any]]:
     """`subject_rows` of the first method, each with `methods`: confidence, and ECE with its interval, of every method.
 
@@ -132,12 +128,7 @@ def subjects_json(
         methods = {}
         for name, sums in zip(names, each, strict=True):
             own = CalibrationSums(*(field[mine] for field in sums))
-            ece = metrics.error_interval(own, resamples=resamples, seed=seed)
+            ece = metrics.error_interval(own, seed=seed)
             methods[name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
         rows.append({**row, "methods": methods})
     return rows
-
-
-def _accuracy(sums: CalibrationSums) -> Any:
-    count, _, correct, _ = sums.whole()
-    return correct / count

@@ -1,0 +1,428 @@
+"""All recalibration methods side by side: fitted on one set of predictions, timed, and compared on another."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from calibjax import metrics
+from calibjax.eval.figures_json import curve_json, differences_of, draws_of, ece_json, reliability_json
+from calibjax.eval.report.notes import comparison_verdict
+from calibjax.eval.report.schema import Document
+from calibjax.eval.report.tables import comparison_table, figure_of, winner
+from calibjax.heads import FittedHead
+from calibjax.metrics import Closed
+from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
+from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.errors import UserError
+
+SortKey = Literal[
+    "ece",
+    "debiased_ece",
+    "adaptive_ece",
+    "smooth_ece",
+    "mce",
+    "brier",
+    "log_loss",
+    "nll",
+    "auroc",
+    "parameters",
+    "fit_seconds",
+]
+COMPARED = ("ece", "brier", "log_loss", "nll")
+"""Figures that are compared with those of temperature scaling, on the same resamples."""
+_DENSE = ("matrix", "dirichlet")  # K² parameters
+_BLOCK = 2**24  # log-probabilities computed at a time
+
+
+class Outcome(NamedTuple):
+    """The output of a method for N held-out predictions, and whether they are correct.
+
+    Attributes:
+        confidence: float32, of the predicted class.
+        correct: 0/1, or the fraction of correct attempts.
+        choice: the predicted class; None where only confidences are known.
+        log_prob: log-probability of the true class, nats; None where a method returns no distribution.
+    """
+
+    confidence: Float[np.ndarray, " N"]
+    correct: Float[np.ndarray, " N"]
+    choice: Int[np.ndarray, " N"] | None = None
+    log_prob: Float[np.ndarray, " N"] | None = None
+
+
+class Contender(NamedTuple):
+    """One row of a comparison: fits on the calibration part, and maps the state to the held-out `Outcome`."""
+
+    fit: Callable[[], Any]
+    predict: Callable[[Any], Outcome]
+
+
+class Result(NamedTuple):
+    """Result of a contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
+
+    outcome: Outcome
+    fit_seconds: float
+    parameters: int
+    state: Any
+
+
+def with_confidence(data: Predictions) -> Predictions:
+    """Predictions with confidence and correctness from logits and labels, if there are logits."""
+    if data.logits is None:
+        return data
+    outcome = uncalibrated(data)
+    return data._replace(confidence=outcome.confidence, correct=outcome.correct)
+
+
+def uncalibrated(data: Predictions) -> Outcome:
+    """Returns the outcome of the uncalibrated predictions."""
+    if data.logits is None:
+        assert data.confidence is not None
+        return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
+    uncalibrated_log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
+    return _distribution(uncalibrated_log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
+
+
+def contenders(
+    calibration: Predictions,
+    held_out: Predictions,
+    base: Outcome,
+    names: tuple[str, ...],
+    *,
+    however_large: bool = True,
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
+
+    `base` are the uncalibrated held-out predictions; `however_large` False leaves out methods with a parameter per pair
+    of classes if there are fewer predictions.
+    """
+    rows, left_out = {}, {}
+    classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
+    impossible = any(data.logits is not None and np.isneginf(data.logits).any() for data in (calibration, held_out))
+    for name in names:
+        method = METHODS[name]
+        missing = [field for field in method.fit_reads if getattr(calibration, field) is None]
+        if missing:
+            left_out[name] = f"no {', '.join(missing)} to read here"
+        elif impossible and "logits" in method.fit_reads and not method.accepts_impossible:
+            left_out[name] = "treats every option by itself, and some logits are -inf"
+        elif method.max_classes is not None and classes > method.max_classes:
+            left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
+        elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
+            left_out[name] = (
+                f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it anyway"
+            )
+        else:
+            rows[name] = _contender(method, calibration, held_out, base)
+    return rows, left_out
+
+
+def _contender(method: Method, calibration: Predictions, held_out: Predictions, base: Outcome) -> Contender:
+    def predict(state: Any) -> Outcome:
+        if method.gives == "log_probs":
+            assert base.choice is not None
+            apply = functools.partial(jax.jit(method.apply), state)
+            return _distribution(apply, method.apply_reads, held_out, base.choice)
+        reads = Predictions(**{field: getattr(held_out, field) for field in method.apply_reads})
+        confidence = np.asarray(jax.jit(method.apply)(state, reads))
+        return Outcome(confidence, base.correct, base.choice)
+
+    return Contender(lambda: method.fit(calibration), predict)
+
+
+def _distribution(
+    apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
+) -> Outcome:
+    """Computes the outcome of a method that returns log-probabilities, in blocks of rows."""
+    assert data.labels is not None
+    labels = np.asarray(data.labels)
+    fields = {field: np.asarray(getattr(data, field)) for field in reads}
+    classes = len(fields["unembedding"]) if "logits" not in fields else fields["logits"].shape[1]
+    parts = []
+    for rows in np.array_split(np.arange(len(labels)), -(-len(labels) * classes // _BLOCK)):
+        block = Predictions(**{name: x if name == "unembedding" else x[rows] for name, x in fields.items()})
+        log_probs = np.asarray(apply(block))
+        best = log_probs.max(axis=1)
+        # Rounding can make two classes equal: the choice has not changed then.
+        same = log_probs[np.arange(len(rows)), choice[rows]] >= best
+        chosen = np.where(same, choice[rows], log_probs.argmax(axis=1))
+        right = (chosen == labels[rows]).astype(np.float32)
+        parts.append((np.exp(best), right, chosen, log_probs[np.arange(len(rows)), labels[rows]]))
+    return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def run_contenders(
+    rows: Mapping[str, Contender], *, context: RunContext | None = None
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Results of all contenders by name, and for each that failed, which does not stop the others, the reason."""
+    results, failed = {}, {}
+    bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")
+    for name, contender in bar:
+        bar.set_postfix_str(name)
+        try:
+            start = time.perf_counter()
+            state = contender.fit()
+            seconds = time.perf_counter() - start
+            outcome = contender.predict(state)
+            bad = ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))
+            if bad.any():
+                raise ValueError(f"it gave {outcome.confidence[bad][0]} as a confidence, {bad.sum():,} such values")
+            results[name] = Result(outcome, seconds, _parameters(state), state)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+    return results, failed
+
+
+def _parameters(state: Any) -> int:
+    if isinstance(state, FittedHead):
+        return sum(np.size(leaf) for leaf in jax.tree.leaves(state.params))
+    return parameter_count(state)
+
+
+def not_converged(results: Mapping[str, Result]) -> list[str]:
+    """Names of those whose fit reports that it did not end at a finite optimum."""
+    reports = {name: getattr(result.state, "report", None) for name, result in results.items()}
+    return [name for name, report in reports.items() if report is not None and not report.converged]
+
+
+def comparison_json(
+    results: Mapping[str, Result],
+    *,
+    reference: str,
+    groups: np.ndarray | None = None,
+    bins: int = 15,
+    closed: Closed = "right",
+    seed: int = 0,
+    sort: SortKey = "log_loss",
+) -> dict[str, dict[str, Any]]:
+    """The rows of a comparison, best first.
+
+    `nll` is the negative log-likelihood of the true class, null for methods that give a confidence alone; `log_loss`
+    that of correctness (`metrics.negative_log_likelihood`), null where it is infinite: `certain_and_wrong` counts wrong
+    predictions with confidence 1, or right ones with 0. `changed` is the number of predictions that the method changed
+    from "uncalibrated", or else from the first row. `against` holds the difference from `reference` for each of
+    `COMPARED` (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`);
+    `against_uncalibrated` the same, uncorrected.
+
+    Args:
+        results: name -> result.
+        reference: name of temperature scaling.
+        groups: labels `[N]`; points of one group are resampled together.
+        bins, closed: of the reliability bins.
+        seed: of the bootstrap.
+        sort: figure to order the rows by; fits that did not converge follow the others.
+    """
+    base = results.get("uncalibrated", next(iter(results.values()))).outcome
+    pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
+    rows, sums, draws = {}, {}, {}
+    for name, result in results.items():
+        c, y = pair = result.outcome.confidence, result.outcome.correct
+        sums[name] = pool(*pair)
+        drawn = draws_of(sums[name], seed)
+        draws[name] = {"brier": drawn["brier"], "log_loss": drawn["nll"]}
+        nll = None
+        if result.outcome.log_prob is not None:
+            likelihood = pool(*pair, log_prob=result.outcome.log_prob)
+            nll, draws[name]["nll"] = _finite(metrics.summarise(likelihood)["nll"]), draws_of(likelihood, seed)["nll"]
+        unknown = base.choice is None or result.outcome.choice is None
+        row: dict[str, Any] = metrics.summarise(sums[name])
+        log_loss = row.pop("nll")
+        rows[name] = row | {
+            "nll": nll,
+            "log_loss": _finite(log_loss),
+            "certain_and_wrong": int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum()),
+            **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
+            "adaptive_ece": _finite(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
+            "smooth_ece": _finite(float(metrics.smooth_ece(*pair))),
+            "auroc": _finite(float(metrics.auroc(*pair))),
+            "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
+            "parameters": result.parameters,
+            "fit_seconds": round(result.fit_seconds, 4),
+            "reliability": reliability_json(metrics.total(sums[name]), drawn["bins"]),
+            "curve": curve_json(metrics.reliability_curve(*pair, groups=groups, seed=seed)),
+        }
+    for name, row in rows.items():
+        for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
+            if other in rows:
+                pairs = ((each[name], each[other]) for each in (rows, sums, draws))
+                row[field] = {} if name == other else differences_of(*pairs, COMPARED[1:], seed)
+    for key in COMPARED:  # corrected for all rows that are compared in the same figure
+        compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
+        corrected = metrics.holm({name: against["p_value"] for name, against in compared.items()})
+        for name, against in compared.items():
+            against["holm_p"] = corrected[name]
+    unconverged = not_converged(results)
+
+    def order(name: str) -> tuple[bool, bool, float]:
+        value = figure_of(rows[name], sort)
+        last = name in unconverged
+        return (last, True, 0.0) if value is None else (last, False, -value if sort == "auroc" else value)
+
+    return {name: rows[name] for name in sorted(rows, key=order)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class Material(NamedTuple):
+    """What is compared, and on what.
+
+    Attributes:
+        base: the uncalibrated held-out predictions.
+        rows: name -> contender.
+        left_out: name -> why it cannot run.
+        reference: name of temperature scaling.
+        groups: labels `[N]` of rows that are resampled together, or None.
+        unit, clusters: names of the predictions and of what is resampled.
+        title: a few words on the data.
+        save_head: writes the state of a contender that is a head.
+    """
+
+    base: Outcome
+    rows: dict[str, Contender]
+    left_out: dict[str, str]
+    reference: str
+    groups: np.ndarray | None = None
+    unit: str = "predictions"
+    clusters: str = "rows"
+    title: str = "held out"
+    save_head: Callable[[Path, Any], None] | None = None
+
+
+class Comparison(NamedTuple):
+    """What `compare` returns; prints the verdict and the table.
+
+    Attributes:
+        document: JSON-able: every figure, as `held_out` of metrics.json.
+        states: name -> what the method's `fit` returned; None for "uncalibrated".
+        title: a few words on the data.
+    """
+
+    document: Document
+    states: dict[str, Any]
+    title: str
+
+    @property
+    def winner(self) -> str:
+        """Name of the method that the verdict names: temperature scaling where none beats it beyond noise."""
+        return winner(self.document)
+
+    def recalibrator(self, name: str | None = None) -> Recalibrator:
+        """A fitted method, or the winner, as a function of further predictions, which `recalibrate.save` stores."""
+        name = name or self.winner
+        if self.states[name] is None:
+            raise UserError("no method is better than the uncalibrated predictions; name one, such as temperature.")
+        return Recalibrator(name, self.states[name], {})
+
+    def __repr__(self) -> str:
+        table = comparison_table(self.document, self.title)
+        rows = [row[:7] for row in (table.columns, *table.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([comparison_verdict(self.document), table.title, *lines])
+
+
+def compare(
+    fit: Predictions,
+    held_out: Predictions,
+    methods: Sequence[str] = (),
+    *,
+    groups: AnyArray | None = None,
+    sort: SortKey = "log_loss",
+    bins: int = 15,
+    closed: Closed = "right",
+    context: RunContext | None = None,
+) -> Comparison:
+    """Fits recalibration methods on one set of predictions and compares them on another.
+
+    Args:
+        fit: predictions to fit on, with confidence and correct, or logits and labels.
+        held_out: predictions to compare on, with the same fields.
+        methods: names in `recalibrate.METHODS`; temperature scaling is always among them. Empty: all that these
+            predictions have the fields for, but those with more parameters for pairs of classes than predictions.
+        groups: labels `[N]` of held-out predictions that depend on each other and are resampled together.
+        sort: figure that the rows are ordered by, best first.
+        bins, closed: of the reliability bins.
+        context: seed of the intervals, and progress.
+
+    Returns:
+        `Comparison`. Differences from temperature scaling are paired, and corrected for the number of methods.
+
+    Raises:
+        UserError: an unknown method, or invalid predictions.
+
+    Example:
+        >>> import calibjax
+        >>> from calibjax import recalibrate
+        >>> rng = np.random.default_rng(0)
+        >>> logits = rng.normal(size=(800, 4))
+        >>> labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+        >>> parts = [recalibrate.Predictions(logits=3 * logits[i::2], labels=labels[i::2]) for i in range(2)]
+        >>> compared = calibjax.compare(*parts, ["isotonic"], context=calibjax.RunContext(progress=False))
+        >>> compared.winner
+        'temperature'
+        >>> compared.recalibrator()(logits=logits[:2]).shape
+        (2, 4)
+    """
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        raise UserError(f"methods: {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
+    material = prediction_material(fit, held_out, tuple(methods or METHODS), groups, however_large=bool(methods))
+    context = context or RunContext()
+    return run_material(material, sort=sort, bins=bins, closed=closed, context=context)
+
+
+def prediction_material(
+    fit: Predictions,
+    held_out: Predictions,
+    names: tuple[str, ...],
+    groups: AnyArray | None = None,
+    *,
+    however_large: bool,
+) -> Material:
+    """Methods on predictions; `however_large` as `contenders`'."""
+    fit, held_out = with_confidence(fit), with_confidence(held_out)
+    reference = "confidence_temperature" if held_out.logits is None else "temperature"
+    names = tuple(name for name in METHODS if name in names or name == reference)
+    base = uncalibrated(held_out)
+    rows, left_out = contenders(fit, held_out, base, names, however_large=however_large)
+    clusters = "rows" if groups is None else "groups"
+    groups = None if groups is None else np.asarray(groups)
+    return Material(base, rows, left_out, reference, groups, clusters=clusters)
+
+
+def run_material(material: Material, *, sort: SortKey, bins: int, closed: Closed, context: RunContext) -> Comparison:
+    """Fits and compares all contenders of the material."""
+    results, failed = run_contenders(material.rows, context=context)
+    results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
+    methods = comparison_json(
+        results,
+        reference=material.reference,
+        groups=material.groups,
+        bins=bins,
+        closed=closed,
+        seed=context.seed,
+        sort=sort,
+    )
+    document: Document = {
+        "tokens": len(material.base.confidence),
+        "unit": material.unit,
+        "clusters": material.clusters,
+        "reference": material.reference,
+        "sort": sort,
+        "methods": methods,
+        "failed": failed,
+        "left_out": material.left_out,
+        "not_converged": not_converged(results),
+    }
+    return Comparison(document, {name: result.state for name, result in results.items()}, material.title)

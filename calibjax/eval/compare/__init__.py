@@ -1,1 +1,0 @@
-"""Calibration methods side by side."""
