@@ -1,7 +1,7 @@
 """Plots of calibration: matplotlib axes in, axes out, from arrays or from the results of a run.
 
 Results are what `calibjax.evaluate` returned, the contents of a metrics.json, one of its sets, or one row of a set.
-Axes that are not given are pyplot's current ones. Nothing global is changed.
+`ax` are the axes to draw in, by default pyplot's current ones. Nothing global is changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,6 @@ def reliability(
         bins: of the points, equal-width, closed on the right; results have their own.
         label: of the legend.
         colour: of the curve; by default that of the method in a report.
-        ax: axes to draw in.
 
     Raises:
         UserError: neither arrays nor results with this method.
@@ -80,7 +79,7 @@ def reliability(
         points, curve = row["reliability"], row.get("curve")
     else:
         name, (points, curve) = method or "", _from_points(confidence, correct, bins)
-    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
+    colour = colour or _colour(name)
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
     if curve is not None:
         at = np.linspace(0, 1, len(curve["accuracy"]))
@@ -107,7 +106,6 @@ def temperature_histogram(
         temperatures: of tokens, > 0, any shape, 0 where a token does not count; or results (see the module).
         fitted: temperature of temperature scaling; by default that of the results, where they have it.
         method: of the results.
-        ax: axes to draw in.
 
     Raises:
         UserError: no temperatures, or results without them.
@@ -154,7 +152,6 @@ def layers(
         curves: the contents of the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]` with the ends
             of an interval behind each value.
         figures: those to draw: of results accuracy, confidence, ece, mce, entropy, kl.
-        ax: axes to draw in.
 
     Raises:
         UserError: a figure that is not there.
@@ -201,7 +198,6 @@ def risk_coverage(
         method: of results with several; by default the last one.
         label: of the legend.
         colour: of the line.
-        ax: axes to draw in.
 
     Raises:
         UserError: neither arrays nor results with this method.
@@ -219,8 +215,7 @@ def risk_coverage(
         count = np.diff(ends, prepend=-1).astype(np.float64)
         right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
     covered = np.cumsum(count)
-    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
-    mark = "." if correct is None else None
+    colour, mark = colour or _colour(name), "." if correct is None else None
     ax.plot(covered / covered[-1], 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
     return plain(ax)
@@ -236,7 +231,6 @@ def forest(
             has a difference from temperature scaling.
         figure: of results: ece, brier, log_loss or nll.
         title: of the horizontal axis.
-        ax: axes to draw in.
 
     Raises:
         UserError: no difference.
@@ -244,9 +238,7 @@ def forest(
     ax = _axes(ax)
     if "methods" in (results := _set(differences)):
         rows = {name: row.get("against", {}).get(figure) for name, row in results["methods"].items()}
-        differences = {
-            name: (row["difference"], row["low"], row["high"]) for name, row in rows.items() if row is not None
-        }
+        differences = {name: (row["difference"], row["low"], row["high"]) for name, row in rows.items() if row}
         title = title or f"Δ {_NAMES.get(figure, figure)} against {results.get('reference', 'temperature')}"
     if not differences:
         raise UserError(f"forest: expected at least one difference, found none of {figure}.")
@@ -280,6 +272,10 @@ def legend(ax: "Axes", **options: Any) -> "Axes":
     """Adds a legend without a frame."""
     ax.legend(fontsize="small", frameon=False, labelcolor=INK, **options)
     return ax
+
+
+def _colour(method: str) -> str:
+    return _COLOURS.get(method.partition("-")[0], _BLUE)
 
 
 def _axes(ax: "Axes | None") -> "Axes":

@@ -194,7 +194,7 @@ def documents():
 
 def tasks(results):
     from calibjax.eval.tasks.answer_files import Answers
-    from calibjax.eval.tasks.results import answers_json, subjects_json
+    from calibjax.eval.tasks.benchmark import answers_json, subjects_json
 
     outcomes = [result.outcome for result in results.values()]
     fields = [np.stack(part) for part in zip(*outcomes, strict=True)]

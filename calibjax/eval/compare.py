@@ -163,7 +163,7 @@ def _distribution(
 def run_contenders(
     rows: Mapping[str, Contender], *, context: RunContext | None = None
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Results of all contenders by name, and for each that failed, which does not stop the others, the reason."""
+    """Results by name, and for each contender that failed, which does not stop the others, the reason."""
     results, failed = {}, {}
     bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")
     for name, contender in bar:
@@ -253,8 +253,8 @@ def comparison_json(
     for name, row in rows.items():
         for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
             if other in rows:
-                pairs = ((each[name], each[other]) for each in (rows, sums, draws))
-                row[field] = {} if name == other else differences_of(*pairs, COMPARED[1:], seed)
+                pair, both = (sums[name], sums[other]), (draws[name], draws[other])
+                row[field] = {} if name == other else differences_of((row, rows[other]), pair, both, COMPARED[1:], seed)
     for key in COMPARED:  # corrected for all rows that are compared in the same figure
         compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
         corrected = metrics.holm({name: against["p_value"] for name, against in compared.items()})
@@ -279,12 +279,10 @@ class Material(NamedTuple):
 
     Attributes:
         base: the uncalibrated held-out predictions.
-        rows: name -> contender.
         left_out: name -> why it cannot run.
         reference: name of temperature scaling.
         groups: labels `[N]` of rows that are resampled together, or None.
         unit, clusters: names of the predictions and of what is resampled.
-        title: a few words on the data.
         save_head: writes the state of a contender that is a head.
     """
 

@@ -59,12 +59,12 @@ def differences_of(
 ) -> dict[str, Any]:
     """Paired differences, first minus second, of `ece` and those of `names` that both rows have, each a
     `metrics.Comparison` as a dictionary."""
-    first, second = sums
-    out = {"ece": metrics.error_comparison(first, second, seed=seed)._asdict()}
+    first, second = draws
+    out = {"ece": metrics.error_comparison(sums[0], sums[1], seed=seed)._asdict()}
     for name in names:
         one, two = (row[name] for row in rows)
         if one is not None and two is not None:
-            out[name] = metrics.compare_resamples(one - two, *(drawn[name] for drawn in draws))._asdict()
+            out[name] = metrics.compare_resamples(one - two, first[name], second[name])._asdict()
     return out
 
 

@@ -67,15 +67,8 @@ def evaluate_text(
 ) -> dict[str, Any]:
     """Lets `lm` continue the first `prompt` tokens of sequences to their length, and evaluates the text.
 
-    Args:
-        lm: writes the text.
-        scorer: gives its likelihood; with the same tokenizer.
-        sequences: texts to continue.
-        temperature: of every next token; 0: the most likely token.
-        prompt: number of tokens.
-        batch_size: sequences per step.
-        with_self_bleu: needs sacrebleu.
-        context: seed of the draws, progress and its title.
+    `scorer`, which has the same tokenizer, gives its likelihood. `temperature` is that of every next token; 0: the most
+    likely one.
 
     Returns:
         log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;

@@ -49,13 +49,9 @@ def token_sample(
     """Some sequences, token by token, under two heads, each cut between two words.
 
     Args:
-        lm: the frozen model, with a tokenizer.
         sequences: those of them are used that are nearest to an even spread and have enough scored targets.
-        before, after: the two heads.
-        tokens: largest number of scored tokens of all samples.
-        samples: number of sequences, at most.
+        tokens: largest number of scored tokens of all `samples` sequences.
         alternatives: number of most likely tokens to list.
-        batch_size: sequences per step.
 
     Returns:
         `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the

@@ -27,10 +27,7 @@ TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 
 
 class TokenOutputs(NamedTuple):
-    """Per token `[S, T]`: confidence, argmax (int32), temperature, and log-probability of the target, nats.
-
-    float32; zeros at positions that are not scored (argmax: -1).
-    """
+    """Per token `[S, T]`, float32; zeros at positions that are not scored. `log_prob` is of the target, nats."""
 
     confidence: np.ndarray
     argmax: np.ndarray
@@ -45,7 +42,7 @@ class MethodResult(NamedTuple):
         sums: one group per sequence, float64.
         temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
         grid: `metrics.grid_sums` of every `GROUPS`-th sequence together, float64.
-        tokens: per-token outputs, if `keep_tokens`.
+        tokens: None without `keep_tokens`.
     """
 
     sums: metrics.CalibrationSums
@@ -115,19 +112,8 @@ def evaluate_tokens(
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the sequences; the frozen model runs once for all of them.
 
-    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
-
-    Args:
-        lm: the frozen model.
-        sequences: S sequences of T positions; only targets with `where` True are scored.
-        heads: name -> head; see `identity_head` for the uncalibrated model.
-        batch_size: sequences per step.
-        bins, closed: of the reliability bins; see `calibjax.metrics`.
-        keep_tokens: keep per-token outputs.
-        context: progress and its title.
-
-    Returns:
-        name -> `MethodResult`.
+    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded. `identity_head` stands for the
+    uncalibrated model; `keep_tokens` keeps per-token outputs.
     """
     context = context or RunContext()
     names = list(heads)
@@ -135,8 +121,8 @@ def evaluate_tokens(
         None if head.config.kind == "constant" and not head.log_factor and not head.params["log_scale"] else head.config
         for head in heads.values()
     )
-    params = [heads[name].params for name in names]
-    factors = [jnp.float32(heads[name].log_factor) for name in names]
+    params = [head.params for head in heads.values()]
+    factors = [jnp.float32(head.log_factor) for head in heads.values()]
     frozen = freeze(lm, *(config for config in configs if config))
     mesh, scored, count = context_mesh(), sequences.where.sum(axis=1), None
     if mesh is None or mesh.size == 1:  # several devices hold rows
@@ -211,7 +197,7 @@ class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
-        tokens: how many tokens were predicted.
+        tokens: number of predicted tokens.
         figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token), each with its 95%
             interval.
         document: JSON-able: every figure, as `held_out` of metrics.json.

@@ -27,13 +27,9 @@ class HeadBound:
     """The smallest entropy that the last layer of a model can express.
 
     Attributes:
-        model: name of the model.
-        vocab_size, hidden_size: V and D.
         spectral_norm: largest singular value of the unembedding minus its mean row, times the final norm's scale.
-        logit_norm: the largest norm s of the logits minus their mean, at most `spectral_norm`·√D (plus the term of a
-            LayerNorm's bias).
-        softcap: soft-cap of the logits, or None.
-        bound: the smallest entropy under both.
+        logit_norm: the largest norm of the logits minus their mean.
+        bound: the smallest entropy under it and under the soft-cap.
         log_miss: logarithm of the smallest 1 − max p, from the longest row instead of the spectral norm.
     """
 

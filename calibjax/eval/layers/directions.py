@@ -174,9 +174,9 @@ def evaluate_edit(
 
     One group per sequence, float64. All edits share one compiled program; zeros are no edit.
     """
-    parts, order, device_read = [], [], read._replace(ids=None)
+    parts, order = [], []
     for batch, rows in batches_by_length(scored_batch(sequences, read), batch_size):
-        args = (lm.params, device_read, jnp.asarray(edit), batch)
+        args = (lm.params, read, jnp.asarray(edit), batch)
         outputs = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
         parts.append(jax.tree.map(lambda x, rows=rows: np.asarray(x[: len(rows)], np.float64), outputs))
         order.extend(rows)
@@ -210,14 +210,9 @@ def sweep(
     context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
-    """The sums of `evaluate_edit` for the unedited model, and for every layer with every strength.
+    """The sums of `evaluate_edit` for the unedited model, and for every layer (1 to L) with every strength.
 
-    Args:
-        lm, sequences, read, options: see `evaluate_edit`.
-        directions: from `find_directions`.
-        layers: 1 to L.
-        strengths: in units of the residuals' mean norm at the layer; 0, the unedited model, is left out.
-        context: progress.
+    Strengths are in units of the residuals' mean norm at the layer; `options` are those of `evaluate_edit`.
     """
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")

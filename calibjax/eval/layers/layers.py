@@ -23,13 +23,7 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expecte
 
 
 class Readout(NamedTuple):
-    """The rows of the unembedding that predictions are made of: all of them, or those of the letters of a question.
-
-    Attributes:
-        unembedding: `[R, D]`.
-        bias: `[R]`, or None.
-        ids: token ids of the rows, int32 `[R]`; None: the whole vocabulary.
-    """
+    """The rows of the unembedding that predictions are made of, and their token ids, int32; None: the vocabulary."""
 
     unembedding: Float[Array, "R D"]
     bias: Float[Array, " R"] | None
@@ -38,10 +32,10 @@ class Readout(NamedTuple):
 
 def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> Readout:
     """The whole vocabulary, or the tokens `letters` alone: the distribution given that one of them follows."""
-    if letters is None:
-        return Readout(lm.unembedding, lm.unembedding_bias)
-    ids = np.asarray(letters, np.int32)
     bias = lm.unembedding_bias
+    if letters is None:
+        return Readout(lm.unembedding, bias)
+    ids = np.asarray(letters, np.int32)
     return Readout(lm.unembedding[ids], None if bias is None else bias[ids], ids)
 
 
@@ -93,14 +87,8 @@ def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
 def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
     """Batches of rows of similar length, longest first, each without the columns after its last scored position.
 
-    Widths are powers of two from 64, for few compiled programs. Most questions are much shorter than the longest.
-
-    Args:
-        arrays: of `scored_batch`.
-        batch_size: rows per batch.
-
-    Returns:
-        (batch, numbers of its rows; those that fill up the last batch have none).
+    Widths are powers of two from 64, for few compiled programs. Yields `arrays` of `scored_batch` in parts, and the
+    numbers of their rows; those that fill up the last batch have none.
     """
     length = arrays["index"].max(axis=1, where=arrays["where"], initial=0) + 1
     order = np.argsort(-length, kind="stable")
@@ -170,23 +158,13 @@ def layer_outputs(
 
     p_l = softmax(W norm(h_l)), at the scored positions, where h_0 are the embeddings and h_l the output of block l;
     p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never stored.
-    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded.
-
-    Args:
-        lm: the frozen model.
-        sequences: only targets with `where` True are scored.
-        read: see `make_readout`; with letters, targets must be among them.
-        batch_size: sequences per step.
-        context: progress.
-
-    Returns:
-        `LayerOutputs` of M = L + 1 layers.
+    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded. M is L + 1; with letters, targets
+    must be among them.
     """
     arrays, parts, order = scored_batch(sequences, read), [], []
-    device_read = read._replace(ids=None)
     bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
     for batch, rows in batches_by_length(arrays, batch_size):
-        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, device_read, batch))
+        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, read, batch))
         parts.append([x[:, : len(rows)] for x in outputs])
         order.extend(rows)
         bar.update(len(rows))
@@ -227,12 +205,8 @@ def correction_phase(
     sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
-    calibration error rises and falls again.
-
-    Args:
-        sums: of each layer, over the same groups, `[G, bins]`.
-        agreement, fraction: see `settled_layer`.
-        seed: of the bootstrap over groups.
+    calibration error rises and falls again. `sums` are of each layer, over the same groups, `[G, bins]`; `agreement`
+    and `fraction`: see `settled_layer`.
     """
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
@@ -247,14 +221,9 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
 
     With D_l = ECE_l − ECE_L and its bootstrap standard error σ_l over groups, the statistic is max_l D_l/σ_l, compared
     with max_l (D*_l − D_l)/σ_l of resamples D*, in which all layers are drawn together: the choice of the layer is
-    corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000).
-
-    Args:
-        sums: of the layers to choose from and, at the end, of the last; over the same groups, `[G, bins]`.
-        resamples, seed: of the bootstrap.
-
-    Returns:
-        in (0, 1]; 1 if there is nothing to choose from, or a single group.
+    corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000). `sums` are
+    those of the layers to choose from, then of the last, over the same groups, `[G, bins]`. 1 if there is nothing to
+    choose from, or a single group.
     """
     if len(sums) < 2 or len(sums[0].count) < 2:
         return 1.0
@@ -291,11 +260,7 @@ def layers_json(
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
     for layer, own in enumerate(sums):
-        row = {
-            "layer": layer,
-            "agreement": float(agreement[layer]),
-            **interval_figures(own, tuple(_FIGURES), seed),
-        }
+        row = {"layer": layer, "agreement": float(agreement[layer]), **interval_figures(own, tuple(_FIGURES), seed)}
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)

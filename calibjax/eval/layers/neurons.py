@@ -25,17 +25,8 @@ _ROWS = 16_384  # of the unembedding, in float32, at a time
 
 
 class Neuron(NamedTuple):
-    """One neuron of an MLP.
-
-    Attributes:
-        layer: of its block, from 1.
-        index: in the MLP, from 0.
-        norm: |w| of its output weights w.
-        norm_percentile: percentage of the MLP's neurons with a smaller norm.
-        logit_variance: Var_v cos(W_v, w).
-        logit_variance_percentile: likewise.
-        null_space_share: of w; see `NullSpace.fraction`.
-    """
+    """A neuron of the MLP of block `layer` (from 1): |w| of its output weights, Var_v cos(W_v, w), the percentages of
+    the MLP's neurons with smaller ones, and the fraction of w in the null space."""
 
     layer: int
     index: int
@@ -54,17 +45,9 @@ def entropy_neurons(
     With w = diag(γ) w_out (centred for a LayerNorm), the direct effect of a neuron is Var_v (W_v · w / (|W_v| |w|)),
     the variance over the vocabulary: a constant added to all logits changes no probability (Stolfo et al., 2024,
     arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). Of the `largest` share by |w| of each MLP, the
-    `count` with the smallest variance. If the block normalises the MLP's output, its scale is included in w.
-
-    Args:
-        lm: the model.
-        space: from `null_space`.
-        layers: number of the last blocks, from 1 to L.
-        count: neurons of each.
-        largest: fraction of each MLP's neurons, by norm, to choose from.
+    `count` with the smallest variance, in each of the last `layers` blocks. If the block normalises the MLP's output,
+    its scale is included in w.
     """
-    if not 1 <= layers <= lm.config.num_layers:
-        raise UserError(f"layers: expected 1 to {lm.config.num_layers}, the model's blocks, got {layers}.")
     if lm.config.mixture is not None:
         raise UserError(f"entropy neurons: {lm.config.family} is a mixture of experts; choose a model with one MLP.")
     gain = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
@@ -93,10 +76,7 @@ def entropy_neurons(
 
 
 def output_weights(lm: LanguageModel, layer: int) -> Float[np.ndarray, "neurons D"]:
-    """What each neuron of the MLP of block `layer` (from 0) writes, float64.
-
-    Times the scale of a norm of the MLP's output, if there is one; centred for a LayerNorm, which removes the mean.
-    """
+    """What each neuron of the MLP of block `layer` (from 0) writes, float64; centred where the final norm is one."""
     written = np.asarray(to_host(lm.params["layers"]["mlp"]["down"]["kernel"][layer]), np.float64)
     if lm.config.norm_placement != "pre":
         after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]

@@ -1,5 +1,6 @@
 """The figures of a report, each of one or several panels: side by side in a PNG, stacked on a narrow page."""
 
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,6 +71,11 @@ class Drawing(NamedTuple):
             title = "\n".join(line for line in (panel.title, panel.note) if line)
             ax.set_title(title, color=INK, fontsize=10, parse_math=False)
         return made
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Colour and marker of a line."""
+    return {"color": LINES[number % len(LINES)], "marker": MARKS[number % len(MARKS)], "markersize": 4}
 
 
 def png(figure: "Figure") -> bytes:
@@ -144,8 +150,8 @@ def overlay(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Panel:
 def _temperatures(document: Document, results: Row) -> Callable[["Axes"], Any]:
     fit = document.get("run", {}).get("fit")
     fitted = fit.get("temperature") if isinstance(fit, dict) else None
-    fitted = fitted if isinstance(fitted, float) and fitted > 0 else None
-    return lambda ax: plot.temperature_histogram(results, fitted, ax=ax)
+    known = isinstance(fitted, float) and fitted > 0
+    return lambda ax: plot.temperature_histogram(results, fitted if known else None, ax=ax)
 
 
 def _forest(results: Row) -> Iterator[Drawing]:
@@ -157,18 +163,14 @@ def _forest(results: Row) -> Iterator[Drawing]:
         rows.pop("uncalibrated", None)  # far away: the others would lie on one line
         differences = {title_of(name): (row["difference"], row["low"], row["high"]) for name, row in rows.items()}
         if differences:
-            height = 1.0 + 0.24 * len(differences)
-            panels.append(
-                Panel(
-                    f"Δ {title} against {reference}",
-                    "",
-                    lambda ax, d=differences: plot.forest(d, title="difference", ax=ax),
-                    4.4,
-                    height,
-                )
-            )
+            draw = functools.partial(_differences, differences)
+            panels.append(Panel(f"Δ {title} against {reference}", "", draw, 4.4, 1.0 + 0.24 * len(differences)))
     if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
+
+
+def _differences(differences: Mapping[str, Any], ax: "Axes") -> None:
+    plot.forest(differences, title="difference", ax=ax)
 
 
 def _risk(results: Row) -> Callable[["Axes"], Any]:
@@ -194,10 +196,8 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
     def draw(ax: "Axes", step: str, value: str) -> None:
         for number, (name, curve) in enumerate(training.items()):
             if curve[value]:
-                colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
-                every = max(1, len(curve[value]) // 8)
-                label = name.replace("$", r"\$")
-                ax.plot(curve[step], curve[value], mark + "-", color=colour, markersize=4, markevery=every, label=label)
+                every, label = max(1, len(curve[value]) // 8), name.replace("$", r"\$")
+                ax.plot(curve[step], curve[value], **_style(number), markevery=every, label=label)
         ax.set(xlabel="step", ylabel="nats a token")
         plain(ax)
         if len(training) > 1:
@@ -252,12 +252,11 @@ def _sweep_panels(document: Document) -> list[Panel]:
     def draw(ax: "Axes", name: str) -> None:
         for number, block in enumerate(blocks):
             rows = sorted([*(row for row in sweep if row["layer"] == block), base], key=lambda row: row["strength"])
-            colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
-            strength = [row["strength"] for row in rows]
+            style, strength = _style(number), [row["strength"] for row in rows]
             value, low, high = ([row["held_out"][name][key] for row in rows] for key in ("value", "low", "high"))
-            ax.plot(strength, value, color=colour, marker=mark, markersize=4, label=f"block {block}")
+            ax.plot(strength, value, **style, label=f"block {block}")
             if block == chosen["layer"]:
-                ax.fill_between(strength, low, high, color=colour, alpha=0.2, linewidth=0)
+                ax.fill_between(strength, low, high, color=style["color"], alpha=0.2, linewidth=0)
         at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
         ax.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
         ax.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")

@@ -55,10 +55,10 @@ def _given_loss(document: Document) -> str:
         losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
     except (KeyError, TypeError, ValueError):
         return ""
-    line = (
-        f" The head is kept because --loss {losses} was given: auto keeps temperature scaling where no head beats it."
-    )
-    return "" if plan.get("auto", True) else line
+    if plan.get("auto", True):
+        return ""
+    reason = f"--loss {losses} was given: auto keeps temperature scaling where no head beats it"
+    return f" The head is kept because {reason}."
 
 
 def set_verdict(results: Row) -> str:
@@ -75,7 +75,9 @@ def set_verdict(results: Row) -> str:
     if {"ats", "temperature", "uncalibrated"} <= methods.keys():
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
-        return _temperature_verdict(methods)
+        base = methods["uncalibrated"]
+        line = _beside("temperature scaling", methods["temperature"], "the uncalibrated model", base, base)
+        return line[0].upper() + line[1:]
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
     return _confidences_verdict(methods) if compares_confidences(results) else ""
@@ -84,18 +86,26 @@ def set_verdict(results: Row) -> str:
 # --- tokens and answers ---
 
 
+def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> str:
+    """That a row does not differ from another, is worse in one figure or two, or is better calibrated."""
+    key, title = _score_of(row, other)
+    figures = f"{_ece(row, other)}; {title} {row[key]:.4f} against {other[key]:.4f}"
+    if reason := _indistinct(row, other, key, tested):
+        return f"{name} does not differ from {other_name} {reason}: {figures}."
+    start = f"{name[0].upper()}{name[1:]}"
+    return _warning(name, row, other_name, other) or f"{start} is better calibrated than {other_name}: {figures}."
+
+
 def _fine_tuning_verdict(methods: Row) -> str:
     before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
-    figures = f"{_ece(after, before)}; NLL {after['nll']:.4f} against {before['nll']:.4f}"
-    if _indistinct(after, before, "nll", after):
-        return f"WARNING: the fine-tuned model does not differ from the base model here: {figures}."
-    if warning := _warning("the fine-tuned model", after, "the base model", before):
-        return warning
-    line = f"The fine-tuned model is better calibrated than the base model: {figures}"
-    if scaled is None:
-        return f"{line}."
+    line = _beside("the fine-tuned model", after, "the base model", before, after)
+    if line.startswith("the"):
+        return f"WARNING: {line}"
+    if scaled is None or line.startswith("WARNING"):
+        return line
     word = "higher" if after["ece"]["value"] > scaled["ece"]["value"] else "not higher"
-    return f"{line}; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})."
+    ece = f"its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
+    return f"{line[:-1]}; {ece}."
 
 
 def _ats_verdict(methods: Row) -> str:
@@ -120,17 +130,6 @@ def _ats_verdict(methods: Row) -> str:
         if warning := _warning("ATS", ats, name, other):
             return warning
     return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
-
-
-def _temperature_verdict(methods: Row) -> str:
-    scaled, base = methods["temperature"], methods["uncalibrated"]
-    key, title = _score_of(scaled, base)
-    figures = f"{_ece(scaled, base)}; {title} {scaled[key]:.4f} against {base[key]:.4f}"
-    if reason := _indistinct(scaled, base, key, base):
-        return f"Temperature scaling does not differ from the uncalibrated model {reason}: {figures}."
-    if warning := _warning("temperature scaling", scaled, "the uncalibrated model", base):
-        return warning
-    return f"Temperature scaling is better calibrated than the uncalibrated model: {figures}."
 
 
 def _base_verdict(base: Row) -> str:
@@ -232,10 +231,10 @@ def _beside_uncalibrated(rows: Row, name: str, joint: str) -> str:
     base, against = rows.get("uncalibrated"), rows[name].get("against_uncalibrated", {}).get("log_loss")
     if base is None or against is None or base["log_loss"] is None:
         return ""
-    significant = is_lower(against) or is_higher(against)
-    word = "below" if is_lower(against) else "above" if is_higher(against) else "not different beyond noise from"
-    adverb = "significantly " if significant else ""
-    return f"{joint}{adverb}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
+    word = "not different beyond noise from"
+    if is_lower(against) or is_higher(against):
+        word = "significantly " + ("below" if is_lower(against) else "above")
+    return f"{joint}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
 
 
 # --- the loss that `train ats` chose ---
@@ -349,16 +348,14 @@ def notes_of(document: Document) -> list[str]:
 
 def model_of(run: Row) -> str:
     """The short name of the model of a run."""
-    made = "small decoder" if run.get("command") == "quickstart" else ""
-    return _short(run.get("model")) or made
+    return _short(run.get("model")) or ("small decoder" if run.get("command") == "quickstart" else "")
 
 
 def data_of(run: Row) -> str:
     """The short name of the data of a run."""
-    made = "a synthetic language" if run.get("command") == "quickstart" else ""
     keys = ("tasks",) if run.get("tasks") else ("data", "table", "domains", "mmlu")
-    names = (_short(run.get(key)) for key in keys)
-    return ", ".join(name for name in names if name) or made
+    names = ", ".join(name for key in keys if (name := _short(run.get(key))))
+    return names or ("a synthetic language" if run.get("command") == "quickstart" else "")
 
 
 def _short(value: Any) -> str:
@@ -368,33 +365,34 @@ def _short(value: Any) -> str:
     return re.sub(r"\.(jsonl|json|csv|parquet|txt|npz)(\.gz)?$", "", Path(str(value)).name) if value else ""
 
 
+_USE = {
+    "train ats": """import calibjax
+import numpy as np
+
+lm = calibjax.load_model({model!r})
+head = calibjax.load_head({out!r}, lm)
+tokens = np.array([lm.tokenizer("Once upon a time")["input_ids"]])
+calibrated = calibjax.calibrated_confidence(lm, head, tokens)
+print(calibrated.confidence, calibrated.temperature)""",
+    "train sft": """import calibjax
+
+lm = calibjax.load_model({tuned!r})
+print(calibjax.evaluate(lm, "data.jsonl"))""",
+    "quickstart": "calibjax train ats --model path/to/model --data data.jsonl --out runs/x",
+}
+
+
 def usage(document: Document, directory: Path | None) -> str:
     """Python or commands that use what the run left in its directory; "" where it left nothing to use."""
     run: Mapping[str, Any] = document.get("run", {})
-    model, out, command = run.get("model"), directory or Path("runs/x"), run.get("command")
-    if command == "train ats":
-        return "\n".join(
-            (
-                "import calibjax",
-                "import numpy as np",
-                "",
-                f"lm = calibjax.load_model({str(model)!r})",
-                f"head = calibjax.load_head({str(out)!r}, lm)",
-                'tokens = np.array([lm.tokenizer("Once upon a time")["input_ids"]])',
-                "calibrated = calibjax.calibrated_confidence(lm, head, tokens)",
-                "print(calibrated.confidence, calibrated.temperature)",
-            )
-        )
-    if command == "train sft":
-        lines = ("import calibjax", "", f"lm = calibjax.load_model({str(out / 'model')!r})")
-        return "\n".join((*lines, 'print(calibjax.evaluate(lm, "data.jsonl"))'))
-    if command == "quickstart":
-        return "calibjax train ats --model path/to/model --data data.jsonl --out runs/x"
+    model, out, command = str(run.get("model")), directory or Path("runs/x"), run.get("command")
+    if command in _USE:
+        return _USE[command].format(model=model, out=str(out), tuned=str(out / "model"))
     if command != "compare" or (best := winner(document["held_out"])) == "uncalibrated":
         return ""
     saved, config = shlex.quote(str(out / "best")), shlex.quote(str(out / "run.yaml"))
-    if model is not None and best in ("ats", "temperature"):
-        use = f"calibjax generate --model {shlex.quote(str(model))} --head {saved} --prompt 'Once upon a time'"
+    if run.get("model") is not None and best in ("ats", "temperature"):
+        use = f"calibjax generate --model {shlex.quote(model)} --head {saved} --prompt 'Once upon a time'"
     else:
         use = f"calibjax apply --table new.csv --method {saved} --out calibrated.csv"
     return f"calibjax compare --config {config} --save {saved}\n{use}"

@@ -120,21 +120,11 @@ def pair_of(results: Row) -> tuple[str, str]:
 
 
 def difference_of(results: Row, name: str, key: str) -> Row | None:
-    """The difference of a figure from the row before, with its interval; None where the document has none.
-
-    Older documents have the intervals of both figures: where these are apart, the difference is real too.
-    """
-    methods, before = results["methods"], pair_of(results)[0]
-    row, base = methods[name], methods[before]
+    """The difference of a figure from the row before, with its interval; None where the document has none."""
+    row, before = results["methods"][name], pair_of(results)[0]
     if key in (against := row.get("against_uncalibrated", {})):
         return against[key]
-    if before == results.get("reference") and key in (against := row.get("against", {})):
-        return against[key]
-    mine, first = (each["ece"] if key == "ece" else each.get("intervals", {}).get(key) for each in (row, base))
-    value, other = figure_of(row, key), figure_of(base, key)
-    if mine is None or first is None or value is None or other is None:
-        return None
-    return {"difference": value - other, "low": mine["low"] - first["high"], "high": mine["high"] - first["low"]}
+    return row.get("against", {}).get(key) if before == results.get("reference") else None
 
 
 def winner(results: Row) -> str:
@@ -147,13 +137,11 @@ def winner(results: Row) -> str:
     unconverged = results.get("not_converged", ())
     candidates = {n: row for n, row in rows.items() if n not in unconverged and row["log_loss"] is not None}
     if figure_of(rows.get(reference, {}), "log_loss") is not None:
-        candidates = {n: row for n, row in candidates.items() if _beats(row.get("against", {}).get("log_loss"))}
+        tests = {n: row.get("against", {}).get("log_loss") for n, row in candidates.items()}
+        beating = [n for n, test in tests.items() if test and is_lower(test) and test.get("holm_p", math.nan) < 0.05]
+        candidates = {n: candidates[n] for n in beating}
     fallback = reference if reference in rows else "uncalibrated"
     return min(candidates, key=lambda name: candidates[name]["log_loss"], default=fallback)
-
-
-def _beats(against: Row | None) -> bool:
-    return against is not None and is_lower(against) and against.get("holm_p", math.nan) < 0.05
 
 
 def compares_confidences(results: Row) -> bool:
@@ -195,24 +183,30 @@ def failures(results: Row) -> list[str]:
 # --- the table of a run ---
 
 
-def _number(key: str, form: str = ".4f") -> Callable[[Row], str]:
+def _number(key: str, form: str = ".4f", *, zero: bool = True) -> Callable[[Row], str]:
+    """A number, or a figure with its interval, with or without leading zeros."""
+
     def cell(row: Row) -> str:
         value, ends = row.get(key), row.get(f"{key}_interval")
         if value is None:
             return ABSENT
-        return format(value, form) if ends is None else interval({"value": value, **ends}, form, zero=True)
+        if ends is not None:
+            value = {"value": value, **ends}
+        if isinstance(value, dict):
+            return interval(value, form, zero=zero)
+        return format(value, form) if zero else short(value, form)
 
     return cell
 
 
-def _against(key: str) -> Callable[[Row], str]:
-    return lambda row: interval(row["against"][key], zero=True) if key in row.get("against", {}) else ABSENT
+def _against(key: str, *, zero: bool = True) -> Callable[[Row], str]:
+    return lambda row: interval(row["against"][key], zero=zero) if key in row.get("against", {}) else ABSENT
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("nll", "NLL", _number("nll")),
     ("brier", "Brier", _number("brier")),
-    ("ece", "ECE [95% interval]", lambda row: interval(row["ece"], zero=True)),
+    ("ece", "ECE [95% interval]", _number("ece")),
     ("debiased_ece", "debiased ECE", _number("debiased_ece")),
     ("mce", "MCE", _number("mce")),
     ("rmsce", "RMSCE", _number("rmsce")),
@@ -301,26 +295,24 @@ _FIGURES = {
 def comparison_table(results: Row, where: str) -> TextTable:
     """A row for every method of `compare`, best first: log loss, its difference from temperature scaling, and more."""
 
-    def figure(key: str) -> Callable[[Row], str]:
-        return lambda row: ABSENT if figure_of(row, key) is None else short(row[key])
-
-    def difference(key: str) -> Callable[[Row], str]:
-        return lambda row: interval(row["against"][key]) if key in row.get("against", {}) else ABSENT
+    def p_value(row: Row) -> str:
+        p = row.get("against", {}).get("log_loss", {}).get("holm_p", math.nan)
+        return ABSENT if math.isnan(p) else short(p, ".3f")
 
     columns: dict[str, Callable[[Row], str]] = {
         "method": lambda row: row["title"],
         "log loss": lambda row: "inf" if row["log_loss"] is None else short(row["log_loss"]),
-        "Δ log loss [95% interval]": difference("log_loss"),
-        "p (Holm)": _p_value,
-        "accuracy": figure("accuracy"),
+        "Δ log loss [95% interval]": _against("log_loss", zero=False),
+        "p (Holm)": p_value,
+        "accuracy": _number("accuracy", zero=False),
         "ECE": lambda row: short(row["ece"]["value"]),
         "ECE, 95% interval": lambda row: interval(row["ece"]).partition(" ")[2],
-        **{title: figure(key) for key, title in _FIGURES.items()},
-        "Δ ECE [95% interval]": difference("ece"),
-        "Δ Brier [95% interval]": difference("brier"),
-        "changed": lambda row: f"{row['changed']:,}",
-        "parameters": lambda row: f"{row['parameters']:,}",
-        "fit s": lambda row: f"{row['fit_seconds']:.2f}",
+        **{title: _number(key, zero=False) for key, title in _FIGURES.items()},
+        "Δ ECE [95% interval]": _against("ece", zero=False),
+        "Δ Brier [95% interval]": _against("brier", zero=False),
+        "changed": _number("changed", ","),
+        "parameters": _number("parameters", ","),
+        "fit s": _number("fit_seconds", ".2f"),
     }
     unconverged = results.get("not_converged", ())
     rows = [
@@ -329,11 +321,6 @@ def comparison_table(results: Row, where: str) -> TextTable:
     ]
     title = f"{where}: {counted(results)}, by {results['sort'].replace('_', ' ')}"
     return table_of(title, rows, columns, best=(list(results["methods"]).index(winner(results)),))
-
-
-def _p_value(row: Row) -> str:
-    p = row.get("against", {}).get("log_loss", {}).get("holm_p", math.nan)
-    return ABSENT if math.isnan(p) else short(p, ".3f")
 
 
 # --- what single commands show beside their sets ---

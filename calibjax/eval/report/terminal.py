@@ -39,11 +39,6 @@ _INDENT = "  "  # of the rows of a group
 _NARROWEST_NAME = 16  # of the first column, which is text and wraps
 
 
-def terminal_width() -> int:
-    """Columns of the terminal; 80 where there is none, and COLUMNS where it is set."""
-    return max(shutil.get_terminal_size((80, 24)).columns, 1)
-
-
 def print_result(
     line: str,
     table: TextTable | None = None,
@@ -53,7 +48,8 @@ def print_result(
     files: str = "",
 ) -> None:
     """Prints the end of a command: the verdict, the table that matters, notes, more tables, and where the files are."""
-    console = Console(highlight=False, markup=False, width=terminal_width())
+    width = max(shutil.get_terminal_size((80, 24)).columns, 1)
+    console = Console(highlight=False, markup=False, width=width)
     if line:
         console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
     for one in (table, *more):
@@ -129,10 +125,7 @@ def _print_table(console: Console, table: TextTable) -> None:
 def _grouped(table: TextTable) -> list[tuple[str, list[int]]]:
     """The title of each group, "" where there are none, and the numbers of its rows."""
     groups = table.groups or ("",) * len(table.rows)
-    return [
-        (title, [row for row, _ in rows])
-        for title, rows in itertools.groupby(enumerate(groups), key=lambda pair: pair[1])
-    ]
+    return [(title, list(rows)) for title, rows in itertools.groupby(range(len(groups)), groups.__getitem__)]
 
 
 def _drawn(table: TextTable, rows: Sequence[int], shown: Sequence[int], name_width: int, *, header: bool) -> Table:

@@ -45,12 +45,10 @@ class Batch(NamedTuple):
     """Up to `BATCH` questions of a part of a task, as requests.
 
     Attributes:
-        part: name of the part.
-        task: definition of the part.
         subject: of questions that have no column category.
         numbers: indices of the questions in the task's data, with those that are left out.
         documents, prompts: of each question that the model can read.
-        options: of multiple choice, what is scored: a continuation for each option of each question.
+        options: of multiple choice, a continuation for each option of each question.
     """
 
     part: str
@@ -78,12 +76,8 @@ class Written(NamedTuple):
 class TaskEvaluator:
     """Evaluates a model on one task.
 
-    Args:
-        model: the model with its heads; the first head is that of the harness's own metrics.
-        name: of the task.
-        task: its parts.
-        options: with the preset applied (`TasksOptions.resolved`).
-        context: seed and log; with a directory, samples are saved there.
+    The first head of the model is that of the harness's own metrics; the preset of the options is applied
+    (`TasksOptions.resolved`); with a directory in the context, samples are saved there.
 
     Attributes:
         probe_names: probes among the confidences.
@@ -124,7 +118,6 @@ class TaskEvaluator:
                 room_for_context(self.generation_options(task)["max_new_tokens"], self.model.max_length)
 
     def shots(self, task: "ConfigurableTask") -> int:
-        """Returns the number of examples before a question."""
         shots = self.options.shots_for(self.name)
         return task.config.num_fewshot or 0 if shots is None else shots
 
@@ -190,11 +183,7 @@ class TaskEvaluator:
         """Asks the questions of some parts and yields the answers to each part, in any order.
 
         Small parts are scored together: a batch has one shape however few questions are in it, and 57 subjects of 5
-        questions would otherwise fill a sixth of their batches.
-
-        Args:
-            parts: names of parts.
-            tick: called with the number of questions done.
+        questions would otherwise fill a sixth of their batches. `tick` is called with the number of questions done.
         """
 
         def choose(batches: Sequence[Batch]) -> list[Answers]:
@@ -300,10 +289,7 @@ class TaskEvaluator:
         """Fits temperature scaling over the options to each head but the first, on the calibration questions.
 
         The factor s minimises the negative log-likelihood of the right option, −log softmax(s a)_right over the
-        options' log-likelihoods a (summed, or per token). It never changes the choice.
-
-        Raises:
-            UserError: no calibration question has exactly one right option.
+        options' log-likelihoods a (summed, or per token). Raises `UserError` if no question has exactly one right one.
         """
         rows, labels = [], []
         for batch, _, log_probs in self._score_options(self._calibration_batches()):

@@ -39,11 +39,9 @@ class HarnessLM(TemplateLM):
     batch by batch, so that an interrupted run resumes.
 
     Args:
-        lm: the frozen model, with its tokenizer.
-        heads: name -> head, at least one.
         batch_size, max_length: as of `Scorer`.
         max_gen_toks: largest number of generated tokens, where a task gives none.
-        seed: seed of the samples that tasks request.
+        seed: of the samples that tasks request.
         chat: None: prompts are plain text.
     """
 
