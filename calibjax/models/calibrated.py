@@ -1,7 +1,7 @@
 """A model and its head together: calibrated probabilities of any text."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def check_base(lm: FrozenModel, head: FittedHead) -> None:
         )
 
 
-def _inputs(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
+def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:
     check_base(lm, head)
     if isinstance(tokens, Sequences):
         if segment_ids is not None:
@@ -46,9 +46,8 @@ def _inputs(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str,
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_indices(segment_ids)
-    positions, targets = decoder.segment_positions(segment_ids), jnp.zeros_like(tokens)
-    places = {"segment_ids": segment_ids, "positions": positions, "where": segment_ids > 0}
-    return {"tokens": tokens, "targets": targets, **places}
+    places = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
+    return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **places}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -74,10 +73,9 @@ def calibrated_logprobs(
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Calibrated log-probabilities of the token after each position: log softmax(s_t z_t).
+    """Calibrated log-probabilities of the token after each position, log softmax(s_t z_t): float32 `[B, T, V]`, nats.
 
-    The most likely token is that of `lm.logits(tokens)`, always. `calibrated_confidence` does not form the whole
-    vocabulary.
+    The most likely token is that of `lm.logits(tokens)`, always. Values on padding have no meaning.
 
     Args:
         lm: the base model.
@@ -85,13 +83,10 @@ def calibrated_logprobs(
         tokens: `[B, T]`, integer; or `Sequences`, which say where texts begin and which targets count.
         segment_ids: `[B, T]`, 0 for padding; None: all tokens of a row are one sequence.
 
-    Returns:
-        float32 `[B, T, V]`, nats; of no meaning on padding.
-
     Raises:
         UserError: the head belongs to another model, or tokens do not fit the model.
     """
-    batch = _inputs(lm, head, tokens, segment_ids)
+    batch = _batch(lm, head, tokens, segment_ids)
     # A second forward pass by the base model's own program: another one rounds and breaks near ties differently.
     z = lm.logits(tokens, segment_ids=segment_ids)
     frozen = freeze(lm, head.config)
@@ -100,10 +95,8 @@ def calibrated_logprobs(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _confidence(model, config, dtype, params, factor, frozen, batch):
-    wanted = ("log_normalizer", "max_logit", "argmax")
-    stats, log_scale = batch_stats(
-        model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=wanted
-    )
+    options: Any = {"dtype": dtype, "log_factor": factor, "statistics": ("log_normalizer", "max_logit", "argmax")}
+    stats, log_scale = batch_stats(model, config, params, frozen, batch, **options)
     return TokenConfidence(stats.require("argmax"), stats.confidence(), jnp.exp(-log_scale))
 
 
@@ -122,6 +115,6 @@ def calibrated_confidence(
         `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
         and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too.
     """
-    batch = _inputs(lm, head, tokens, segment_ids)
+    batch = _batch(lm, head, tokens, segment_ids)
     frozen = freeze(lm, head.config)
     return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)

@@ -44,8 +44,8 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 class Decoder(nn.Module):
     """A transformer decoder up to its final norm. The parameters of the blocks are stacked along a first axis L.
 
-    Returns hidden states as `hidden_states` does. With a cache in which `reserve` has reserved columns for the tokens,
-    or with `keep`, it also returns their keys and values in all layers.
+    Returns what `hidden_states` returns. With a cache in which `reserve` has reserved columns for the tokens, or with
+    `keep`, it also returns their keys and values in all layers.
     """
 
     config: DecoderConfig
@@ -90,13 +90,8 @@ class Decoder(nn.Module):
 
         if self.remat != "none":
             step = nn.remat(step, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
-        scan = nn.scan(
-            step,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
-            length=cfg.num_layers,
-        )
+        per_layer: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scan = nn.scan(step, length=cfg.num_layers, in_axes=(0, nn.broadcast), **per_layer)  # pyright: ignore
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
         contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length, until)
         hidden = constrain_batch(hidden)
@@ -141,12 +136,12 @@ def hidden_states(
     """Runs the decoder on tokens up to the final norm, without logits.
 
     Args:
-        config: configuration of the decoder; static under `jax.jit`.
+        config: static under `jax.jit`.
         params: parameters of the decoder.
-        tokens: token ids in `[0, V)`, `[B, T]`, integer; an id outside makes its row NaN.
-        segment_ids: segment of each token, `[B, T]`; 0 is padding. A token attends only to its own segment. `None`: one
-            segment per row.
-        positions: position of each token, `[B, T]`. `None`: counted from 0 in each segment.
+        tokens: ids in `[0, V)`, `[B, T]`; an id outside makes its row NaN.
+        segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. `None`: one segment
+            per row.
+        positions: position of each token. `None`: counted from 0 in each segment.
         layers: `"last"` for the states after the final norm; `"all"` for the embeddings and every block's output, with
             the states after the final norm in place of the last block's output, as transformers'
             `output_hidden_states`; `"residual"` for the same with the last block's output itself (see `final_norm`).
@@ -176,11 +171,10 @@ def hidden_states(
         raise UserError(f"edit: expected one row for each block, {blocks}, got {list(edit.shape)}.")
     module = Decoder(config, dtype, remat=remat)
     module = module if lora is None else lora.adapt(module)
-    if positions is None:
-        if segment_ids is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-        else:
-            positions = segment_positions(segment_ids)
+    if positions is None and segment_ids is not None:
+        positions = segment_positions(segment_ids)
+    elif positions is None:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     with _matmul_precision(dtype):
         hidden = module.apply(
             {"params": params}, tokens, segment_ids, positions, layers, condition=condition, edit=edit, until=until
@@ -201,13 +195,13 @@ def extend(
 
     Args:
         config, params: of the decoder.
-        tokens: token ids in `[0, V)`, `[B, T]`.
-        cache: cache of the tokens before, with T free columns (`calibjax.nn.kv_cache.fork` adds them), or None.
-        segment_ids: segment of its row that each token continues or begins, `[B, T]`; 0 is padding.
+        tokens: ids in `[0, V)`.
+        cache: of the tokens before, with T free columns (`calibjax.nn.kv_cache.fork` adds them), or None.
+        segment_ids: segment of its row that each token continues or begins; 0 is padding.
         dtype: compute dtype, equal to that of the cache.
 
     Returns:
-        Hidden states after the final norm, `[B, T, D]`, and the cache with these tokens.
+        Hidden states after the final norm, and the cache with these tokens.
     """
     if cache is None:
         seen, positions = segment_ids, segment_positions(segment_ids)
@@ -245,13 +239,9 @@ def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"])
 
     The dtype of `hidden` is the compute dtype; logits are accumulated and returned in float32.
     """
+    matrix = unembedding(config, params).astype(hidden.dtype)
     with _matmul_precision(hidden.dtype):
-        logits = jnp.einsum(
-            "...d,vd->...v",
-            hidden,
-            unembedding(config, params).astype(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
     bias, cap = unembedding_bias(params), config.logit_softcap
     if bias is not None:
         logits = logits + jax.lax.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
@@ -288,14 +278,13 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
 
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     """Returns the tree of parameters as `jax.ShapeDtypeStruct`s."""
-    leaves, tree = _shapes(config, jnp.dtype(dtype))
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.map(lambda leaf: leaf, _shapes(config, jnp.dtype(dtype)))  # a tree of the caller's own
 
 
 @functools.lru_cache(maxsize=32)
-def _shapes(config: DecoderConfig, dtype: np.dtype) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    """The leaves of `abstract_params` and their tree; tracing a decoder takes a tenth of a second."""
-    return jax.tree.flatten(jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0)))
+def _shapes(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
+    """Tracing a decoder takes a tenth of a second."""
+    return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 
 
 def _layer_contexts(

@@ -1,34 +1,22 @@
 """Registry of model families: how each maps its configuration and tensor names to ours.
 
 A new family is one entry of `FAMILIES`. A configuration setting that changes the numbers and is not implemented here
-raises an error.
+raises an error that names it.
 """
 
 import dataclasses
+import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibjax.models.config import DecoderConfig
-from calibjax.models.hf_config import (
-    TEXT_MODELS,
-    activation,
-    attention_biases,
-    check_sizes,
-    common_config,
-    equal_heads,
-    everywhere_local,
-    local_layers,
-    read_settings,
-    refuse,
-    rope,
-    two_ropes,
-)
-from calibjax.models.rules import Rule, linear, norm
+from calibjax.models.config import MOST_LAYERS, DecoderConfig
+from calibjax.models.rules import Rule
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
-from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.errors import LARGEST_SIZE, UserError, require_directory
+from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
 if TYPE_CHECKING:
@@ -39,15 +27,35 @@ if TYPE_CHECKING:
 class Family:
     """One `model_type` of Hugging Face.
 
-    `read_config` converts their configuration to ours. Tensor names may begin with `prefix`. A rule is skipped if a
-    model's tree lacks its targets, such as an absent bias. Where transformers does not know the family (`native` is
-    False), `read_config` gets the fields of the JSON file, which must be complete.
+    `fields` returns our fields of a configuration that differ from `_SETTINGS` or are not in it. A rule is skipped if a
+    model's tree lacks its targets, such as an absent bias. Tensor names may begin with `prefix`. Where transformers
+    does not know the family (`native` is False), `fields` gets the settings of the JSON file, which must be complete.
     """
 
-    read_config: Callable[[Any], DecoderConfig]
-    prefix: str
+    fields: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
+    prefix: str = "model."
     native: bool = True
+
+    def stored(self, config: DecoderConfig, leaves: Container[str]) -> Iterator[tuple[Rule, int | None]]:
+        """Yields the rules whose targets are among the parameters `leaves`, each with every layer, or with None."""
+        for rule in self.rules:
+            if all(target in leaves for target in rule.targets):
+                for layer in range(config.num_layers) if rule.stacked else (None,):
+                    yield rule, layer
+
+
+# --- config.json ---
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
+)
+_MOST_BYTES = 2**24
+TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
 
 
 def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
@@ -61,11 +69,7 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
         UserError: the file is missing or cannot be read, or its `model_type` or a setting is not supported.
     """
     if isinstance(source, str | Path):
-        folder = require_directory(source, "model")
-        file = folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"{folder}: expected a Hugging Face model, but there is no config.json.")
-        return config_from_settings(file, read_settings(file))
+        return _config_from_file(require_directory(source, "model") / "config.json")
     if source.model_type in TEXT_MODELS:
         hf: Any = source
         text = config_from_hf(hf.text_config)
@@ -73,12 +77,42 @@ def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
     return _convert(source)
 
 
+def _config_from_file(file: Path) -> DecoderConfig:
+    if not file.is_file():
+        raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.")
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
+        settings = read_json(file)
+        if not isinstance(settings, dict):
+            raise ValueError(f"got {str(settings)[:60]!r}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a JSON object ({error}).") from error
+    return config_from_settings(file, text_settings(settings))
+
+
+def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the language model of a multimodal model; of a language model, the same settings."""
+    kind, text = settings.get("model_type"), settings.get("text_config")
+    if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
+        return settings
+    # Of the whole model, not of its part: whether embeddings are tied, and how its weights are quantised.
+    shared = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
+    # transformers does not cap the logits of a multimodal model.
+    return {"model_type": TEXT_MODELS[kind], **text, **shared, "final_logit_softcapping": None}
+
+
 def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
     """Converts the settings of a config.json, or those that another `file` implies; see `config_from_hf`."""
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"{file}: {_unsupported(family)}")
-    check_sizes(file, settings)
+    # transformers makes a list entry for each layer.
+    for names, largest in ((_SIZES, LARGEST_SIZE), (("num_hidden_layers", "n_layer"), MOST_LAYERS)):
+        for name in names:
+            value = settings.get(name)
+            if value is not None and not (type(value) is int and 1 <= value <= largest):
+                raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
     if not FAMILIES[family].native:
         return _convert(types.SimpleNamespace(**settings))
     if family == "mistral" and "layer_types" in settings:  # as transformers reads such files
@@ -93,16 +127,20 @@ def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
     return _convert(hf)
 
 
+def _unsupported(model_type: object) -> str:
+    return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted({*FAMILIES, *TEXT_MODELS}))}."
+
+
 def _convert(hf: Any) -> DecoderConfig:
     family = FAMILIES.get(hf.model_type)
     if family is None:
         raise UserError(_unsupported(hf.model_type))
     quantized = getattr(hf, "quantization_config", None)
     if not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
-        refuse(hf, "quantization_config", quantized, allowed=(None,))
-    refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
+        _refuse(hf, "quantization_config", quantized, allowed=(None,))
+    _refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
     try:
-        return family.read_config(hf)
+        return _config(hf, family.fields(hf))
     except UserError:
         raise
     except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
@@ -112,16 +150,179 @@ def _convert(hf: Any) -> DecoderConfig:
         raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 
-def _unsupported(model_type: object) -> str:
-    return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted({*FAMILIES, *TEXT_MODELS}))}."
+_SETTINGS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Our fields, and the settings that most families read them from."""
+
+
+def _config(hf: Any, given: dict[str, Any]) -> DecoderConfig:
+    """The configuration with the fields `given`, and the others from the settings that most families read.
+
+    A configuration may hold keys of other families, which transformers ignores: presence does not decide what is read.
+    """
+    settings = {**_SETTINGS, "norm_eps": "layer_norm_eps" if given.get("norm") == "layer" else "rms_norm_eps"}
+    fields = {ours: getattr(hf, theirs) for ours, theirs in settings.items() if ours not in given} | given
+    if "num_kv_heads" not in fields:
+        fields["num_kv_heads"] = getattr(hf, "num_key_value_heads", None) or fields["num_heads"]
+    if "head_dim" not in fields:
+        fields["head_dim"] = getattr(hf, "head_dim", None) or fields["hidden_size"] // fields["num_heads"]
+    if "activation" not in fields:
+        fields["activation"] = _activation(hf, "hidden_act")
+    if "rope" not in fields:
+        fields["rope"] = _rope(hf)
+    for positions in (fields["rope"], fields.get("local_rope")):
+        if positions is not None and positions.scaling == "longrope":
+            # Longer sequences use other divisors for all their positions, which is not implemented.
+            fields["max_positions"] = min(fields["max_positions"], positions.original_max_positions)
+    return DecoderConfig(family=hf.model_type, **fields)
+
+
+# --- settings that several families read ---
+
+
+def _refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
+    """Raises `UserError` if the value of a field is not in `allowed`."""
+    if not any(value == one for one in allowed):  # by ==, because a value of JSON may have no hash
+        choices = ", ".join(map(repr, allowed))
+        raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
+
+
+def _activation(hf: Any, field: str) -> str:
+    _refuse(hf, field, getattr(hf, field), allowed=ACTIVATIONS)
+    return getattr(hf, field)
+
+
+def _equal_heads(hf: Any) -> dict[str, Any]:
+    """Heads that divide `hidden_size` equally and ignore `head_dim`, which transformers reads for rotary positions."""
+    head_dim = hf.hidden_size // hf.num_attention_heads
+    _refuse(hf, "head_dim", getattr(hf, "head_dim", None), allowed=(None, head_dim))
+    return {"head_dim": head_dim}
+
+
+def _attention_biases(hf: Any) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "output_bias": hf.attention_bias}
+
+
+def _local_layers(hf: Any) -> dict[str, Any]:
+    """Our fields for `layer_types` and `sliding_window`; empty if no layer has a window."""
+    for kind in hf.layer_types:
+        _refuse(hf, "layer_types", kind, allowed=("full_attention", "sliding_attention"))
+    local = tuple(kind == "sliding_attention" for kind in hf.layer_types)
+    if not any(local):
+        return {}
+    if hf.sliding_window is None:
+        raise UserError(
+            f"{hf.model_type} configuration: layer_types has sliding_attention, but sliding_window is null."
+        )
+    return {"local_layers": local, "window": hf.sliding_window}
+
+
+def _everywhere_local(hf: Any) -> dict[str, Any]:
+    """Our fields for a `sliding_window` of all layers; empty if it is not set."""
+    if hf.sliding_window is None:
+        return {}
+    return {"local_layers": (True,) * hf.num_hidden_layers, "window": hf.sliding_window}
+
+
+# Required fields of each `rope_type`. "dynamic" differs from "default" only beyond `max_position_embeddings`, and
+# longer sequences raise an error.
+_ROPE_TYPES = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor",),
+}
+
+
+def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
+    """The rotary positions of `parameters`, those of one kind of layer, or of the whole configuration.
+
+    `partial`: whether the family reads `partial_rotary_factor`.
+    """
+    given: Mapping[str, Any] = parameters or hf.rope_parameters or {}
+    kind = given.get("rope_type", "default")
+    _refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
+    for name in _ROPE_TYPES[kind]:
+        if given.get(name) is None:
+            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name!r}, which is missing.")
+    fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
+    if kind in ("llama3", "yarn", "longrope"):
+        # As in transformers, the top-level field takes precedence, unless kinds of layers differ.
+        original = None if parameters else getattr(hf, "original_max_position_embeddings", None)
+        original = original or given.get("original_max_position_embeddings") or hf.max_position_embeddings
+        fields["original_max_positions"] = int(original)
+    if not partial and kind != "default":
+        # transformers ignores it without scaling and fails with scaling.
+        _refuse(hf, "partial_rotary_factor", given.get("partial_rotary_factor"), allowed=(None, 1.0))
+    numbers = ("rope_theta", "partial_rotary_factor") if partial else ("rope_theta",)
+    for name in numbers:
+        if given.get(name) is None:
+            raise UserError(f"{hf.model_type} configuration: expected a number for {name}, got null.")
+    if kind == "yarn":
+        fields |= _yarn(hf, given)
+    elif kind == "longrope":
+        factor = given.get("factor") or hf.max_position_embeddings / fields["original_max_positions"]
+        amplitude = given.get("attention_factor")
+        if amplitude is None:
+            amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(fields["original_max_positions"]))
+        fields |= {"divisors": tuple(map(float, given["short_factor"])), "amplitude": float(amplitude)}
+    return Rope(
+        theta=float(given["rope_theta"]),
+        fraction=float(given["partial_rotary_factor"]) if partial else 1.0,
+        scaling=None if kind in ("default", "dynamic") else kind,
+        **fields,
+    )
+
+
+def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def stretch(mscale: Any) -> float:
+        return 0.1 * mscale * math.log(max(given["factor"], 1)) + 1
+
+    amplitude = given.get("attention_factor")
+    if amplitude is None:
+        scales = given.get("mscale"), given.get("mscale_all_dim")
+        amplitude = stretch(scales[0]) / stretch(scales[1]) if all(scales) else stretch(1)
+    return {
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        # transformers reads it from the whole configuration, also if kinds of layers differ.
+        "truncate": bool(hf.rope_parameters.get("truncate", True)),
+        "amplitude": float(amplitude),
+    }
+
+
+def _two_ropes(hf: Any) -> dict[str, Any]:
+    """Our fields for `rope_parameters` by kind of layer."""
+    kinds = hf.rope_parameters
+    return {"rope": _rope(hf, kinds["full_attention"]), "local_rope": _rope(hf, kinds["sliding_attention"])}
 
 
 # --- rules of tensors that several families have in common ---
 
 
+def _norm(source: str, target: str) -> tuple[Rule, Rule]:
+    """Rules of a norm: its scale, and its bias if it has one."""
+    return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
+
+
 def _norms(layer: str = "layers.{}", **targets: str) -> tuple[Rule, ...]:
     """Rules of the norms of a layer, by their names in files."""
-    return tuple(rule for name, target in targets.items() for rule in norm(f"{layer}.{name}", f"layers.{target}"))
+    return tuple(rule for name, target in targets.items() for rule in _norm(f"{layer}.{name}", f"layers.{target}"))
+
+
+def _linear(source: str, *targets: str, transpose: bool = True, by_head: bool = False) -> tuple[Rule, Rule]:
+    """Rules of a projection: its weight, and its bias if it has one."""
+    kernels, biases = (tuple(f"{target}.{name}" for target in targets) for name in ("kernel", "bias"))
+    return Rule(f"{source}.weight", kernels, transpose, by_head), Rule(f"{source}.bias", biases, by_head=by_head)
 
 
 def _linears(module: str, place: str, transpose: bool = True, **targets: str) -> tuple[Rule, ...]:
@@ -129,23 +330,23 @@ def _linears(module: str, place: str, transpose: bool = True, **targets: str) ->
     return tuple(
         rule
         for name, target in targets.items()
-        for rule in linear(f"{module}.{name}", f"{place}.{target}", transpose=transpose)
+        for rule in _linear(f"{module}.{name}", f"{place}.{target}", transpose=transpose)
     )
 
 
 _ENDS = (
     Rule("embed_tokens.weight", ("embedding",)),
-    *norm("norm", "final_norm"),
+    *_norm("norm", "final_norm"),
     Rule("lm_head.weight", ("unembedding",)),
 )
+_FUSED_QKV = ("layers.attention.q", "layers.attention.k", "layers.attention.v")
 _QKV = _linears("layers.{}.self_attn", "layers.attention", q_proj="q", k_proj="k", v_proj="v")
-_OUTPUT = linear("layers.{}.self_attn.o_proj", "layers.attention.o")
+_OUTPUT = _linear("layers.{}.self_attn.o_proj", "layers.attention.o")
 _QK_NORMS = _norms("layers.{}.self_attn", q_norm="attention.q_norm", k_norm="attention.k_norm")
 _MLP = _linears("layers.{}.mlp", "layers.mlp", gate_proj="gate", up_proj="up", down_proj="down")
-_FUSED_QKV = ("layers.attention.q", "layers.attention.k", "layers.attention.v")
 _FUSED_MLP = (
-    *linear("layers.{}.mlp.gate_up_proj", "layers.mlp.gate", "layers.mlp.up"),
-    *linear("layers.{}.mlp.down_proj", "layers.mlp.down"),
+    *_linear("layers.{}.mlp.gate_up_proj", "layers.mlp.gate", "layers.mlp.up"),
+    *_linear("layers.{}.mlp.down_proj", "layers.mlp.down"),
 )
 _PRE_NORMS = _norms(input_layernorm="attention_norm", post_attention_layernorm="mlp_norm")
 _POST_NORMS = _norms(post_attention_layernorm="attention_post_norm", post_feedforward_layernorm="mlp_post_norm")
@@ -154,202 +355,160 @@ _LLAMA_RULES = (*_ENDS, *_PRE_NORMS, *_QKV, *_OUTPUT, *_MLP)
 
 # --- families ---
 
-
-def _llama_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, **attention_biases(hf), mlp_bias=hf.mlp_bias)
+_ALL_BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 
-def _mistral_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, **everywhere_local(hf))
+def _llama(hf: Any) -> dict[str, Any]:
+    return {**_attention_biases(hf), "mlp_bias": hf.mlp_bias}
 
 
-def _ministral3_config(hf: Any) -> DecoderConfig:
-    config = _mistral_config(hf)
+def _ministral3(hf: Any) -> dict[str, Any]:
+    ours = _everywhere_local(hf)
     if (hf.rope_parameters or {}).get("llama_4_scaling_beta"):
         # Queries at positions beyond the original length have another scale, which is not implemented.
         original = hf.rope_parameters["original_max_position_embeddings"]
-        return dataclasses.replace(config, max_positions=min(config.max_positions, original))
-    return config
+        ours["max_positions"] = min(hf.max_position_embeddings, original)
+    return ours
 
 
-def _smollm3_config(hf: Any) -> DecoderConfig:
+def _smollm3(hf: Any) -> dict[str, Any]:
     unrotated = tuple(not rotated for rotated in hf.no_rope_layers)
-    ours = local_layers(hf)
+    ours = _local_layers(hf)
     if ours.get("local_layers", unrotated) != unrotated:
-        refuse(hf, "layer_types", hf.layer_types, allowed=("sliding_attention where no_rope_layers has 0",))
+        _refuse(hf, "layer_types", hf.layer_types, allowed=("sliding_attention where no_rope_layers has 0",))
     if any(unrotated):
         ours |= {"local_layers": unrotated, "local_rope": Rope(scaling="none")}
-    return common_config(hf, **attention_biases(hf), mlp_bias=hf.mlp_bias, **ours)
+    return {**_llama(hf), **ours}
 
 
-def _qwen_config(hf: Any) -> DecoderConfig:
-    refuse(hf, "no_bias", hf.no_bias, allowed=(True,))
-    refuse(hf, "scale_attn_weights", hf.scale_attn_weights, allowed=(True,))
+def _qwen(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "no_bias", hf.no_bias, allowed=(True,))
+    _refuse(hf, "scale_attn_weights", hf.scale_attn_weights, allowed=(True,))
     # `use_dynamic_ntk` and `use_logn_attn` take effect beyond `seq_length`, and such sequences raise an error.
-    return DecoderConfig(
-        family="qwen",
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        # Theirs is the size of gate and up together.
-        intermediate_size=hf.intermediate_size // 2,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_attention_heads,
-        head_dim=hf.kv_channels,
-        max_positions=hf.seq_length,
-        norm_eps=hf.layer_norm_epsilon,
-        rope=Rope(theta=float(hf.rotary_emb_base), fraction=float(hf.rotary_pct)),
-        qkv_bias=True,
-        tie_embeddings=hf.tie_word_embeddings,
-    )
+    return {
+        "intermediate_size": hf.intermediate_size // 2,  # theirs is the size of gate and up together
+        "num_kv_heads": hf.num_attention_heads,
+        "head_dim": hf.kv_channels,
+        "max_positions": hf.seq_length,
+        "norm_eps": hf.layer_norm_epsilon,
+        "activation": "silu",
+        "rope": Rope(theta=float(hf.rotary_emb_base), fraction=float(hf.rotary_pct)),
+        "qkv_bias": True,
+    }
 
 
 _QWEN_RULES = (
     Rule("wte.weight", ("embedding",)),
     *_norms("h.{}", ln_1="attention_norm"),
-    *linear("h.{}.attn.c_attn", *_FUSED_QKV),
-    *linear("h.{}.attn.c_proj", "layers.attention.o"),
+    *_linear("h.{}.attn.c_attn", *_FUSED_QKV),
+    *_linear("h.{}.attn.c_proj", "layers.attention.o"),
     *_norms("h.{}", ln_2="mlp_norm"),
     *_linears("h.{}.mlp", "layers.mlp", w1="up", w2="gate", c_proj="down"),
-    *norm("ln_f", "final_norm"),
+    *_norm("ln_f", "final_norm"),
     Rule("lm_head.weight", ("unembedding",)),
 )
 
 
-def _qwen2_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, qkv_bias=True, **local_layers(hf))
+def _gemma(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "use_bidirectional_attention", hf.use_bidirectional_attention, allowed=(None, False))
+    return {"norm_offset": 1.0, "embedding_scale": hf.hidden_size**0.5, **_attention_biases(hf)}
 
 
-def _qwen3_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, qk_norm="head", **attention_biases(hf), **local_layers(hf))
+def _local_gemma(hf: Any) -> dict[str, Any]:
+    return {
+        **_gemma(hf),
+        **_local_layers(hf),
+        "activation": _activation(hf, "hidden_activation"),
+        "norm_placement": "both",
+        "attention_scale": hf.query_pre_attn_scalar**-0.5,
+        "logit_softcap": hf.final_logit_softcapping,
+    }
 
 
-def _gemma_config(hf: Any, **ours: Any) -> DecoderConfig:
-    refuse(hf, "use_bidirectional_attention", hf.use_bidirectional_attention, allowed=(None, False))
-    return common_config(hf, norm_offset=1.0, embedding_scale=hf.hidden_size**0.5, **attention_biases(hf), **ours)
-
-
-def _local_gemma_config(hf: Any, **ours: Any) -> DecoderConfig:
-    return _gemma_config(
-        hf,
-        activation=activation(hf, "hidden_activation"),
-        norm_placement="both",
-        attention_scale=hf.query_pre_attn_scalar**-0.5,
-        logit_softcap=hf.final_logit_softcapping,
-        **local_layers(hf),
-        **ours,
-    )
-
-
-def _gemma2_config(hf: Any) -> DecoderConfig:
-    return _local_gemma_config(hf, attention_softcap=hf.attn_logit_softcapping)
-
-
-def _gemma3_config(hf: Any) -> DecoderConfig:
+def _gemma3(hf: Any) -> dict[str, Any]:
     # transformers' model ignores the configuration's `attn_logit_softcapping`.
-    return _local_gemma_config(hf, qk_norm="head", **two_ropes(hf))
+    return {**_local_gemma(hf), **_two_ropes(hf), "qk_norm": "head"}
 
 
-def _phi3_config(hf: Any) -> DecoderConfig:
-    return common_config(hf, rope=rope(hf, partial=True), **everywhere_local(hf))
+def _olmo2(hf: Any) -> dict[str, Any]:
+    return {"norm_placement": "post", "qk_norm": "projection", **_attention_biases(hf)}
 
 
-def _olmo2_config(hf: Any, **ours: Any) -> DecoderConfig:
-    return common_config(hf, norm_placement="post", qk_norm="projection", **attention_biases(hf), **ours)
+def _glm4(hf: Any) -> dict[str, Any]:
+    positions = dataclasses.replace(_rope(hf, partial=True), interleaved=True)
+    return {"norm_placement": "both", "qkv_bias": hf.attention_bias, "rope": positions}
 
 
-def _olmo3_config(hf: Any) -> DecoderConfig:
-    return _olmo2_config(hf, **two_ropes(hf), **local_layers(hf))
+def _granite(hf: Any) -> dict[str, Any]:
+    return {
+        **_llama(hf),
+        "embedding_scale": float(hf.embedding_multiplier),
+        "attention_scale": float(hf.attention_multiplier),
+        "residual_scale": float(hf.residual_multiplier),
+        "logit_divisor": float(hf.logits_scaling),
+    }
 
 
-def _glm4_config(hf: Any) -> DecoderConfig:
-    positions = dataclasses.replace(rope(hf, partial=True), interleaved=True)
-    return common_config(hf, norm_placement="both", qkv_bias=hf.attention_bias, rope=positions)
-
-
-def _granite_config(hf: Any) -> DecoderConfig:
-    return common_config(
-        hf,
-        **attention_biases(hf),
-        mlp_bias=hf.mlp_bias,
-        embedding_scale=float(hf.embedding_multiplier),
-        attention_scale=float(hf.attention_multiplier),
-        residual_scale=float(hf.residual_multiplier),
-        logit_divisor=float(hf.logits_scaling),
-    )
-
-
-def _stablelm_config(hf: Any) -> DecoderConfig:
-    refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
+def _stablelm(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     parallel = "one_norm" if hf.use_parallel_residual else None
-    ours = {"norm": "layer", "parallel": parallel, "qkv_bias": hf.use_qkv_bias}
-    return common_config(hf, rope=rope(hf, partial=True), **ours, **equal_heads(hf))
+    ours = {"norm": "layer", "parallel": parallel, "qkv_bias": hf.use_qkv_bias, "rope": _rope(hf, partial=True)}
+    return {**ours, **_equal_heads(hf)}
 
 
-_ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-
-
-def _phi_config(hf: Any) -> DecoderConfig:
-    refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
-    ours = {"norm": "layer", "gated_mlp": False, "parallel": "one_norm", "unembedding_bias": True}
-    return common_config(hf, rope=rope(hf, partial=True), **ours, **_ALL_BIASES)
+def _phi(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
+    ours = {"norm": "layer", "gated_mlp": False, "parallel": "one_norm", "unembedding_bias": True, **_ALL_BIASES}
+    return {**ours, "rope": _rope(hf, partial=True)}
 
 
 _PHI_RULES = (
     Rule("embed_tokens.weight", ("embedding",)),
     *_norms(input_layernorm="attention_norm"),
     *_QKV,
-    *linear("layers.{}.self_attn.dense", "layers.attention.o"),
+    *_linear("layers.{}.self_attn.dense", "layers.attention.o"),
     *_linears("layers.{}.mlp", "layers.mlp", fc1="up", fc2="down"),
-    *norm("final_layernorm", "final_norm"),
+    *_norm("final_layernorm", "final_norm"),
     Rule("lm_head.weight", ("unembedding",)),
     Rule("lm_head.bias", ("unembedding_bias",)),
 )
 
 
-def _gpt_neox_config(hf: Any) -> DecoderConfig:
+def _gpt_neox(hf: Any) -> dict[str, Any]:
     parallel = "two_norms" if hf.use_parallel_residual else None
     ours = {"norm": "layer", "gated_mlp": False, "parallel": parallel, "mlp_bias": True}
-    ours |= {"rope": rope(hf, partial=True), "num_kv_heads": hf.num_attention_heads}
-    return common_config(hf, **ours, **equal_heads(hf), **attention_biases(hf))
+    ours |= {"rope": _rope(hf, partial=True), "num_kv_heads": hf.num_attention_heads}
+    return {**ours, **_equal_heads(hf), **_attention_biases(hf)}
 
 
 _GPT_NEOX_RULES = (
     Rule("embed_in.weight", ("embedding",)),
     *_norms(input_layernorm="attention_norm"),
-    *linear("layers.{}.attention.query_key_value", *_FUSED_QKV, by_head=True),
-    *linear("layers.{}.attention.dense", "layers.attention.o"),
+    *_linear("layers.{}.attention.query_key_value", *_FUSED_QKV, by_head=True),
+    *_linear("layers.{}.attention.dense", "layers.attention.o"),
     *_norms(post_attention_layernorm="mlp_norm"),
     *_linears("layers.{}.mlp", "layers.mlp", dense_h_to_4h="up", dense_4h_to_h="down"),
-    *norm("final_layer_norm", "final_norm"),
+    *_norm("final_layer_norm", "final_norm"),
     Rule("embed_out.weight", ("unembedding",)),
 )
 
 
-def _gpt2_config(hf: Any) -> DecoderConfig:
-    refuse(hf, "activation_function", hf.activation_function, allowed=ACTIVATIONS)
-    refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
-    refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
+def _gpt2(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
+    _refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
     # `reorder_and_upcast_attn` selects float32 attention logits; ours are always float32.
-    return DecoderConfig(
-        family="gpt2",
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.n_embd,
-        intermediate_size=hf.n_inner if hf.n_inner is not None else 4 * hf.n_embd,
-        num_layers=hf.n_layer,
-        num_heads=hf.n_head,
-        num_kv_heads=hf.n_head,
-        head_dim=hf.n_embd // hf.n_head,
-        max_positions=hf.n_positions,
-        norm="layer",
-        norm_eps=hf.layer_norm_epsilon,
-        activation=hf.activation_function,
-        gated_mlp=False,
-        rope=None,
-        attention_scale=None if hf.scale_attn_weights else 1.0,
-        tie_embeddings=hf.tie_word_embeddings,
+    return {
+        "intermediate_size": hf.n_inner if hf.n_inner is not None else 4 * hf.n_embd,
+        "num_kv_heads": hf.n_head,
+        "head_dim": hf.n_embd // hf.n_head,
+        "norm": "layer",
+        "norm_eps": hf.layer_norm_epsilon,
+        "activation": _activation(hf, "activation_function"),
+        "gated_mlp": False,
+        "rope": None,
+        "attention_scale": None if hf.scale_attn_weights else 1.0,
         **_ALL_BIASES,
-    )
+    }
 
 
 _GPT2_RULES = (
@@ -357,18 +516,18 @@ _GPT2_RULES = (
     Rule("wpe.weight", ("position_embedding",)),
     *_norms("h.{}", ln_1="attention_norm"),
     # GPT-2's Conv1D holds `[in, out]`, with query, key and value concatenated.
-    *linear("h.{}.attn.c_attn", *_FUSED_QKV, transpose=False),
-    *linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
+    *_linear("h.{}.attn.c_attn", *_FUSED_QKV, transpose=False),
+    *_linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
     *_norms("h.{}", ln_2="mlp_norm"),
     *_linears("h.{}.mlp", "layers.mlp", transpose=False, c_fc="up", c_proj="down"),
-    *norm("ln_f", "final_norm"),
+    *_norm("ln_f", "final_norm"),
     Rule("lm_head.weight", ("unembedding",)),
 )
 
 
-def _mixtral_config(hf: Any) -> DecoderConfig:
+def _mixtral(hf: Any) -> dict[str, Any]:
     mixture = Mixture(experts=hf.num_local_experts, per_token=hf.num_experts_per_tok)
-    return common_config(hf, mixture=mixture, **everywhere_local(hf))
+    return {"mixture": mixture, **_everywhere_local(hf)}
 
 
 _MIXTRAL_RULES = (
@@ -376,25 +535,25 @@ _MIXTRAL_RULES = (
     *_PRE_NORMS,
     *_QKV,
     *_OUTPUT,
-    *linear("layers.{}.block_sparse_moe.gate", "layers.mlp.router"),
+    *_linear("layers.{}.block_sparse_moe.gate", "layers.mlp.router"),
     *_linears("layers.{}.block_sparse_moe.experts.{}", "layers.mlp", w1="gate", w3="up", w2="down"),
 )
 
 
-def _optionally_normalized(hf: Any) -> Mixture:
+def _qwen_mixture(hf: Any) -> Mixture:
     return Mixture(experts=hf.num_experts, per_token=hf.num_experts_per_tok, normalized=hf.norm_topk_prob)
 
 
-def _qwen3_moe_config(hf: Any) -> DecoderConfig:
-    refuse(hf, "mlp_only_layers", hf.mlp_only_layers, allowed=([],))
-    refuse(hf, "decoder_sparse_step", hf.decoder_sparse_step, allowed=(1,))
-    ours = {"qk_norm": "head", "intermediate_size": hf.moe_intermediate_size, "mixture": _optionally_normalized(hf)}
-    return common_config(hf, **ours, **attention_biases(hf), **everywhere_local(hf))
+def _qwen3_moe(hf: Any) -> dict[str, Any]:
+    _refuse(hf, "mlp_only_layers", hf.mlp_only_layers, allowed=([],))
+    _refuse(hf, "decoder_sparse_step", hf.decoder_sparse_step, allowed=(1,))
+    ours = {"qk_norm": "head", "intermediate_size": hf.moe_intermediate_size, "mixture": _qwen_mixture(hf)}
+    return {**ours, **_attention_biases(hf), **_everywhere_local(hf)}
 
 
-def _olmoe_config(hf: Any) -> DecoderConfig:
-    ours = {"qk_norm": "projection", "qkv_clip": hf.clip_qkv, "mixture": _optionally_normalized(hf)}
-    return common_config(hf, **ours, **attention_biases(hf))
+def _olmoe(hf: Any) -> dict[str, Any]:
+    ours = {"qk_norm": "projection", "qkv_clip": hf.clip_qkv, "mixture": _qwen_mixture(hf)}
+    return {**ours, **_attention_biases(hf)}
 
 
 _QWEN3_MOE_RULES = (
@@ -403,12 +562,12 @@ _QWEN3_MOE_RULES = (
     *_QKV,
     *_QK_NORMS,
     *_OUTPUT,
-    *linear("layers.{}.mlp.gate", "layers.mlp.router"),
+    *_linear("layers.{}.mlp.gate", "layers.mlp.router"),
     *_linears("layers.{}.mlp.experts.{}", "layers.mlp", gate_proj="gate", up_proj="up", down_proj="down"),
 )
 
 
-def _gpt_oss_config(hf: Any) -> DecoderConfig:
+def _gpt_oss(hf: Any) -> dict[str, Any]:
     mixture = Mixture(
         experts=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,
@@ -419,7 +578,7 @@ def _gpt_oss_config(hf: Any) -> DecoderConfig:
     )
     # `hidden_act` is not read: `clamp` names the activation.
     ours = {"activation": "silu", "mlp_bias": True, "attention_sinks": True, "mixture": mixture}
-    return common_config(hf, **ours, **attention_biases(hf), **local_layers(hf))
+    return {**ours, **_attention_biases(hf), **_local_layers(hf)}
 
 
 _GPT_OSS_RULES = (
@@ -428,7 +587,7 @@ _GPT_OSS_RULES = (
     *_QKV,
     Rule("layers.{}.self_attn.sinks", ("layers.attention.sinks",)),
     *_OUTPUT,
-    *linear("layers.{}.mlp.router", "layers.mlp.router"),
+    *_linear("layers.{}.mlp.router", "layers.mlp.router"),
     Rule("layers.{}.mlp.experts.gate_up_proj", ("layers.mlp.gate.kernel", "layers.mlp.up.kernel"), by_column=True),
     Rule("layers.{}.mlp.experts.gate_up_proj_bias", ("layers.mlp.gate.bias", "layers.mlp.up.bias"), by_column=True),
     Rule("layers.{}.mlp.experts.down_proj", ("layers.mlp.down.kernel",)),
@@ -436,31 +595,39 @@ _GPT_OSS_RULES = (
 )
 _GLM4_NORMS = _norms(post_self_attn_layernorm="attention_post_norm", post_mlp_layernorm="mlp_post_norm")
 _OLMO_RULES = (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_MLP)
-_PHI3_QKV = linear("layers.{}.self_attn.qkv_proj", *_FUSED_QKV)
+_PHI3_QKV = _linear("layers.{}.self_attn.qkv_proj", *_FUSED_QKV)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama_config, "model.", _LLAMA_RULES),
-    "mistral": Family(_mistral_config, "model.", _LLAMA_RULES),
-    "ministral": Family(lambda hf: common_config(hf, **local_layers(hf)), "model.", _LLAMA_RULES),
-    "ministral3": Family(_ministral3_config, "model.", _LLAMA_RULES),
-    "smollm3": Family(_smollm3_config, "model.", _LLAMA_RULES),
-    "qwen": Family(_qwen_config, "transformer.", _QWEN_RULES, native=False),
-    "qwen2": Family(_qwen2_config, "model.", _LLAMA_RULES),
-    "qwen3": Family(_qwen3_config, "model.", (*_LLAMA_RULES, *_QK_NORMS)),
-    "gemma": Family(_gemma_config, "model.", _LLAMA_RULES),
-    "gemma2": Family(_gemma2_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_OUTPUT, *_MLP)),
-    "gemma3_text": Family(_gemma3_config, "model.", (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_MLP)),
-    "olmo2": Family(_olmo2_config, "model.", _OLMO_RULES),
-    "olmo3": Family(_olmo3_config, "model.", _OLMO_RULES),
-    "glm4": Family(_glm4_config, "model.", (*_ENDS, *_PRE_NORMS, *_GLM4_NORMS, *_QKV, *_OUTPUT, *_FUSED_MLP)),
-    "granite": Family(_granite_config, "model.", _LLAMA_RULES),
-    "stablelm": Family(_stablelm_config, "model.", _LLAMA_RULES),
-    "phi": Family(_phi_config, "model.", _PHI_RULES),
-    "phi3": Family(_phi3_config, "model.", (*_ENDS, *_PRE_NORMS, *_PHI3_QKV, *_OUTPUT, *_FUSED_MLP)),
-    "gpt_neox": Family(_gpt_neox_config, "gpt_neox.", _GPT_NEOX_RULES),
-    "mixtral": Family(_mixtral_config, "model.", _MIXTRAL_RULES),
-    "qwen3_moe": Family(_qwen3_moe_config, "model.", _QWEN3_MOE_RULES),
-    "olmoe": Family(_olmoe_config, "model.", _QWEN3_MOE_RULES),
-    "gpt_oss": Family(_gpt_oss_config, "model.", _GPT_OSS_RULES),
-    "gpt2": Family(_gpt2_config, "transformer.", _GPT2_RULES),
+    "llama": Family(_llama, _LLAMA_RULES),
+    "mistral": Family(_everywhere_local, _LLAMA_RULES),
+    "ministral": Family(_local_layers, _LLAMA_RULES),
+    "ministral3": Family(_ministral3, _LLAMA_RULES),
+    "smollm3": Family(_smollm3, _LLAMA_RULES),
+    "qwen": Family(_qwen, _QWEN_RULES, "transformer.", native=False),
+    "qwen2": Family(lambda hf: {"qkv_bias": True, **_local_layers(hf)}, _LLAMA_RULES),
+    "qwen3": Family(
+        lambda hf: {"qk_norm": "head", **_attention_biases(hf), **_local_layers(hf)}, (*_LLAMA_RULES, *_QK_NORMS)
+    ),
+    "gemma": Family(_gemma, _LLAMA_RULES),
+    "gemma2": Family(
+        lambda hf: {**_local_gemma(hf), "attention_softcap": hf.attn_logit_softcapping},
+        (*_ENDS, *_GEMMA_NORMS, *_QKV, *_OUTPUT, *_MLP),
+    ),
+    "gemma3_text": Family(_gemma3, (*_ENDS, *_GEMMA_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_MLP)),
+    "olmo2": Family(_olmo2, _OLMO_RULES),
+    "olmo3": Family(lambda hf: {**_olmo2(hf), **_two_ropes(hf), **_local_layers(hf)}, _OLMO_RULES),
+    "glm4": Family(_glm4, (*_ENDS, *_PRE_NORMS, *_GLM4_NORMS, *_QKV, *_OUTPUT, *_FUSED_MLP)),
+    "granite": Family(_granite, _LLAMA_RULES),
+    "stablelm": Family(_stablelm, _LLAMA_RULES),
+    "phi": Family(_phi, _PHI_RULES),
+    "phi3": Family(
+        lambda hf: {"rope": _rope(hf, partial=True), **_everywhere_local(hf)},
+        (*_ENDS, *_PRE_NORMS, *_PHI3_QKV, *_OUTPUT, *_FUSED_MLP),
+    ),
+    "gpt_neox": Family(_gpt_neox, _GPT_NEOX_RULES, "gpt_neox."),
+    "mixtral": Family(_mixtral, _MIXTRAL_RULES),
+    "qwen3_moe": Family(_qwen3_moe, _QWEN3_MOE_RULES),
+    "olmoe": Family(_olmoe, _QWEN3_MOE_RULES),
+    "gpt_oss": Family(_gpt_oss, _GPT_OSS_RULES),
+    "gpt2": Family(_gpt2, _GPT2_RULES, "transformer."),
 }

@@ -26,9 +26,8 @@ _CHUNK = 2**18
 def fingerprint(config: DecoderConfig, tensors: Iterable[tuple[str, ArrayLike]]) -> str:
     """Hashes a model: "3:", the version, and the SHA-256 of its configuration and of the digests of all tensors.
 
-    Args:
-        config: configuration; fields that are not defaults are hashed, as JSON with sorted keys.
-        tensors: pairs of name and array in any order, such as `named_tensors` yields.
+    `tensors` are pairs of name and array in any order, as `named_tensors` yields. Fields of the configuration that are
+    not defaults are hashed, as JSON with sorted keys.
     """
     return combine_digests(config, {name: tensor_digest(name, tensor) for name, tensor in tensors})
 
@@ -40,15 +39,16 @@ def chunks(name: str, shape: Sequence[int]) -> list[tuple[slice, ...]]:
     """
     if name.endswith(".kernel") and len(shape) > 1:
         *leading, rows, columns = shape
-        step = max(_CHUNK // max(rows, 1), 64)
-        return [
-            (*(slice(i, i + 1) for i in each), slice(0, rows), slice(start, min(start + step, columns)))
-            for each in np.ndindex(*leading)
-            for start in range(0, columns, step)
-        ]
+        experts = [tuple(slice(i, i + 1) for i in each) for each in np.ndindex(*leading)]
+        parts = _slices(columns, max(_CHUNK // max(rows, 1), 64))
+        return [(*expert, slice(0, rows), part) for expert in experts for part in parts]
     rows, *others = shape
-    step = max(_CHUNK // max(math.prod(others), 1), 1)
-    return [(slice(start, min(start + step, rows)), *(slice(0, n) for n in others)) for start in range(0, rows, step)]
+    parts = _slices(rows, max(_CHUNK // max(math.prod(others), 1), 1))
+    return [(part, *(slice(0, n) for n in others)) for part in parts]
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def chunk_digest(name: str, values: np.ndarray) -> bytes:

@@ -22,19 +22,12 @@ Config = Any
 
 
 class Frozen(NamedTuple):
-    """Arrays of a frozen model, passed to jitted functions as arguments.
+    """Arrays of a frozen model, passed to jitted functions as arguments."""
 
-    Attributes:
-        params: parameters of the model; None if batches hold hidden states.
-        unembedding: `[V, D]`; None where the model gives logits.
-        covariance: `heads.logit_covariance` if a head reads log_std_logits, else None.
-        bias: bias of the logits, `[V]`, or None.
-    """
-
-    params: Any
-    unembedding: Any
-    covariance: Float[Array, "E E"] | None = None
-    bias: Float[Array, " V"] | None = None
+    params: Any  # None if batches hold hidden states
+    unembedding: Any  # [V, D]; None where the model gives logits
+    covariance: Float[Array, "E E"] | None = None  # `heads.logit_covariance`, if a head reads log_std_logits
+    bias: Float[Array, " V"] | None = None  # of the logits
 
 
 def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
@@ -43,10 +36,10 @@ def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> F
     Heads of one step share them: a compiled step divides and gathers each of its arguments, even if they are one array.
     """
     covariance = None
-    reads = sorted({name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"})
+    reads = {name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"}
     if reads and lm.unembedding is None:
-        raise UserError(f"{reads[0]}: this feature reads the unembedding, and the model gives logits: leave it out.")
-    if any("log_std_logits" in head.features for head in heads):
+        raise UserError(f"{min(reads)}: this feature reads the unembedding, and the model gives logits: leave it out.")
+    if "log_std_logits" in reads:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
@@ -70,8 +63,7 @@ def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dty
     if isinstance(config, FunctionConfig):
         return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
     places: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-    hidden = decoder.hidden_states(config, frozen.params, batch["tokens"], **places, dtype=dtype)
-    return jax.lax.stop_gradient(hidden)
+    return jax.lax.stop_gradient(decoder.hidden_states(config, frozen.params, batch["tokens"], **places, dtype=dtype))
 
 
 def frozen_features(
@@ -112,10 +104,8 @@ def batch_log_scale(
     `stats`: the statistics at s = 1 that the head's features read, where they are at hand.
     """
     features = frozen_features(config, head.features, frozen, batch["hidden"], dtype, stats)
-    log_scale = head.build().apply(
-        {"params": head_params}, features, where=batch["where"], segment_ids=batch["segment_ids"]
-    )
-    return jnp.asarray(log_scale) + log_factor
+    places: Any = {name: batch[name] for name in ("where", "segment_ids")}
+    return jnp.asarray(head.build().apply({"params": head_params}, features, **places)) + log_factor
 
 
 def batch_stats(
@@ -131,16 +121,11 @@ def batch_stats(
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head and vocabulary statistics of one batch, for training and evaluation.
 
-    If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. `config`,
-    `head`, `dtype` and `statistics` are static.
+    If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. The batch has
+    `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and `positions`; all
+    others `[B, T]`. `config`, `head`, `dtype` and `statistics` are static.
 
-    Args:
-        batch: `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and
-            `positions`; all others `[B, T]`.
-        log_factor: added to every log_scale.
-
-    Returns:
-        The statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
+    Returns the statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
     """
     batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
     log_scale = batch_log_scale(config, head, head_params, frozen, batch, dtype, log_factor)

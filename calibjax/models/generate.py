@@ -31,12 +31,10 @@ from calibjax.runtime.files import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_IDENTITY = HeadConfig(kind="constant", hidden_size=1)
-# Prompts are padded to a multiple of this, so that those of similar lengths use one program.
-_PROMPT_COLUMNS = 32
+# Prompts and stop tokens are padded to multiples of these, so that similar calls use one program.
+_PROMPT_COLUMNS, _STOP_TOKENS = 32, 8
 TEMPERATURES = (1e-4, 1e4)
 """Smallest and largest sampling temperature: a logit divided by either is finite in float32."""
-_STOP_TOKENS = 8  # likewise; padded with -1, which is no token id
 
 
 class Generation(NamedTuple):
@@ -46,8 +44,7 @@ class Generation(NamedTuple):
         tokens: int32; -1 after the end of a row.
         base_log_probs: log-probability of each token under the uncalibrated base model, nats, whatever distribution it
             was sampled from; 0 after the end.
-        confidence: calibrated probability of each token over the whole vocabulary, in [0, 1]; 0 after the end. Without
-            a head it is exp(base_log_probs). For greedy text it equals `calibrated_confidence` of the same text.
+        confidence: calibrated probability of each token over the whole vocabulary, in [0, 1]; 0 after the end.
         temperature: temperature of the head at each token; 1 without a head and after the end.
         where: which entries are tokens.
     """
@@ -80,9 +77,8 @@ class Sampling:
             confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its number and its text.
-        count: samples of each prompt, K; each prompt is processed once, and its keys and values are stored once.
-        numbers: a number of each prompt, folded into the key; None: its index. With numbers of their own, prompts have
-            the same samples in whatever batch they are.
+        count: samples of each prompt, K; each prompt is processed once.
+        numbers: a number of each prompt, folded into the key; None: its index.
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
@@ -117,12 +113,12 @@ class Sampling:
 
 
 class _State(NamedTuple):
-    """State of the loop: number of tokens, rows that have ended, tokens, and the caches of `_run`."""
+    """State of the loop."""
 
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # tokens of each row
     done: Bool[Array, " B"]
     generated: Generation
-    caches: tuple[Cache, ...]
+    caches: tuple[Cache, ...]  # of `_run`
 
 
 def sampling_logits(
@@ -131,20 +127,11 @@ def sampling_logits(
     top_k: int | None = None,
     top_p: Float[Array, ""] | float | None = None,
 ) -> Float[Array, "B V"]:
-    """Returns the logits of the distribution to sample from: `-inf` for tokens that are excluded.
+    """Returns the logits of the distribution to sample from, float32: `-inf` for tokens that are excluded.
 
     As in transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018, arXiv 1805.04833,
     section 5.4), then to the fewest whose probabilities sum to `top_p` at least (Holtzman et al., 2020,
-    arXiv 1904.09751, section 3.1). Ties with the last token are included.
-
-    Args:
-        logits: `[B, V]`, float32.
-        temperature: positive.
-        top_k: at least 1, or None; static.
-        top_p: in (0, 1], or None.
-
-    Returns:
-        float32 `[B, V]`, not normalized.
+    arXiv 1904.09751, section 3.1). Ties with the last token are included. `top_k` is static.
 
     Example:
         >>> import jax.numpy as jnp
@@ -178,27 +165,23 @@ class DecodingProgram(NamedTuple):
 
 
 class DecodingInputs(NamedTuple):
-    """Arrays that `decode_batch` reads: model and head, prompts `[B, T]`, stop tokens `[E]`, and sampling.
-
-    `numbers` are those of the prompts, `[B]`; with the temperature None the most likely token is chosen.
-    """
+    """Arrays that `decode_batch` reads."""
 
     frozen: Frozen
     head_params: Any
     log_factor: Any
-    tokens: Any
+    tokens: Any  # prompts [B, T]
     segment_ids: Any
-    stop_tokens: Any
-    numbers: Any
+    stop_tokens: Any  # [E], padded with -1, which is no token id
+    numbers: Any  # of the prompts, [B]
     key: PRNGKeyArray
-    temperature: Any
+    temperature: Any  # None: the most likely token
     top_p: Any
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation:
     """Processes the prompts, then adds a token to every row in a loop; the rows are those of `generate`."""
-    rows = len(inputs.tokens)
     unembedding = inputs.frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
     if program.count > 1:
@@ -217,17 +200,11 @@ def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation
     logits, log_scale, caches = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids)
     logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
-    shape = (rows * program.count, program.max_new_tokens)
-    nothing = Generation(
-        jnp.full(shape, -1, jnp.int32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.ones(shape, jnp.float32),
-        jnp.zeros(shape, bool),
-    )
-    state = _State(
-        jnp.int32(0), jnp.zeros(shape[0], bool), nothing, tuple(fork(x, program.count, columns) for x in caches)
-    )
+    caches = tuple(fork(cache, program.count, columns) for cache in caches)
+    shape = (len(logits), program.max_new_tokens)
+    zeros, none = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
+    nothing = Generation(jnp.full(shape, -1, jnp.int32), zeros, zeros, zeros + 1, none)
+    state = _State(jnp.int32(0), none[:, 0], nothing, caches)
     start = _choose(program, inputs, row_keys, logits, log_scale, state)
     return jax.lax.while_loop(unfinished, step, start).generated
 
@@ -251,8 +228,8 @@ def _run(
     apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params})
     caches = (cache,)
     if head.attends:
-        log_scale, new = apply(features, segment_ids=segment_ids, cache=head_cache, keep=True)
-        caches = (cache, new)
+        log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache, keep=True)
+        caches = (cache, head_cache)
     else:
         log_scale = apply(features)
     logits = decoder.unembed(config, frozen.params, hidden[:, -1])
@@ -277,9 +254,8 @@ def _choose(
         )
         # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
-        token = _first_largest(
-            drawn_from + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        )
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        token = _first_largest(drawn_from + noise)
 
     def log_prob(z: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
@@ -304,8 +280,7 @@ def _choose(
 def _first_largest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     """`jnp.argmax(x, axis=-1)`, in two passes that XLA's CPU compiler vectorizes, unlike that one."""
     index = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
-    largest = jnp.max(x, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(x < largest, x.shape[-1], index), axis=-1)
+    return jnp.min(jnp.where(x < jnp.max(x, axis=-1, keepdims=True), x.shape[-1], index), axis=-1)
 
 
 def generate(
@@ -327,7 +302,7 @@ def generate(
         prompts: texts or lists of token ids, none empty; they are padded on the left to a common width.
         head: head fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
-        sampling: how tokens are chosen; by default the most likely one.
+        sampling: how tokens are chosen.
         stop_tokens: ids that end a row, as its last token; None: those of the model's generation_config.json, or
             else the tokenizer's end of sequence; () for none.
 
@@ -359,20 +334,20 @@ def generate(
     mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
     groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
     rows = -(-len(ids) // groups) * groups
-    tokens, segment_ids = _padded(ids, rows)
-    head_config = _IDENTITY if head is None else head.config
+    width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
+    padded = [*ids, *[ids[-1]] * (rows - len(ids))]
+    if head is None:
+        head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.float32(0)}, 0.0, lm.fingerprint)
     program = DecodingProgram(
-        lm.config, head_config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
+        lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
     inputs = DecodingInputs(
-        frozen=freeze(lm, head_config),
-        head_params={"log_scale": np.float32(0)} if head is None else head.params,
-        log_factor=np.float32(0 if head is None else head.log_factor),
-        tokens=tokens,
-        segment_ids=segment_ids,
-        stop_tokens=np.pad(
-            np.asarray(stops, np.int32), (0, _STOP_TOKENS - len(stops) % _STOP_TOKENS), constant_values=-1
-        ),
+        frozen=freeze(lm, head.config),
+        head_params=head.params,
+        log_factor=np.float32(head.log_factor),
+        tokens=np.array([[0] * (width - len(row)) + row for row in padded], np.int32),
+        segment_ids=np.array([[0] * (width - len(row)) + [1] * len(row) for row in padded], np.int32),
+        stop_tokens=np.array([*stops, *[-1] * (_STOP_TOKENS - len(stops) % _STOP_TOKENS)], np.int32),
         numbers=np.resize(np.arange(rows) if numbers is None else numbers, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
@@ -428,14 +403,3 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     if not whole or (array.size and max(int(array.max()), -int(array.min())) > LARGEST_SIZE):
         raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")
     return array.tolist()
-
-
-def _padded(ids: Sequence[Sequence[int]], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and segment ids of prompts, padded on the left; the last prompt is repeated up to `rows`."""
-    width = -(-max(map(len, ids)) // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
-    tokens, segment_ids = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
-    for row in range(rows):
-        prompt = ids[min(row, len(ids) - 1)]
-        tokens[row, width - len(prompt) :] = prompt
-        segment_ids[row, width - len(prompt) :] = 1
-    return tokens, segment_ids

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.models.config import MOST_LAYERS, DecoderConfig
-from calibjax.models.families import FAMILIES, config_from_settings
+from calibjax.models.families import FAMILIES
 from calibjax.models.hf_tensors import Index, TensorEntry
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 
@@ -52,16 +52,16 @@ class GgufTensor:
         return self.kind if self.kind in _FLOATS else "F32"
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, which is the last axis."""
+    def stored_shape(self) -> tuple[int, int]:
+        """Number of rows, along the last axis, and bytes of each."""
         block, size = _sizes()[self.kind]
-        return self.shape[-1] // block * size
+        return math.prod(self.shape[:-1]), self.shape[-1] // block * size
 
     def read(self, rows: slice | np.ndarray) -> np.ndarray:
         """Returns rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
         from gguf import GGMLQuantizationType, dequantize
 
-        stored = np.memmap(self.file, np.uint8, "r", self.offset, (math.prod(self.shape[:-1]), self.row_bytes))[rows]
+        stored = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)[rows]
         stored = np.ascontiguousarray(stored)
         if self.kind in _FLOATS:
             return stored.view(_FLOATS[self.kind])
@@ -229,7 +229,7 @@ def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
             raise ValueError(f"the tensor {tensor.name[:60]!r} occurs twice")
         if tensor.offset % alignment or placed.offset < used:
             raise ValueError(f"the tensor {tensor.name[:60]!r} overlaps another, or its offset is not aligned")
-        used = placed.offset + math.prod(tensor.shape[:-1]) * tensor.row_bytes
+        used = placed.offset + math.prod(tensor.stored_shape)
         if used > size:
             raise ValueError(f"the tensor {tensor.name[:60]!r} ends at byte {used:,}, and the file at {size:,}")
         tensors[tensor.name] = placed
@@ -262,23 +262,19 @@ Settings = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One family as llama.cpp writes it.
-
-    Args:
-        family: key of `FAMILIES`.
-        keys: metadata keys that only some architectures have, and the settings they are; `KEYS` are those of all.
-        fixed: settings that llama.cpp's code assumes and files do not hold.
-        adapt: changes settings in place by the metadata and tensors of a file.
-        interleaved: whether rows of queries and keys are stored so that rotated pairs are neighbours.
-        norm_shift: number that is added to the scales of norms in the file.
-    """
+    """One family, a key of `FAMILIES`, as llama.cpp writes it."""
 
     family: str
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Metadata keys that only some architectures have, and the settings they are; `KEYS` are those of all."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings that llama.cpp's code assumes and files do not hold."""
     adapt: Callable[[Settings, GgufFile], None] | None = None
+    """Changes settings in place by the metadata and tensors of a file."""
     interleaved: bool = False
+    """Whether rows of queries and keys are stored so that rotated pairs are neighbours."""
     norm_shift: float = 0.0
+    """Number that is added to the scales of norms in the file."""
 
 
 KEYS = {
@@ -295,7 +291,6 @@ KEYS = {
 }
 """Metadata keys of all architectures, after the architecture's name and a dot, and the settings that they are."""
 
-_REQUIRED = ("max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _OTHER_KEYS = (
     *("vocab_size", "attention.value_length", "rope.dimension_count", "attention.causal", "tensor_data_layout"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
@@ -418,10 +413,8 @@ def gguf_settings(file: GgufFile) -> Settings:
     """
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UserError(
-            f"{file.path}: general.architecture {str(name)[:60]!r} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}."
-        )
+        known, given = ", ".join(sorted(ARCHITECTURES)), str(name)[:60]
+        raise UserError(f"{file.path}: general.architecture {given!r} is not supported; supported: {known}.")
     architecture = ARCHITECTURES[name]
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     keys = {**KEYS, **architecture.keys}
@@ -429,16 +422,14 @@ def gguf_settings(file: GgufFile) -> Settings:
     for key, value in own.items():
         if key in keys:
             if type(value) not in (int, float, bool) and key != "attention.sliding_window_pattern":
-                raise UserError(
-                    f"{file.path}: {name}.{key}: expected one number for all layers, got {str(value)[:60]}."
-                )
+                given = str(value)[:60]
+                raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {given}.")
             settings[keys[key]] = value
         elif key not in _OTHER_KEYS and value not in _SWITCHED_OFF:
             raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
     settings.pop("", None)
-    for setting in _REQUIRED:
-        if setting not in settings:
-            key = next(key for key, ours in KEYS.items() if ours == setting)
+    for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
+        if key not in own:
             raise UserError(f"{file.path}: {name}.{key} is missing.")
     layers, most = settings["num_hidden_layers"], min(MOST_LAYERS, len(file.tensors))
     if type(layers) is not int or not 1 <= layers <= most:
@@ -523,11 +514,6 @@ def _vector(tensor: GgufTensor, size: int) -> list[float]:
     return [float(str(value)) for value in tensor.read(slice(None))[0]]
 
 
-def gguf_config(path: Path) -> DecoderConfig:
-    """Returns the configuration of the model in a GGUF file; raises `UserError` if it cannot be read."""
-    return config_from_settings(path, gguf_settings(read_gguf(path)))
-
-
 def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
     """Returns the tensors of a GGUF file under the names of the family's checkpoints, if it has them.
 
@@ -551,42 +537,42 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
             tensor = left.pop((stored or "").replace("blk.0.", f"blk.{layer}."), None)
             if tensor is None:
                 continue
-            groups, shift = None, 0.0
-            if architecture.interleaved and rule.targets[0].startswith(("layers.attention.q.", "layers.attention.k.")):
-                groups = config.head_dim // 2, 2, 1
-            if rule.targets[0].endswith("norm.scale"):
-                shift = architecture.norm_shift
-            swapped = name == "gpt2" and rule.targets[0].endswith(".kernel")
+            target = rule.targets[0]
+            rotated = architecture.interleaved and target.startswith(("layers.attention.q.", "layers.attention.k."))
+            pairs = config.head_dim // 2 if rotated else None
+            shift = architecture.norm_shift if target.endswith("norm.scale") else 0.0
+            swapped = name == "gpt2" and target.endswith(".kernel")
+            experts = config.mixture.experts if config.mixture else None
+            stacked = len(tensor.shape) == 3 and tensor.shape[0] == experts
             for expert in rule.experts(config):
                 full = rule.full_name(family.prefix, layer, expert)
-                entries.append(_entry(full, tensor, expert, config, groups, shift, swapped))
-    return entries + [_entry(name, tensor, None, config) for name, tensor in left.items()]
+                entries.append(_entry(full, tensor, expert if stacked else None, pairs, shift, swapped))
+    return entries + [_entry(name, tensor) for name, tensor in left.items()]
 
 
 def _entry(
     name: str,
     tensor: GgufTensor,
-    expert: int | None,
-    config: DecoderConfig,
-    groups: tuple[int, int, int] | None = None,
+    expert: int | None = None,
+    pairs: int | None = None,
     shift: float = 0.0,
     swapped: bool = False,
 ) -> TensorEntry:
     """An entry `name` of a tensor, or of one expert in it.
 
-    With `groups` (a, b, c), rows `[..., b, a, c]` are stored as `[..., a, b, c]`; `shift` was added to the values;
-    `swapped` are the last two axes.
+    With `pairs` P, rows `[..., 2, P]` are stored as `[..., P, 2]`; `shift` was added to the values; `swapped` are the
+    last two axes.
     """
     first, shape = 0, tensor.shape
-    if expert is not None and config.mixture and len(shape) == 3 and shape[0] == config.mixture.experts:
+    if expert is not None:
         first, shape = expert * shape[1], shape[1:]
 
     def read(index: Index) -> np.ndarray:
         rows, *columns = index[::-1] if swapped else index
         places = slice(first + rows.start, first + rows.stop)
-        if groups is not None:
+        if pairs is not None:
             size = math.prod(tensor.shape[: max(len(tensor.shape) - 1, 1)])
-            places = first + np.arange(size).reshape(-1, *groups).swapaxes(1, 2).reshape(-1)[rows]
+            places = first + np.arange(size).reshape(-1, pairs, 2).swapaxes(1, 2).reshape(-1)[rows]
         if not columns:
             values = tensor.read(slice(None))[0][places]
             return values - values.dtype.type(shift) if shift else values

@@ -1,9 +1,10 @@
 """Export of a parameter tree to a Hugging Face directory, with the original names, layouts and files."""
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from calibjax.models.config import DecoderConfig
-from calibjax.models.families import FAMILIES
+from calibjax.models.families import FAMILIES, text_settings
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.gguf import gguf_settings, is_gguf, read_gguf
 from calibjax.models.gguf_tokenizer import gguf_stop_tokens, gguf_tokenizer
-from calibjax.models.hf_config import text_settings
 from calibjax.models.rules import Rule
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
@@ -55,36 +55,39 @@ def save_model(
     Raises:
         UserError: `like` is no model, `directory` cannot be written or replaced, or as for `settings_files`.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     source = like if is_gguf(like) else require_directory(like, "model")
     if not is_gguf(like) and not (source / "config.json").is_file():
         raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")
-    dtype = jnp.dtype(dtype)
+    dtype, family = jnp.dtype(dtype), FAMILIES[config.family]
     with new_directory(directory, replace=replace) as fresh:
         on_first(lambda: copy_settings(source, fresh, dtype.name, softcap=config.logit_softcap))
         leaves = dict(dotted_leaves(params))
-        files: list[list[tuple[Rule, str, tuple[int, ...]]]] = [[]]
-        held = total = 0
-        for rule, name, index in _tensors(config, leaves):
-            shapes = [leaves[target].shape[len(index) :] for target in rule.targets]
-            size = sum(int(np.prod(shape)) for shape in shapes) * dtype.itemsize
-            if files[-1] and held + size > _FILE_BYTES:
-                files.append([])
-                held = 0
-            files[-1].append((rule, name, index))
-            held, total = held + size, total + size
-        weight_map = {}
-        for number, tensors in enumerate(files, 1):
-            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            weight_map |= {name: file for _, name, _ in tensors}
+        tensors: dict[str, tuple[Rule, tuple[int, ...]]] = {}  # rule, and the index of layer and expert in parameters
+        for rule, layer in family.stored(config, leaves):
+            for expert in rule.experts(config):
+                index = tuple(i for i in (layer, expert) if i is not None)
+                tensors[rule.full_name(family.prefix, layer, expert)] = rule, index
+
+        def size(tensor: tuple[Rule, tuple[int, ...]]) -> int:
+            rule, index = tensor
+            return sum(math.prod(leaves[target].shape[len(index) :]) for target in rule.targets) * dtype.itemsize
+
+        split = split_state_dict_into_shards_factory(
+            tensors, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=_FILE_BYTES
+        )
+        for file, names in split.filename_to_tensors.items():
             values = {}
-            for rule, name, index in tensors:
+            for name in names:
+                rule, index = tensors[name]
                 pieces = to_host([leaves[target][index] if index else leaves[target] for target in rule.targets])
                 if is_first():
                     values[name] = np.ascontiguousarray(rule.layout(config).join(pieces)).astype(dtype)
             if is_first():
                 save_file(values, fresh / file, metadata={"format": "pt"})
-        if len(files) > 1 and is_first():
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        if split.is_sharded and is_first():
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_file(fresh / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
@@ -142,15 +145,3 @@ def _write_gguf_settings(source: Path, target: Path) -> dict[str, Any]:
         write_file(target / "generation_config.json", json.dumps({"eos_token_id": gguf_stop_tokens(source)}) + "\n")
     settings = gguf_settings(file)
     return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]], **settings}
-
-
-def _tensors(config: DecoderConfig, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, tuple[int, ...]]]:
-    """Yields the rule and the name of every tensor of the checkpoint, and its layer and expert in our parameters."""
-    family = FAMILIES[config.family]
-    for rule in family.rules:
-        if not all(target in leaves for target in rule.targets):
-            continue
-        for layer in range(config.num_layers) if rule.stacked else (None,):
-            for expert in rule.experts(config):
-                index = tuple(i for i in (layer, expert) if i is not None)
-                yield rule, rule.full_name(family.prefix, layer, expert), index

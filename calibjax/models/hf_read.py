@@ -4,14 +4,13 @@ A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the 
 while it is in the cache. Each of several processes reads the chunks that its devices hold, and hashes its part of all.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,14 +18,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from calibjax.models.fingerprint import chunk_digest, chunks, join_chunks, layer_name
-from calibjax.models.hf_tensors import FLOATS, Index, Piece, Plan, TensorEntry, read_mxfp4
-from calibjax.models.rules import Layout, transpose_into
+from calibjax.models.hf_tensors import Index, Piece, Plan
+from calibjax.models.rules import transpose_into
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
 
 _ALIGNMENT = 64
-_TIED_ROWS = 4096
 
 
 class _Chunk(NamedTuple):
@@ -63,7 +61,7 @@ def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[st
                 parameter = _Parameter(path, plan.leaves[path].shape, dtype, mesh)
                 own = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
                 try:
-                    list(pool.map(functools.partial(_read_and_place, parameter, digests, dtype), own))
+                    list(pool.map(functools.partial(_read_and_place, parameter, digests), own))
                 except OSError as error:
                     raise UserError(str(error)) from error
                 params[path] = parameter.finish()
@@ -81,16 +79,16 @@ def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[st
     return params, tensor_digests
 
 
-def _read_and_place(parameter: "_Parameter", digests: np.ndarray, dtype: np.dtype, chunk: _Chunk) -> None:
-    stored = read_chunk(chunk.piece, chunk.index)
+def _read_and_place(parameter: "_Parameter", digests: np.ndarray, chunk: _Chunk) -> None:
+    stored = chunk.piece.read(chunk.index)
     digests[chunk.number] = np.frombuffer(chunk_digest(chunk.path, stored), np.uint8)
     with np.errstate(over="ignore"):
-        values = stored.astype(dtype, copy=False)
+        values = stored.astype(parameter.dtype, copy=False)
     if not _is_finite(values):
         cause = "holds values too large for" if _is_finite(stored) else "holds NaN or infinity, read as"
         entries = chunk.piece.entries
         entry = entries[chunk.index[0].start if len(entries) > 1 else 0]
-        raise UserError(f"{entry.file}: {entry.name} {cause} {dtype.name}.")
+        raise UserError(f"{entry.file}: {entry.name} {cause} {parameter.dtype.name}.")
     parameter.place(chunk, values)
 
 
@@ -109,11 +107,12 @@ class _Parameter:
     """The part of a parameter that the devices of this process hold, while it is filled."""
 
     def __init__(self, path: str, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None):
-        self._shape = shape
-        self._sharding = None if mesh is None else param_sharding(mesh, path, shape)
-        indices = [()] if self._sharding is None else self._places().values()
-        self._dtype, self._bits = dtype, np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
-        self._shards = {key: _aligned([b - a for a, b in key], self._bits) for key in map(self._key, indices)}
+        self.dtype = dtype
+        self._shape, self._sharding = shape, None if mesh is None else param_sharding(mesh, path, shape)
+        places = {None: ()} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
+        self._places = {device: _bounds(index or (), shape) for device, index in places.items()}
+        self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
+        self._shards = {key: _aligned([b - a for a, b in key], self._bits) for key in set(self._places.values())}
 
     def overlaps(self, chunk: _Chunk) -> Iterator[tuple[np.ndarray, Index]]:
         """Yields the part of each shard that a chunk fills, and the index of these values in the chunk."""
@@ -139,21 +138,19 @@ class _Parameter:
 
     def finish(self) -> jax.Array:
         """Returns the parameter on its devices."""
-        if self._sharding is None:
-            return jax.device_put(*(shard.view(self._dtype) for shard in self._shards.values()), may_alias=True)
         arrays = [
-            jax.device_put(self._shards[self._key(index)].view(self._dtype), device, may_alias=True)
-            for device, index in self._places().items()
+            jax.device_put(self._shards[key].view(self.dtype), device, may_alias=True)
+            for device, key in self._places.items()
         ]
+        if self._sharding is None:
+            return arrays[0]
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
 
-    def _places(self) -> dict[Any, Any]:
-        assert self._sharding is not None
-        return dict(self._sharding.addressable_devices_indices_map(self._shape))
 
-    def _key(self, index: Sequence[slice]) -> tuple[tuple[int, int], ...]:
-        whole = (*index, *(slice(None) for _ in range(len(self._shape) - len(index))))
-        return tuple(along.indices(n)[:2] for along, n in zip(whole, self._shape, strict=True))
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Start and end along each axis."""
+    whole = (*index, *(slice(None) for _ in range(len(shape) - len(index))))
+    return tuple(along.indices(n)[:2] for along, n in zip(whole, shape, strict=True))
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -162,72 +159,3 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def read_chunk(piece: Piece, index: Index) -> np.ndarray:
-    """Returns the part of a piece at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
-    first, *others = piece.entries
-    if others:
-        parts = [_read_columns(piece, entry, index[1:]) for entry in piece.entries[index[0]]]
-        parts = [part.astype(piece.dtype, copy=False) for part in parts]
-        return parts[0][None] if len(parts) == 1 else np.stack(parts)
-    return _read_columns(piece, first, index)
-
-
-def _read_columns(piece: Piece, entry: TensorEntry, index: Index) -> np.ndarray:
-    layout, columns = piece.layout, piece.columns
-    *others, last = index
-    if layout.groups == 1:
-        values = _read_box(entry, (*others, slice(columns.start + last.start, columns.start + last.stop)), layout)
-        return values.swapaxes(-1, -2) if layout.transpose else values
-    # The columns of this parameter lie in groups between those of others: whole groups are read.
-    width = columns.stop - columns.start
-    group = entry.shape[-2 if layout.transpose else -1] // layout.groups
-    first, end = last.start // width, -(-last.stop // width)
-    values = _read_box(entry, (*others, slice(first * group, end * group)), layout)
-    values = Layout(layout.transpose, end - first).take(values, columns)
-    return values[..., last.start - first * width : last.stop - first * width]
-
-
-def _read_box(entry: TensorEntry, index: Index, layout: Layout) -> np.ndarray:
-    """Reads the part of a stored tensor that `index` selects in our layout."""
-    if entry.scales is not None:
-        expert, _, columns = index
-        box = expert, columns
-        blocks = _read_part_of(dataclasses.replace(entry, shape=(*entry.scales.shape, 16), dtype="U8"), box)
-        return np.stack([read_mxfp4(*each) for each in zip(blocks, _read_part_of(entry.scales, box), strict=True)])
-    index = (*index[:-2], *index[:-3:-1]) if layout.transpose else index
-    return _read_part_of(entry, index) if entry.read is None else entry.read(index)
-
-
-def _read_part_of(entry: TensorEntry, box: Index) -> np.ndarray:
-    """Reads `tensor[box]`, at once if these bytes follow each other in the file."""
-    dtype = np.dtype(np.uint8) if entry.dtype == "U8" else FLOATS[entry.dtype]
-    box = (*box, *(slice(0, n) for n in entry.shape[len(box) :]))
-    shape = tuple(along.stop - along.start for along in box)
-    divided = [axis for axis, n in enumerate(entry.shape) if shape[axis] != n]
-    if divided and math.prod(shape[: divided[-1]]) > 1:
-        return np.array(np.memmap(entry.file, dtype, "r", entry.offset, entry.shape)[box])
-    start = sum(along.start * math.prod(entry.shape[axis + 1 :]) for axis, along in enumerate(box))
-    values = np.empty(shape, dtype)
-    into = values.reshape(-1).view(np.uint8).data
-    with entry.file.open("rb", buffering=0) as file:
-        file.seek(entry.offset + start * dtype.itemsize)
-        while len(into):
-            count = file.readinto(into)
-            if not count:
-                raise UserError(f"{entry.file}: cut short while it was read. Download it again.")
-            into = into[count:]
-    return values
-
-
-def tied_differ(plan: Plan) -> bool:
-    """Whether two tensors that the configuration ties have different values in the files."""
-    if plan.must_equal is None:
-        return False
-    first, second = plan.must_equal
-    for start in range(0, first.shape[0], _TIED_ROWS):
-        rows = (slice(start, min(start + _TIED_ROWS, first.shape[0])),)
-        if not np.array_equal(_read_part_of(first, rows), _read_part_of(second, rows)):
-            return True
-    return False

@@ -1,11 +1,12 @@
-"""Mapping of a checkpoint's tensors to our parameter tree, planned from names and shapes before any weight is read.
+"""Tensors of a checkpoint: which parameters of our tree they are, planned before any weight is read, and their values.
 
 Every tensor must be used or be a known buffer, and every parameter must be filled exactly once.
 """
 
 import collections
 import dataclasses
-import itertools
+import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
-from calibjax.models.rules import Layout, Rule
+from calibjax.models.rules import Layout
 from calibjax.runtime.errors import UserError
 
 FLOATS = {
@@ -29,6 +30,7 @@ FLOATS = {
 }
 """Dtypes of safetensors that are read."""
 _MOST_NAMED = 10
+_TIED_ROWS = 4096
 _BUFFERS = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)"
 )
@@ -43,8 +45,7 @@ Index = tuple[slice, ...]
 class TensorEntry:
     """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, file, and offset in bytes.
 
-    `read` returns the values at an index of a tensor that is not stored as an array of `dtype` in the order of `shape`.
-    `scales` are those of a tensor that is stored as MXFP4; see `merge_mxfp4`.
+    `reader` replaces `read` for a tensor that is not stored as an array of `dtype` in the order of `shape`.
     """
 
     name: str
@@ -52,8 +53,29 @@ class TensorEntry:
     dtype: str
     file: Path
     offset: int
-    read: Callable[[Index], np.ndarray] | None = None
-    scales: "TensorEntry | None" = None
+    reader: Callable[[Index], np.ndarray] | None = None
+
+    def read(self, box: Index) -> np.ndarray:
+        """Reads `tensor[box]`, at once if these bytes follow each other in the file."""
+        if self.reader is not None:
+            return self.reader(box)
+        dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
+        box = (*box, *(slice(0, n) for n in self.shape[len(box) :]))
+        shape = tuple(along.stop - along.start for along in box)
+        divided = [axis for axis, n in enumerate(self.shape) if shape[axis] != n]
+        if divided and math.prod(shape[: divided[-1]]) > 1:
+            return np.array(np.memmap(self.file, dtype, "r", self.offset, self.shape)[box])
+        start = sum(along.start * math.prod(self.shape[axis + 1 :]) for axis, along in enumerate(box))
+        values = np.empty(shape, dtype)
+        into = values.reshape(-1).view(np.uint8).data
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset + start * dtype.itemsize)
+            while len(into):
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self.file}: cut short while it was read. Download it again.")
+                into = into[count:]
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +97,51 @@ class Piece:
         kinds = {entry.dtype for entry in self.entries}
         return FLOATS[kinds.pop() if len(kinds) == 1 else "F32"]
 
+    def read(self, index: Index) -> np.ndarray:
+        """Returns the part at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
+        if len(self.entries) == 1:
+            return self._read_columns(self.entries[0], index)
+        parts = [
+            self._read_columns(entry, index[1:]).astype(self.dtype, copy=False) for entry in self.entries[index[0]]
+        ]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+
+    def _read_columns(self, entry: TensorEntry, index: Index) -> np.ndarray:
+        transpose, groups, columns = self.layout.transpose, self.layout.groups, self.columns
+        *others, last = index
+
+        def read(start: int, stop: int) -> np.ndarray:
+            box = (*others, slice(start, stop))
+            return entry.read((*box[:-2], *box[:-3:-1]) if transpose else box)
+
+        if groups == 1:
+            values = read(columns.start + last.start, columns.start + last.stop)
+            return values.swapaxes(-1, -2) if transpose else values
+        # The columns of this parameter lie in groups between those of others: whole groups are read.
+        width = columns.stop - columns.start
+        group = entry.shape[-2 if transpose else -1] // groups
+        first, end = last.start // width, -(-last.stop // width)
+        values = Layout(transpose, end - first).take(read(first * group, end * group), columns)
+        return values[..., last.start - first * width : last.stop - first * width]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Assignment of tensors to a model's parameters.
 
     Args:
+        config: the configuration, with untied embeddings where the files hold two different matrices.
         leaves: shape and dtype of each parameter by dotted path.
         pieces: pieces that fill each path; one per layer for stacked parameters.
-        must_equal: two tensors that the model ties and the checkpoint stores separately, or `None`.
         left_out: number of tensors of each part that is not the language model.
+        untied: whether `config` differs so from what was asked for.
     """
 
+    config: DecoderConfig
     leaves: dict[str, jax.ShapeDtypeStruct]
     pieces: dict[str, list[Piece]]
-    must_equal: tuple[TensorEntry, TensorEntry] | None
     left_out: dict[str, int]
+    untied: bool
 
 
 def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
@@ -101,7 +152,6 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             to ten names of each kind.
     """
     family = FAMILIES[config.family]
-    leaves = dict(dotted_leaves(abstract_params(config)))
     problems: dict[str, list[str]] = collections.defaultdict(list)
     by_name: dict[str, TensorEntry] = {}
     named, left_out = _language_model(list(entries))
@@ -116,26 +166,32 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             first = by_name[name]
             problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
         by_name.setdefault(name, entry)
+    untied = config.tie_embeddings and _holds_another_unembedding(config, by_name, problems)
+    if untied:
+        config = dataclasses.replace(config, tie_embeddings=False)
 
-    tied = _take_tied(config, by_name)
+    leaves = dict(dotted_leaves(abstract_params(config)))
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
-    for rule in family.rules:
-        if not all(target in leaves for target in rule.targets):
+    for rule, layer in family.stored(config, leaves):
+        experts, found = rule.experts(config), []
+        for expert in experts:
+            entry = by_name.pop(rule.source.format(layer, expert), None)
+            if entry is None:
+                problems["missing"].append(rule.full_name(family.prefix, layer, expert))
+            else:
+                found.append(entry)
+        if len(found) < len(experts):
             continue
-        for layer in range(config.num_layers) if rule.stacked else (None,):
-            entries = []
-            for expert in rule.experts(config):
-                entry = by_name.pop(rule.source.format(layer, expert), None)
-                if entry is None:
-                    problems["missing"].append(rule.full_name(family.prefix, layer, expert))
-                else:
-                    entries.append(entry)
-            if len(entries) == len(rule.experts(config)):
-                for target, piece in _fill(rule, config, tuple(entries), layer, leaves, problems):
-                    pieces[target].append(piece)
-    problems["unknown"].extend(entry.name for entry in by_name.values())
-    if tied is not None and tied[0].shape != tied[1].shape:
-        problems["wrong shape"].append(f"{tied[1].name} {list(tied[1].shape)}, expected {list(tied[0].shape)}")
+        layout = rule.layout(config)
+        leading = (layer is not None) + (experts != (None,))
+        expected, columns = layout.divide([leaves[target].shape[leading:] for target in rule.targets])
+        wrong = [entry for entry in found if entry.shape != expected]
+        unread = [entry for entry in found if entry.dtype not in FLOATS]
+        problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
+        problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
+        for target, part in zip(rule.targets, columns, strict=True):
+            pieces[target].append(Piece(tuple(found), layer, layout, part))
+    problems["unknown"] += [entry.name for entry in by_name.values()]
     if any(problems.values()):
         report = ""
         for kind, names in problems.items():
@@ -146,7 +202,7 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             f"The weights do not match this {config.family} configuration.{report[:-1]}. "
             "Check that the files are complete and come from the same model."
         )
-    return Plan(leaves, pieces, tied, dict(left_out))
+    return Plan(config, leaves, pieces, dict(left_out), untied)
 
 
 def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
@@ -168,53 +224,37 @@ def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorE
     return text, left_out
 
 
-def _take_tied(config: DecoderConfig, by_name: dict[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry] | None:
-    """Removes a tied model's second copy of its embedding from `by_name`; returns both copies if there are two."""
-    if not config.tie_embeddings:
-        return None
+def _holds_another_unembedding(
+    config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]
+) -> bool:
+    """Whether a tied model's files hold two different matrices; a second copy of the same one leaves `by_name`."""
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
     copy = by_name.pop(source["unembedding",], None)
     if copy is None:
-        return None
+        return False
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
     embedding = by_name.setdefault(source["embedding",], copy)
-    return None if embedding is copy else (embedding, copy)
+    if embedding.shape != copy.shape:
+        problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
+    elif embedding is not copy and not _equal(embedding, copy):
+        by_name[source["unembedding",]] = copy
+        return True
+    return False
 
 
-def _fill(
-    rule: Rule,
-    config: DecoderConfig,
-    entries: tuple[TensorEntry, ...],
-    layer: int | None,
-    leaves: dict[str, jax.ShapeDtypeStruct],
-    problems: dict[str, list[str]],
-) -> list[tuple[str, Piece]]:
-    """Divides tensors among the rule's targets; if they do not fit, adds to `problems` and returns an empty list."""
-    layout = rule.layout(config)
-    leading = (layer is not None) + (rule.experts(config) != (None,))
-    shapes = [leaves[target].shape[leading:] for target in rule.targets]
-    ends = list(itertools.accumulate(shape[-1] for shape in shapes))
-    expected = (*shapes[0][:-1], ends[-1])
-    expected = (*expected[:-2], expected[-1], expected[-2]) if rule.transpose else expected
-    wrong = [entry for entry in entries if entry.shape != expected]
-    unread = [entry for entry in entries if entry.dtype not in FLOATS]
-    problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
-    problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
-    if wrong or unread:
-        return []
-    edges = [0, *(end // layout.groups for end in ends)]
-    return [
-        (target, Piece(entries, layer, layout, slice(start, end)))
-        for target, (start, end) in zip(rule.targets, itertools.pairwise(edges), strict=True)
-    ]
+def _equal(first: TensorEntry, second: TensorEntry) -> bool:
+    if not {first.dtype, second.dtype} <= FLOATS.keys():
+        return False
+    starts = range(0, first.shape[0], _TIED_ROWS)
+    parts = [(slice(start, min(start + _TIED_ROWS, first.shape[0])),) for start in starts]
+    return all(np.array_equal(first.read(part), second.read(part)) for part in parts)
 
 
 def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Returns the entries with each pair `NAME_blocks` and `NAME_scales` as one, `NAME`, of their bfloat16 values.
 
-    Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `read_mxfp4`.
+    Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `_read_mxfp4`.
     """
-    entries = list(entries)
     by_name = {entry.name: entry for entry in entries}
     merged = []
     for entry in entries:
@@ -227,8 +267,8 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                     f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
                 )
             experts, columns, groups = scales.shape
-            shape = experts, 32 * groups, columns
-            merged.append(TensorEntry(name, shape, "BF16", entry.file, entry.offset, scales=scales))
+            reader = functools.partial(_read_mxfp4, entry, scales)
+            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, reader))
         elif not (entry.name.endswith("_scales") and f"{entry.name.removesuffix('_scales')}_blocks" in by_name):
             merged.append(entry)
     return merged
@@ -239,14 +279,11 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _FP4_PAIRS = np.stack([np.tile(_FP4, 16), np.repeat(_FP4, 16)], axis=-1)
 
 
-def read_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns the bfloat16 values `[D, F]` of MXFP4 blocks: numbers of 4 bits, 32 of which share `2 ** (scale - 127)`.
-
-    Args:
-        blocks: bytes `[F, D / 32, 16]`.
-        scales: bytes `[F, D / 32]`.
-    """
-    values = _FP4_PAIRS[blocks].reshape(*scales.shape, 32)
+def _read_mxfp4(blocks: TensorEntry, scales: TensorEntry, index: Index) -> np.ndarray:
+    """Whole columns of some experts: numbers of 4 bits, 32 of which share `2 ** (scale - 127)`."""
+    experts, _, columns = index
+    exponents = scales.read((experts, columns))[..., None].astype(np.int32) - 127
+    values = _FP4_PAIRS[blocks.read((experts, columns))].reshape(*exponents.shape[:-1], 32)
     with np.errstate(over="ignore"):
-        values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
-    return values.reshape(len(scales), -1).astype(jnp.bfloat16).T
+        values = np.ldexp(values, exponents)
+    return values.reshape(*values.shape[:2], -1).astype(jnp.bfloat16).swapaxes(-1, -2)

@@ -32,8 +32,8 @@ def download(repository: Repository, what: str, files: Sequence[str], skipped: S
     """
     from huggingface_hub import snapshot_download
 
+    patterns: Any = {"allow_patterns": [*files], "ignore_patterns": [*skipped]}
     try:
-        patterns: Any = {"allow_patterns": [*files], "ignore_patterns": [*skipped]}
         return Path(snapshot_download(repository.name, revision=repository.revision, **patterns))
     except Exception as error:  # httpx's errors are no OSErrors
         raise UserError(

@@ -1,6 +1,5 @@
 """Loading of a `LanguageModel` from a directory or the Hugging Face hub, without unpickling or running any file."""
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -12,14 +11,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from calibjax.models.adapter import merge_adapter
 from calibjax.models.config import DecoderConfig
-from calibjax.models.families import FAMILIES, config_from_hf
+from calibjax.models.families import config_from_hf, config_from_settings
 from calibjax.models.fingerprint import combine_digests, layer_name
-from calibjax.models.gguf import gguf_config, gguf_entries, is_gguf
-from calibjax.models.hf_read import read_params, tied_differ
+from calibjax.models.gguf import gguf_entries, gguf_settings, is_gguf, read_gguf
+from calibjax.models.hf_read import read_params
 from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tensors
 from calibjax.models.hub import download, repository_of
+from calibjax.models.lora import merge_adapter
 from calibjax.models.model import LanguageModel
 from calibjax.models.orbax_checkpoint import is_checkpoint, read_description, restore_params
 from calibjax.models.tokenizer import find_tokenizer
@@ -30,8 +29,6 @@ from calibjax.runtime.sharding import as_mesh
 
 _DTYPES = ("float32", "bfloat16")
 """Not float16: hidden states of many models exceed its range, and JAX's attention requires a GPU for it."""
-_SHORT = {"BF16": "bfloat16", "F16": "float16"}
-"""Dtypes of safetensors with fewer bits than float32."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated*` hold the same weights in the authors' own layout.
 _HUB_SKIPPED = ["*/*", "consolidated*"]
@@ -67,42 +64,41 @@ def load_model(
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {getattr(dtype, '__name__', dtype)}.")
     dtype, mesh = jnp.dtype(dtype), None if mesh is None else as_mesh(mesh)
     folder = _find_folder(path)
-    description = read_description(folder) if is_checkpoint(folder) else None
-    config, plan = (config_from_hf(folder), None) if description else together(lambda: _plan(folder, warn=is_first()))
-    tokenizer = find_tokenizer(folder, FAMILIES[config.family].native, config)
-    if plan is None:
-        assert description is not None
+    if is_checkpoint(folder):
+        description, config = read_description(folder), config_from_hf(folder)
+        tokenizer = find_tokenizer(folder, config)
         params, fingerprint = restore_params(folder, description, config, dtype, mesh)
     else:
+        plan = together(lambda: _plan(folder))
+        config = plan.config
+        if is_first():
+            _warn(folder, plan)
+        tokenizer = find_tokenizer(folder, config)
         params, digests = read_params(plan, dtype, mesh)
-        params, fingerprint = traverse_util.unflatten_dict(params, sep="."), combine_digests(config, digests)
+        fingerprint = combine_digests(config, digests)
     if adapter is not None:
-        flat = traverse_util.flatten_dict(params, sep=".")
-        flat, digest = merge_adapter(config, flat, require_directory(adapter, "adapter"))
-        params = traverse_util.unflatten_dict(flat, sep=".")
+        params, digest = merge_adapter(config, params, require_directory(adapter, "adapter"))
         version, base = fingerprint.split(":")
         fingerprint = f"{version}:{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()}"
-    return LanguageModel(config, params, dtype, fingerprint, folder, tokenizer)
+    tree = traverse_util.unflatten_dict(params, sep=".")
+    return LanguageModel(config, tree, dtype, fingerprint, folder, tokenizer)
 
 
-def _plan(folder: Path, warn: bool = False) -> tuple[DecoderConfig, Plan]:
-    """The configuration of a model and where its tensors go; untied where the files hold two different matrices."""
+def _plan(folder: Path) -> Plan:
     config = read_config(folder)
-    entries = _read_entries(folder, config)
-    plan = plan_tensors(config, entries)
-    if warn and plan.left_out:
+    return plan_tensors(config, _read_entries(folder, config))
+
+
+def _warn(folder: Path, plan: Plan) -> None:
+    if plan.left_out:
         parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
         _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
-    if not tied_differ(plan):
-        return config, plan
-    if warn:
+    if plan.untied:
         _log.warning(
             "%s: config.json ties the embedding and lm_head, but the files hold different values: both are used, "
             "as in transformers. Set tie_word_embeddings to false in config.json.",
             folder,
         )
-    config = dataclasses.replace(config, tie_embeddings=False)
-    return config, plan_tensors(config, entries)
 
 
 def stored_dtype(path: str | Path) -> str:
@@ -114,9 +110,8 @@ def stored_dtype(path: str | Path) -> str:
     folder = _find_folder(path)
     if is_checkpoint(folder):
         return read_description(folder)["dtype"]
-    entries = _read_entries(folder, read_config(folder)) if is_gguf(folder) else _read_headers(_find_weights(folder))
-    kinds = {entry.dtype for entry in entries}
-    return _SHORT.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+    kinds = {entry.dtype for entry in _read_entries(folder, read_config(folder))}
+    return {"BF16": "bfloat16", "F16": "float16"}.get("".join(kinds), "float32")
 
 
 def tensor_dtypes(path: str | Path) -> dict[str, str]:
@@ -127,16 +122,19 @@ def tensor_dtypes(path: str | Path) -> dict[str, str]:
     folder = _find_folder(path)
     if is_checkpoint(folder):
         return dict(read_description(folder)["tensor_dtypes"])
-    _, plan = _plan(folder)
-    common = stored_dtype(folder)
-    pieces = [(layer_name(path, piece.layer), piece) for path, pieces in plan.pieces.items() for piece in pieces]
-    dtypes = {name: piece.dtype.name if piece.dtype.itemsize == 2 else "float32" for name, piece in pieces}
+    plan, common = _plan(folder), stored_dtype(folder)
+    dtypes = {}
+    for path, pieces in plan.pieces.items():
+        for piece in pieces:
+            dtypes[layer_name(path, piece.layer)] = piece.dtype.name if piece.dtype.itemsize == 2 else "float32"
     return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
 def read_config(path: str | Path) -> DecoderConfig:
     """Returns the configuration of the model in a directory or a GGUF file, for errors see `config_from_hf`."""
-    return gguf_config(Path(path)) if is_gguf(path) else config_from_hf(path)
+    if is_gguf(path):
+        return config_from_settings(Path(path), gguf_settings(read_gguf(Path(path))))
+    return config_from_hf(path)
 
 
 def _read_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:

@@ -1,9 +1,9 @@
 """The frozen language model as an object: configuration, weights, tokenizer and fingerprint."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
-from calibjax.models.tokenizer import StoredTokenizer, check_tokenizer
+from calibjax.models.tokenizer import check_tokenizer
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.indices import as_indices
@@ -48,21 +48,18 @@ class LanguageModel:
 
     Methods are compiled once for each shape. Inside a traced function, call the functions of `calibjax.models` with
     `config` and `params` instead, so that the weights are arguments and not constants of the program.
-
-    Args:
-        config: configuration of the decoder.
-        params: parameters in the tree of `init_params`.
-        dtype: compute dtype.
-        fingerprint: hash of configuration and weights.
-        path: directory that the model was loaded from, or `None`.
     """
 
     config: DecoderConfig
     params: Params
+    """Parameters in the tree of `init_params`."""
     dtype: jnp.dtype
+    """Compute dtype."""
     fingerprint: str
+    """Hash of configuration and weights."""
     path: Path | None = None
-    _tokenizer: "PreTrainedTokenizerBase | StoredTokenizer | None" = None
+    """Directory or file that the model was loaded from."""
+    _tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None
 
     @classmethod
     def from_params(
@@ -80,16 +77,14 @@ class LanguageModel:
         """
         expected = {path: leaf.shape for path, leaf in dotted_leaves(decoder.abstract_params(config))}
         given = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
-        wrong = [
-            f"{path} (expected {expected.get(path)}, got {given.get(path)})"
-            for path in sorted(expected.keys() | given.keys())
-            if expected.get(path) != given.get(path)
-        ]
+        wrong = sorted(path for path in expected.keys() | given.keys() if expected.get(path) != given.get(path))
         if wrong:
-            raise UserError(f"The parameters do not match the configuration: {', '.join(wrong[:10])}.")
+            named = ", ".join(f"{path} (expected {expected.get(path)}, got {given.get(path)})" for path in wrong[:10])
+            raise UserError(f"The parameters do not match the configuration: {named}.")
         if tokenizer is not None:
             check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
-        return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=tokenizer)
+        read = None if tokenizer is None else lambda: tokenizer
+        return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=read)
 
     @classmethod
     def random(cls, vocab_size: int, *, hidden_size: int = 16, num_layers: int = 1, seed: int = 0) -> "LanguageModel":
@@ -99,17 +94,14 @@ class LanguageModel:
             >>> LanguageModel.random(vocab_size=32).logits([[1, 2, 3]]).shape
             (1, 3, 32)
         """
-        config = DecoderConfig(
-            family="llama",
-            vocab_size=vocab_size,
-            num_layers=num_layers,
-            max_positions=1024,
-            hidden_size=hidden_size,
-            intermediate_size=2 * hidden_size,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=hidden_size // 2,
-        )
+        sizes: Any = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "max_positions": 1024,
+        }
+        heads: Any = {"num_heads": 2, "num_kv_heads": 2, "head_dim": hidden_size // 2}
+        config = DecoderConfig(family="llama", intermediate_size=2 * hidden_size, **sizes, **heads)
         return cls.from_params(config, decoder.init_params(config, jax.random.key(seed)))
 
     @property
@@ -120,10 +112,8 @@ class LanguageModel:
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer, read from its files at the first use; raises `UserError` if there is none."""
-        if isinstance(self._tokenizer, StoredTokenizer):
-            return self._tokenizer.loaded
         if self._tokenizer is not None:
-            return self._tokenizer
+            return self._tokenizer()
         if self.path is None:
             raise UserError("This model was made in memory without a tokenizer; pass `tokenizer=` to `from_params`.")
         raise UserError(f"{self.path} holds no tokenizer; expected tokenizer.json or another file of transformers.")

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,7 @@ def save_checkpoint(
         with ocp.StandardCheckpointer() as checkpointer, ThreadPoolExecutor(os.cpu_count()) as pool:
             checkpointer.save(fresh / "params", lm.params)  # asynchronous; digests are computed meanwhile
             for path, leaf in dotted_leaves(lm.params):
-                started = _start_digests(pool, by_layer(path, np.asarray(leaf)), description)
-                digests |= {name: future.result() for name, future in started.items()}
+                digests |= _digests(pool, by_layer(path, np.asarray(leaf)), description)
         description |= {
             "fingerprint": combine_digests(lm.config, digests),
             "config": distinctive(lm.config),
@@ -108,10 +107,10 @@ def read_description(folder: Path) -> dict[str, Any]:
 def restore_params(
     folder: Path, description: Mapping[str, Any], config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, Any], str]:
-    """Reads and verifies the parameters of a checkpoint; returns them and the fingerprint.
+    """Reads and verifies the parameters of a checkpoint; returns them by dotted path, and the fingerprint.
 
-    The host reads one whole parameter at a time and hashes the previous one meanwhile, so it holds two. With several
-    processes, each reads all parameters and hashes some of the tensors.
+    The host holds one whole parameter at a time. With several processes, each reads all parameters and hashes some of
+    the tensors.
 
     Raises:
         UserError: the checkpoint is damaged or not finite, or config.json has changed.
@@ -128,15 +127,12 @@ def restore_params(
     largest = stored.itemsize * max(math.prod(leaf.shape) for leaf in leaves.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
     params, digests = {}, {}
-    pending: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, ocp.Checkpointer(handler) as checkpointer:
         for path, array in _read_arrays(checkpointer, folder / "params", leaves):
-            digests |= {name: future.result() for name, future in pending.items()}
             pieces = {name: piece for name, piece in by_layer(path, array).items() if name in own}
-            pending = _start_digests(pool, pieces, description)
+            digests |= _digests(pool, pieces, description)
             with np.errstate(over="ignore"):
                 params[path] = _place(array.astype(dtype, copy=False), path, mesh)
-        digests |= {name: future.result() for name, future in pending.items()}
     digests = join_digests(digests, names)
     if different := different_arrays(digests, description["tensors"]):
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
@@ -146,7 +142,7 @@ def restore_params(
     finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
     if not all(finite.values()):
         raise UserError(f"{folder / 'params'} holds NaN or infinity, read as {dtype.name}.")
-    return traverse_util.unflatten_dict(params, sep="."), fingerprint
+    return params, fingerprint
 
 
 def _read_arrays(
@@ -181,13 +177,13 @@ def _place(array: np.ndarray, path: str, mesh: Mesh | None) -> jax.Array:
     )
 
 
-def _start_digests(
+def _digests(
     pool: ThreadPoolExecutor, pieces: Mapping[str, np.ndarray], description: Mapping[str, Any]
-) -> "dict[str, Future[str]]":
-    """Starts the computation of the digest of each piece in the dtype of its original file."""
+) -> dict[str, str]:
+    """The digest of each piece in the dtype of its original file."""
 
-    def digest(name: str, piece: np.ndarray) -> str:
+    def digest(name: str) -> str:
         dtype = description["tensor_dtypes"].get(name, description["dtype"])
-        return tensor_digest(name, piece.astype(jnp.dtype(dtype), copy=False))
+        return tensor_digest(name, pieces[name].astype(jnp.dtype(dtype), copy=False))
 
-    return {name: pool.submit(digest, name, piece) for name, piece in pieces.items()}
+    return dict(zip(pieces, pool.map(digest, pieces), strict=True))

@@ -48,7 +48,7 @@ class FrozenModel(Protocol):
     def unembedding_bias(self) -> Float[Array, " V"] | None: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FunctionConfig:
     """The function of a `FunctionModel`, the names of its keywords, and its sizes."""
 
@@ -73,8 +73,8 @@ class FunctionModel:
     params: Any
     dtype: jnp.dtype
     fingerprint: str
-    unembedding: Float[Array, "V D"] | None = None
-    unembedding_bias: Float[Array, " V"] | None = None
+    unembedding: Float[Array, "V D"] | None
+    unembedding_bias: Float[Array, " V"] | None
 
     def __repr__(self) -> str:
         gives = "logits" if self.unembedding is None else f"hidden states of {self.config.hidden_size:,}"
@@ -99,9 +99,7 @@ def from_function(
             `positions` (int32 `[B, T]`) get those of packed sequences.
         params: pytree of arrays, its first argument. Arrays on the devices of a run's mesh stay as they are sharded
             there; others are copied to every device.
-        unembedding: W `[V, D]`: the logits are softcap(h Wᵀ + b).
-        bias: b `[V]`.
-        softcap: c of c tanh(z/c).
+        unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
         dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
         fingerprint: name of the model, which heads keep; None: a hash of all parameters.
 
@@ -129,8 +127,7 @@ def from_function(
         if columns != width:
             hint = "; transpose it" if entries == width else ""
             raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
-    sizes = {"hidden_size": width, "vocab_size": entries, "input_ids": entries}
-    config = FunctionConfig(apply=apply, keywords=keywords, **sizes, logit_softcap=softcap)
+    config = FunctionConfig(apply, keywords, width, vocab_size=entries, input_ids=entries, logit_softcap=softcap)
     weights = [None if x is None else jnp.asarray(x) for x in (unembedding, bias)]
     compute = jnp.float32 if weights[0] is None else weights[0].dtype
     name = _digest((params, weights, softcap)) if fingerprint is None else fingerprint
@@ -159,9 +156,6 @@ def from_arrays(
         (model, data), for `fit_ats` and `evaluate`. Heads fit every model with the same unembedding, such as that of
         further arrays. Of `[N, D]`, 64 consecutive predictions are one sequence, a unit of splits and intervals; heads
         that attend read each prediction alone.
-
-    Raises:
-        UserError: shapes that do not fit.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -193,8 +187,7 @@ def from_arrays(
     )
     name = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))
     lm = from_function(_look_up, flat, unembedding, bias=bias, softcap=softcap, fingerprint=name)
-    config = dataclasses.replace(lm.config, input_ids=len(flat), keywords=())
-    return dataclasses.replace(lm, config=config), data
+    return dataclasses.replace(lm, config=dataclasses.replace(lm.config, input_ids=len(flat))), data
 
 
 def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:

@@ -1,6 +1,7 @@
 """Rules that map the tensors of a family's checkpoints to our parameters."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,6 +58,14 @@ class Layout:
     transpose: bool = False
     groups: int = 1
 
+    def divide(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[slice]]:
+        """Returns the shape of the tensor that holds parameters of these shapes, and the columns of each in a group."""
+        ends = list(itertools.accumulate(shape[-1] for shape in shapes))
+        stored = (*shapes[0][:-1], ends[-1])
+        edges = [0, *(end // self.groups for end in ends)]
+        columns = [slice(start, end) for start, end in itertools.pairwise(edges)]
+        return ((*stored[:-2], stored[-1], stored[-2]) if self.transpose else stored), columns
+
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
         """Returns the parameter that holds `columns` of each group."""
         tensor = transposed(tensor) if self.transpose else tensor
@@ -96,14 +105,3 @@ def transpose_into(target: np.ndarray, tensor: np.ndarray) -> None:
         tensor, target = words.view(np.uint64)[..., 0], target.view(np.uint64)
     for row in range(0, tensor.shape[-2], _WORDS):
         target[..., row : row + _WORDS] = tensor[..., row : row + _WORDS, :].swapaxes(-1, -2)
-
-
-def linear(source: str, *targets: str, transpose: bool = True, by_head: bool = False) -> tuple[Rule, Rule]:
-    """Rules of a projection: its weight, and its bias if it has one."""
-    kernels, biases = (tuple(f"{target}.{name}" for target in targets) for name in ("kernel", "bias"))
-    return Rule(f"{source}.weight", kernels, transpose, by_head), Rule(f"{source}.bias", biases, by_head=by_head)
-
-
-def norm(source: str, target: str) -> tuple[Rule, Rule]:
-    """Rules of a norm: its scale, and its bias if it has one."""
-    return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))

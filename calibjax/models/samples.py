@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from calibjax.data import Sequences, eval_batches
-from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
-from calibjax.models.frozen import Frozen, batch_hidden, freeze, vocab_sharding
+from calibjax.models.frozen import Frozen, freeze, stats_at
 from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
@@ -32,16 +32,8 @@ def sample_sequences(
 ) -> Sequences:
     """Continues the first tokens of every sequence with samples of the model, up to its length or the end of the text.
 
-    Args:
-        lm: the model; on a mesh, rows are divided as by `generate`.
-        sequences: S sequences of T tokens.
-        prompt: number of tokens, at least 1; `where` is False for them in the result.
-        temperature: sampling temperature; 0 for the most likely token.
-        batch_size: sequences per batch.
-        context: seed of the samples, progress and its title.
-
-    Returns:
-        Sequences of the same shape, one text each, padded at the end.
+    Returns sequences of the same shape, one text each, padded at the end; `where` is False for the first `prompt`
+    tokens. With temperature 0 they are continued greedily. `context` has the seed, progress and its title.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape
@@ -104,41 +96,30 @@ def mix_samples(
     if not len(rows):
         return sequences
     file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
+    drawn = None
     if file.is_file():
         with np.load(file) as stored:
             if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
-                return _replace(sequences, rows, {name: stored[name] for name in Sequences._fields})
-    drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
-
-    def save() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        with new_file(file) as fresh:
-            np.savez_compressed(fresh, made_of=made_of, rows=rows, **drawn._asdict())
-
-    on_first(save)
-    return _replace(sequences, rows, drawn._asdict())
+                drawn = Sequences(**{name: stored[name] for name in Sequences._fields})
+    if drawn is None:
+        drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
+        on_first(functools.partial(_save, file, made_of=made_of, rows=rows, **drawn._asdict()))
+    mixed = Sequences(*(field.copy() for field in sequences))
+    for field, values in zip(mixed, drawn, strict=True):
+        field[rows] = values
+    return mixed
 
 
-def _replace(sequences: Sequences, rows: np.ndarray, drawn: Mapping[str, np.ndarray]) -> Sequences:
-    fields = {name: field.copy() for name, field in sequences._asdict().items()}
-    for name, field in fields.items():
-        field[rows] = drawn[name]
-    return Sequences(**fields)
+def _save(file: Path, **arrays: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(file) as fresh:
+        np.savez_compressed(fresh, **arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
-    stats = vocab_stats(
-        batch_hidden(config, frozen, batch, dtype),
-        frozen.unembedding.astype(dtype),
-        batch["targets"],
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
-        where=batch["where"],
-        statistics=("log_normalizer", "target_logit"),
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
-    )
-    return stats.log_prob()
+    wanted, zeros = ("log_normalizer", "target_logit"), jnp.zeros(batch["where"].shape, jnp.float32)
+    return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=wanted).log_prob()
 
 
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:

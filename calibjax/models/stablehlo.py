@@ -38,7 +38,7 @@ def head_program(head: FittedHead) -> bytes:
     def log_scale(features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
         return _log_scale(head, features, mask)
 
-    return _serialized(log_scale, None, (("float32", head.config.width), ("bool", None)))
+    return _serialized(log_scale, None, ("float32", head.config.width), ("bool", None))
 
 
 def _log_scale(head: FittedHead, features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
@@ -64,30 +64,22 @@ def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
             f"a program holds at most {_LARGEST >> 20:,} MiB of weights as constants; this model has {size >> 20:,}. "
             "Export the head alone."
         )
-    frozen, softcap = freeze(lm, head.config), lm.config.logit_softcap
+    frozen = freeze(lm, head.config)
+    options: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": lm.config.logit_softcap}
 
-    def log_probs(
-        tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]
-    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T"]]:
+    def log_probs(tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> tuple[Array, Array]:
         segments = mask.astype(jnp.int32)
         hidden = decoder.hidden_states(lm.config, lm.params, tokens, segment_ids=segments, dtype=lm.dtype)
         logits = decoder.unembed(lm.config, lm.params, hidden)
-        features = head_features(
-            head.config.features,
-            hidden,
-            frozen.unembedding.astype(lm.dtype),
-            covariance=frozen.covariance,
-            bias=frozen.bias,
-            softcap=softcap,
-            logits=logits,
-        )
+        matrix = frozen.unembedding.astype(lm.dtype)
+        features = head_features(head.config.features, hidden, matrix, logits=logits, **options)
         log_scale = _log_scale(head, features, mask)
         return scaled_log_probs(logits, log_scale), log_scale
 
-    return _serialized(log_probs, lm.config.max_positions, (("int32", None), ("bool", None)))
+    return _serialized(log_probs, lm.config.max_positions, ("int32", None), ("bool", None))
 
 
-def _serialized(function: Callable[..., Any], longest: int | None, inputs: tuple[tuple[str, int | None], ...]) -> bytes:
+def _serialized(function: Callable[..., Any], longest: int | None, *inputs: tuple[str, int | None]) -> bytes:
     """The program of a function of arrays [B, T] or [B, T, F], given by dtype and F."""
     limits = ["b >= 1", "t >= 1", *([] if longest is None else [f"t <= {longest}"])]
     batch, length = export.symbolic_shape("b, t", constraints=limits)

@@ -1,13 +1,13 @@
 """The tokenizer of a model's directory, which transformers reads when it is first used."""
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibjax.models.config import DecoderConfig
+from calibjax.models.families import FAMILIES
 from calibjax.models.gguf import Strings, is_gguf, read_gguf
 from calibjax.models.gguf_tokenizer import gguf_tokenizer
 from calibjax.runtime.errors import UserError
@@ -23,41 +23,14 @@ _CHAT_TEMPLATE = "chat_template.json"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StoredTokenizer:
-    """The tokenizer of a model's directory or GGUF file; `native` if transformers knows the family."""
+def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrainedTokenizerBase] | None":
+    """Returns a function that reads the tokenizer of a model's directory or GGUF file once; None if there is none.
 
-    folder: Path
-    native: bool
-    config: DecoderConfig
-
-    @functools.cached_property
-    def loaded(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer; raises `UserError` if transformers cannot read the files, or by `check_tokenizer`."""
-        if is_gguf(self.folder):
-            return gguf_tokenizer(self.folder)
-        with torch_left_out():
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        try:
-            if self.native:
-                tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
-            else:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
-            tokenizer("a", verbose=False)  # some settings are read only now
-            if not tokenizer.chat_template and (self.folder / _CHAT_TEMPLATE).is_file():
-                tokenizer.chat_template = read_json(self.folder / _CHAT_TEMPLATE)["chat_template"]
-        except Exception as error:  # the tokenizers package raises bare Exception for damaged files
-            raise _unreadable(self.folder, error) from error
-        check_tokenizer(tokenizer, self.config, tokenizer.added_tokens_decoder)
-        return tokenizer
-
-
-def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredTokenizer | None:
-    """Returns the tokenizer of a directory, None if there is none; its tokenizer.json is read and checked at once.
+    A tokenizer.json is read and checked at once.
 
     Raises:
-        UserError: by `check_tokenizer`, or tokenizer.json or, without one, the other files cannot be read.
+        UserError: by `check_tokenizer`, or tokenizer.json or, without one, the other files cannot be read. The function
+            raises it where transformers cannot read the files.
     """
     if is_gguf(folder):
         tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
@@ -68,14 +41,14 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
                 f"{folder}: tokenizer.ggml.tokens: {tokens.count:,} tokens, but token_embd.weight has only "
                 f"{config.vocab_size:,} rows."
             )
-        return StoredTokenizer(folder, native, config)
+        return functools.cache(lambda: gguf_tokenizer(folder))
     # If transformers has no tokenizer class for the family, the class that the files name is remote code.
-    if not any((folder / name).is_file() for name in (_FILES if native else _FILES[:1])):
+    if not any((folder / name).is_file() for name in (_FILES if FAMILIES[config.family].native else _FILES[:1])):
         return None
-    stored = StoredTokenizer(folder, native, config)
+    read = functools.cache(lambda: _read(folder, config))
     if not (folder / _FILES[0]).is_file():
-        _ = stored.loaded
-        return stored
+        read()
+        return read
     from tokenizers import Tokenizer
 
     try:
@@ -90,7 +63,25 @@ def find_tokenizer(folder: Path, native: bool, config: DecoderConfig) -> StoredT
             f"{folder}: {len(beyond)} added tokens of the tokenizer are beyond the model's vocabulary of "
             f"{config.vocab_size}, from {first!r} ({beyond[0]}) on: a text that holds one is refused."
         )
-    return stored
+    return read
+
+
+def _read(folder: Path, config: DecoderConfig) -> "PreTrainedTokenizerBase":
+    with torch_left_out():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if FAMILIES[config.family].native:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer("a", verbose=False)  # some settings are read only now
+        if not tokenizer.chat_template and (folder / _CHAT_TEMPLATE).is_file():
+            tokenizer.chat_template = read_json(folder / _CHAT_TEMPLATE)["chat_template"]
+    except Exception as error:  # the tokenizers package raises bare Exception for damaged files
+        raise _unreadable(folder, error) from error
+    check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, config: DecoderConfig, added: Container[int]) -> None:

@@ -100,7 +100,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     refused("expected lora_A and lora_B of one rank", tensors={k: v for k, v in tensors.items() if k != name})
     refused("expected matrices lora_A and lora_B", tensors=tensors | {"base_model.model.v_head.weight": tensors[name]})
     wide = {k: np.ones((v.shape[0], 5), np.float32) if "lora_A" in k else v for k, v in tensors.items()}
-    refused(r"has \(5, 12\) inputs and outputs, expected \(12, 12\)", tensors=wide)
+    refused(r"has the shape \[12, 5\], expected \[12, 12\]", tensors=wide)
     refused("holds NaN or infinity", tensors={k: v * np.nan for k, v in tensors.items()})
     with pytest.raises(UserError, match="expected an adapter of PEFT"):
         load_model(tmp_path / "base", adapter=tmp_path / "base")

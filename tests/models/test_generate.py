@@ -113,15 +113,6 @@ def test_equals_the_forward_pass_without_cache(name):
     assert np.ptp(np.asarray(got.temperature)) > 0.1
 
 
-@pytest.mark.slow
-def test_batched_equals_single():
-    together = generate(the_lm(), PROMPTS, head=head_of("transformer"), max_new_tokens=N)
-    row = 1  # the one with most padding
-    alone = generate(the_lm(), [PROMPTS[row]], head=head_of("transformer"), max_new_tokens=N)
-    np.testing.assert_array_equal(np.asarray(together.tokens)[row], np.asarray(alone.tokens)[0])
-    np.testing.assert_allclose(np.asarray(together.confidence)[row], np.asarray(alone.confidence)[0], rtol=1e-5)
-
-
 def test_stop_tokens():
     options = {"head": head_of("transformer"), "max_new_tokens": N}
     free = np.asarray(generate(the_lm(), PROMPTS, **options).tokens)
@@ -328,58 +319,51 @@ def test_on_a_mesh():
     assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 1, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, r"expected a list of texts"),
-        ("a text", {}, r"expected a list of texts"),
-        (["a text"], {}, "made in memory without a tokenizer"),
-        (None, {}, r"expected a list of texts"),
-        ([[1], []], {}, "number 1 has no tokens"),
-        ([1, 2], {}, "number 0: expected a list of whole numbers.*got 1"),
-        ([[1], [1.5]], {}, r"number 1: expected a list of whole numbers.*got \[1.5\]"),
-        ([[1, 2**64]], {}, "number 0: expected a list of whole numbers"),
-        ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers.*got 5"),
-        ([[1]], {"stop_tokens": [2.7]}, "stop_tokens: expected a list of whole numbers"),
-        ([[1]], {"stop_tokens": [2**32 + 1]}, f"at most 2147483647, got .{2**32 + 1}"),
-        (
-            [[1]],
-            {"sampling": Sampling(numbers=(2**32,))},
-            "numbers: expected a list of whole numbers.*at most 2147483647",
-        ),
-        ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
-        ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
-        ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
-        ([[1]], {"head": "pooled"}, "fit one with pooling 'token'"),
-    ],
-)
+MISTAKES = [
+    *((prompts, {}, "expected a list of texts") for prompts in ([], "a text", None)),
+    (["a text"], {}, "made in memory without a tokenizer"),
+    ([[1], []], {}, "number 1 has no tokens"),
+    ([1, 2], {}, "number 0: expected a list of whole numbers.*got 1"),
+    ([[1], [1.5]], {}, r"number 1: expected a list of whole numbers.*got \[1.5\]"),
+    ([[1, 2**64]], {}, "number 0: expected a list of whole numbers"),
+    *(
+        ([[1]], {"stop_tokens": bad}, "stop_tokens: expected a list of whole numbers")
+        for bad in (5, [2.7], [2**32 + 1])
+    ),
+    ([[1]], {"sampling": Sampling(numbers=(2**32,))}, "numbers: expected a list of whole numbers"),
+    ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
+    ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
+    ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "message"), MISTAKES)
 def test_mistakes(prompts, options, message):
-    if "head" in options:
-        options = {"head": head_of("mlp", pooling="sequence")}
     with pytest.raises(UserError, match=message):
         generate(the_lm(), prompts, **{"max_new_tokens": 5} | options)
+
+
+def test_heads_that_do_not_fit():
+    with pytest.raises(UserError, match="fit one with pooling 'token'"):
+        generate(the_lm(), [[1]], head=head_of("mlp", pooling="sequence"), max_new_tokens=5)
+    with pytest.raises(UserError, match="fitted on another base model"):
+        generate(make_lm(seed=1), [[1]], head=head_of("linear"), max_new_tokens=5)
+
+
+BAD_TEMPERATURES = (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            ({"temperature": bad}, f"temperature: expected 0 .* from 0.0001 to 10000, got {bad}")
-            for bad in (-1.0, 1e-300, 1e-30, 1e5, float("nan"), float("inf"), float("-inf"))
-        ),
+        *(({"temperature": bad}, "temperature: expected 0 .* from 0.0001 to 10000") for bad in BAD_TEMPERATURES),
         ({"temperature": 1.0}, "key: sampling needs one"),
         ({"top_k": 3}, "need a temperature above 0"),
         ({"calibrated": True}, "need a temperature above 0"),
         ({"top_k": 0, "temperature": 1.0}, "top_k: expected at least 1"),
-        ({"top_p": 0.0, "temperature": 1.0}, "top_p: expected a number in"),
-        ({"top_p": 1e-300, "temperature": 1.0}, "top_p: expected a number in"),
+        *(({"top_p": bad, "temperature": 1.0}, "top_p: expected a number in") for bad in (0.0, 1e-300)),
     ],
 )
 def test_sampling_out_of_range(options, message):
     with pytest.raises(UserError, match=message):
         Sampling(**options)
-
-
-def test_head_of_another_model():
-    with pytest.raises(UserError, match="fitted on another base model"):
-        generate(make_lm(seed=1), [[1]], head=head_of("linear"), max_new_tokens=5)

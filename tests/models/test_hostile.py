@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny import CONFIG_JSON, model_tensors, write_model
+from tiny import CONFIG_JSON, write_model
 
 from calibjax.data.table import read_table
 from calibjax.heads import FittedHead, HeadConfig
@@ -248,7 +248,6 @@ def test_names_that_leave_a_directory_of_a_head(tmp_path, head, name):
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "model.layers.0/../../x"])
 def test_names_of_tensors_that_are_paths(tmp_path, name):
-    """In adapters and GGUF files; `convert` would name files after them."""
     write_model(tmp_path / "base")
     settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
     (tmp_path / "adapter").mkdir()
@@ -257,23 +256,6 @@ def test_names_of_tensors_that_are_paths(tmp_path, name):
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(UserError, match="adapter"):
         load_model(tmp_path / "base", adapter=tmp_path / "adapter")
-    gguf = pytest.importorskip("gguf")
-    from gguf_files import write_gguf
-    from transformers import AutoConfig
-
-    config, tensors = AutoConfig.from_pretrained(tmp_path / "base"), model_tensors()
-    add = gguf.GGUFWriter.add_tensor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            gguf.GGUFWriter,
-            "add_tensor",
-            lambda self, target, *args, **options: add(
-                self, target.replace("output_norm.weight", name), *args, **options
-            ),
-        )
-        write_gguf(tmp_path / "model.gguf", config, tensors)
-    with pytest.raises(UserError, match="unknown: "):
-        load_model(tmp_path / "model.gguf")
 
 
 def test_orbax_metadata_that_was_edited(tmp_path, head):
