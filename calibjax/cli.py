@@ -120,19 +120,18 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 def _quiet_loops() -> None:
     """Drops what TensorStore's threads print for each write that ends after Orbax has raised, or that it never began.
 
-    They may print it after the command has ended: the hook and the filter stay. The exception of a signal is dropped
-    too where it was raised in a callback of the garbage collector, as JAX has one; `signals` then ends the command.
+    They may print it after the command has ended: the hook and the filter stay. A signal's exception that a callback
+    drops, as JAX has one of the garbage collector, is not printed either: `signals` ends the command.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
-    if not (isinstance(before, functools.partial) and before.func is _report_unraisable):
+    if getattr(before, "func", None) is not _report_unraisable:
         sys.unraisablehook = functools.partial(_report_unraisable, before)
 
 
 def _report_unraisable(report: Callable[[Any], Any], failure: Any) -> None:
-    if isinstance(failure.exc_value, signals.Terminated):
-        signals.dropped()
-    elif not isinstance(failure.exc_value, KeyboardInterrupt) and str(failure.exc_value) != "Event loop is closed":
+    is_signal = isinstance(failure.exc_value, KeyboardInterrupt | signals.Terminated)
+    if not is_signal and str(failure.exc_value) != "Event loop is closed":
         report(failure)
 
 
@@ -202,7 +201,7 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
-    from calibjax.commands.common import leaving_nothing
+    from calibjax.commands.common import attention, leaving_nothing
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
@@ -221,7 +220,7 @@ def _execute(options: Any, run: Run) -> int:
             if prints:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
-        with leaving_nothing(getattr(options, "out", None)):
+        with leaving_nothing(getattr(options, "out", None)), attention(options):
             try:
                 document = run(options, log)
             finally:

@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from calibjax.runtime.options import (
     check_options,
     run_identity,
 )
-from calibjax.runtime.sharding import describe_mesh, make_mesh
+from calibjax.runtime.sharding import make_mesh
 from calibjax.runtime.tracking import TrackerName, check_tracker
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from calibjax.models import LanguageModel
 
 # Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
-Work = TypeVar("Work", bound=Callable[..., Any])
 
 
 def presentation(default: Any = dataclasses.MISSING) -> Any:
@@ -276,38 +275,6 @@ class DataOptions:
     def layout(self) -> Literal["full", "pack", "pad"]:
         return "full" if self.full_sequences else "pack" if self.packing else "pad"
 
-    def read(
-        self,
-        source: str,
-        lm: "LanguageModel",
-        log: Callable[[str], None],
-        *,
-        split: str | None = None,
-        column_optional: bool = False,
-    ) -> "Sequences":
-        """Reads a source and logs what it gave; arguments as `load_sequences`'."""
-        from calibjax.data import check_ids, load_sequences
-
-        with about("--data"):
-            rows = self.open(source, split)
-            sequences, description = load_sequences(
-                rows,
-                lm.tokenizer,
-                seq_len=self.length((rows,), lm, column_optional=column_optional),
-                layout=self.layout,
-                format=self.recognise(rows, column_optional=column_optional),
-                max_sequences=self.examples,
-            )
-            check_ids(sequences, lm.config.vocab_size)
-        for line in description.splitlines():
-            log(f"data: {line}")
-        if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
-            log(
-                f"note: --rows {self.rows:,} counts rows of the file, which hold {int(sequences.where.sum()):,} tokens "
-                f"in {len(sequences.tokens):,} sequences; --examples limits the sequences."
-            )
-        return sequences
-
     def open(self, source: str, split: str | None = None) -> "Rows":
         """The rows of a source, of which the first was read."""
         from calibjax.data import read_source
@@ -325,19 +292,12 @@ class DataOptions:
             score_template_text=self.score_template_text,
         )
 
-    def length(self, sources: "Iterable[Rows]", lm: "LanguageModel", *, column_optional: bool = False) -> int:
-        """Tokens per sequence: `seq_len`, or what all rows need. Raises `UserError` beyond the context."""
-        from calibjax.data import check_context, choose_seq_len
-
-        longest = lm.config.max_positions
-        if self.seq_len is not None:
-            check_context(self.seq_len, longest)
-            return self.seq_len
-        if self.layout == "full":  # which drops shorter rows
-            return min(128, longest)
-        formats = ((rows, self.recognise(rows, column_optional=column_optional)) for rows in sources)
-        lengths = [choose_seq_len(rows, format, lm.tokenizer, longest) for rows, format in formats]
-        return max(lengths, default=min(128, longest))
+    def read(
+        self, source: str, lm: "LanguageModel", log: Callable[[str], None], *, split: str | None = None
+    ) -> "Sequences":
+        """Reads a source and logs what it gave."""
+        (sequences,) = self.read_all((source,), lm, log, split=split, column_optional=False).values()
+        return sequences
 
     def read_all(
         self,
@@ -349,28 +309,49 @@ class DataOptions:
         column_optional: bool = True,
     ) -> dict[str, "Sequences"]:
         """Reads sets by short names, of one length. Where `column_optional`, sets may lack `text_column`."""
+        from calibjax.data import check_context, check_ids, choose_seq_len, load_sequences
+
+        longest, sets = lm.config.max_positions, {}
         with about("--data"):
-            rows = [self.open(source, split) for source in sources]
-            text = dataclasses.replace(self, seq_len=self.length(rows, lm, column_optional=column_optional))
-        options = {"split": split, "column_optional": column_optional}
-        return {_set_name(source, sources): text.read(source, lm, log, **options) for source in sources}
+            opened = [self.open(source, split) for source in sources]
+            formats = [self.recognise(rows, column_optional=column_optional) for rows in opened]
+            if self.seq_len is not None:
+                check_context(self.seq_len, longest)
+                seq_len = self.seq_len
+            elif self.layout == "full":  # which drops shorter rows
+                seq_len = min(128, longest)
+            else:
+                pairs = zip(opened, formats, strict=True)
+                lengths = (choose_seq_len(rows, format, lm.tokenizer, longest) for rows, format in pairs)
+                seq_len = max(lengths, default=min(128, longest))
+            for source, rows, format in zip(sources, opened, formats, strict=True):
+                shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.examples}
+                sequences, description = load_sequences(rows, lm.tokenizer, format=format, **shape)
+                check_ids(sequences, lm.config.vocab_size)
+                for line in description.splitlines():
+                    log(f"data: {line}")
+                if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
+                    tokens = int(sequences.where.sum())
+                    log(
+                        f"note: --rows {self.rows:,} counts rows of the file, which hold {tokens:,} tokens in "
+                        f"{len(sequences.tokens):,} sequences; --examples limits the sequences."
+                    )
+                sets[_set_name(source, sources)] = sequences
+        return sets
 
 
-def on_devices(work: Work) -> Work:
-    """Wraps the function of a command: its attention is what the options, its first argument, choose."""
+@contextlib.contextmanager
+def attention(options: Any) -> Iterator[None]:
+    """Within it, attention is cuDNN's where the options of a command choose it."""
+    if not (hasattr(options, "devices") and options.devices.cudnn_attention):
+        yield
+        return
+    from calibjax.nn.attention import cudnn_attention
 
-    @functools.wraps(work)
-    def wrapped(options: Any, *args: Any, **more: Any) -> Any:
-        if not options.devices.cudnn_attention:
-            return work(options, *args, **more)
-        from calibjax.nn.attention import cudnn_attention
-
-        if options.dtype == "float32":
-            raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
-        with cudnn_attention(True):
-            return work(options, *args, **more)
-
-    return cast(Work, wrapped)
+    if getattr(options, "dtype", None) == "float32":
+        raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
+    with cudnn_attention(True):
+        yield
 
 
 def load_placed(
@@ -409,7 +390,8 @@ def load_placed(
             f"this model has {lm.config.head_dim} and soft-cap {lm.config.attention_softcap}; leave it out."
         )
     if log is not None:
-        log(f"model: {lm!r}, on {describe_mesh(mesh)}")
+        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        log(f"model: {lm!r}, on {mesh.size} device(s): {axes}")
     return lm
 
 
@@ -463,23 +445,22 @@ def check_sources(options: Any) -> None:
     Raises:
         UserError: none is given, it cannot be read, or has not the columns that are expected.
     """
-    data, split = getattr(options, "data", None), getattr(options, "split", None)
+    data, further = getattr(options, "data", None), getattr(options, "eval_data", ())
     if data == ():
         raise UserError("--data: expected at least one file, directory or hub id, got none.")
-    sources = data if isinstance(data, tuple) else () if data is None else (data,)
-    given = [("--data", source, split, len(sources) > 1) for source in sources]
-    given += [("--eval-data", source, None, True) for source in getattr(options, "eval_data", ())]
-    if not given:
+    if data is None and not further:
         return
     from calibjax.data import is_hub_id, is_multiple_choice
 
-    for option, source, part, column_optional in given:
-        if is_hub_id(source):
-            continue
-        with about(option):
-            rows = options.text.open(source, part)
-            if not is_multiple_choice(rows):
-                options.text.recognise(rows, column_optional=column_optional)
+    sources = data if isinstance(data, tuple) else (data,)
+    given = [("--data", source, options.split, len(sources) > 1) for source in sources if source is not None]
+    given += [("--eval-data", source, None, True) for source in further]
+    for option, source, split, column_optional in given:
+        if not is_hub_id(source):
+            with about(option):
+                rows = options.text.open(source, split)
+                if not is_multiple_choice(rows):
+                    options.text.recognise(rows, column_optional=column_optional)
 
 
 @contextlib.contextmanager
@@ -489,18 +470,17 @@ def leaving_nothing(out: Path | None) -> Iterator[None]:
         yield
         return
     made = [path for path in (out, *out.parents) if not path.exists()]
-    empty = bool(made) or (out.is_dir() and not any(out.iterdir()))
+    is_new = bool(made) or (out.is_dir() and not any(out.iterdir()))
     try:
         yield
     except UserError:
-        if empty and is_first():
-            with contextlib.suppress(OSError):
+        if is_new and is_first():
+            with contextlib.suppress(OSError):  # of a directory that is not empty, or was not made
                 if {entry.name for entry in out.iterdir()} <= {"run.json", CONFIG}:
                     for entry in out.iterdir():
                         entry.unlink()
-            with contextlib.suppress(OSError):
                 for path in made:
-                    path.rmdir()  # fails where it is not empty
+                    path.rmdir()
         raise
 
 

@@ -17,7 +17,6 @@ from calibjax.commands.common import (
     OutputOptions,
     TextOptions,
     begin,
-    on_devices,
     presentation,
     split_names,
     write_results,
@@ -88,7 +87,6 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
                 check_directory(self.save)
 
 
-@on_devices
 def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     given = split_names(options.methods)

@@ -15,7 +15,6 @@ from calibjax.commands.common import (
     begin,
     finish,
     load_placed,
-    on_devices,
     presentation,
     split_text,
 )
@@ -66,7 +65,6 @@ class _Material(NamedTuple):
     subjects: tuple[str, ...] = ()
 
 
-@on_devices
 def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("eval layers", options, log)

@@ -17,7 +17,6 @@ from calibjax.commands.common import (
     begin,
     finish,
     load_placed,
-    on_devices,
     presentation,
     split_names,
 )
@@ -63,7 +62,6 @@ class EvalTasksOptions(TasksOptions, OutputOptions, ChatOptions, ModelOptions):
     subjects: bool = presentation(False)
 
 
-@on_devices
 def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     try:

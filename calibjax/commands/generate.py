@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed, on_devices
+from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
@@ -47,7 +47,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
     seed: Seed = 0
 
 
-@on_devices
 def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns texts and tokens."""
     check_options(options)

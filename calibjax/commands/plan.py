@@ -4,8 +4,7 @@ import dataclasses
 import json
 import math
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -36,7 +35,7 @@ from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import BatchSize, Count, Range, Weight
-from calibjax.runtime.sharding import AXES, batch_sharding, make_mesh, mesh_shape, param_shardings, replicated
+from calibjax.runtime.sharding import AXES, batch_sharding, make_mesh, mesh_shape, param_shardings
 from calibjax.train.curves import frozen_pass, stored_features
 from calibjax.train.options import RECIPES, AtsOptions, make_plan
 from calibjax.train.sft import SftOptions, sft_objective
@@ -89,12 +88,7 @@ class PlanOptions(JsonOptions):
         json: print one JSON document instead of tables.
     """
 
-    PLANNED: ClassVar[dict[str, ObjectiveName]] = {
-        "train ats": "ats",
-        "train sft": "sft",
-        "eval tasks": "eval",
-        "generate": "generate",
-    }
+    PLANNED: ClassVar[Any] = {"train ats": "ats", "train sft": "sft", "eval tasks": "eval", "generate": "generate"}
 
     model: str
     topology: str
@@ -170,17 +164,27 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
         meshes = [(data, fsdp, count // data // fsdp) for data, fsdp in pairs if count % (data * fsdp) == 0]
     else:
         meshes = [mesh_shape(options.mesh, count)]
-    jobs = _checked([options.job(config, mesh, dtype) for mesh in meshes])
+    jobs, errors = [], []
+    for mesh in meshes:
+        try:
+            job = options.job(config, mesh, dtype)
+            job.check()
+            jobs.append(job)
+        except UserError as error:
+            errors.append(error)
+    if not jobs:
+        raise errors[0]
     compiler = compilers.compiler_version(topology.chip.platform) if options.compile else None
     plans, reasons = [], []
     for number, job in enumerate(jobs, 1):
+        mesh = ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True) if n > 1) or "data=1"
         if compiler is not None or options.suggest:
             how = f", compiled by {compiler}: a minute or more for a large model" if compiler else ""
-            log(f"planning {mesh_text(job.mesh)} ({number} of {len(jobs)}){how} ...")
+            log(f"planning {mesh} ({number} of {len(jobs)}){how} ...")
         try:
             plans.append(plan_job(job, topology, compiles=compiler is not None, tokens=options.tokens))
         except DoesNotCompile as reason:
-            reasons.append(f"--mesh {mesh_text(job.mesh)} does not compile for {topology.name}: {reason}")
+            reasons.append(f"--mesh {mesh} does not compile for {topology.name}: {reason}")
             log(reasons[-1])
     if not plans:
         raise UserError(reasons[0])
@@ -219,20 +223,6 @@ def _model(model: str) -> tuple[DecoderConfig, str]:
     return config, "bfloat16" if stored == "bfloat16" else "float32"
 
 
-def _checked(jobs: "list[Job]") -> "list[Job]":
-    """The jobs that can run; raises the first one's `UserError` if none can."""
-    able, errors = [], []
-    for job in jobs:
-        try:
-            job.check()
-            able.append(job)
-        except UserError as error:
-            errors.append(error)
-    if not able:
-        raise errors[0]
-    return able
-
-
 def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
     """What the best plan has least of: the bound on its time, then what moves between devices, then memory."""
     seconds = plan["roofline_seconds"]
@@ -243,17 +233,12 @@ def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
 
 
 class Chip(NamedTuple):
-    """One chip, which is one device of JAX.
+    """One chip, which is one device of JAX: its platform, "tpu" or "gpu", and what a program can use of it.
 
-    Attributes:
-        platform: "tpu" or "gpu".
-        memory: bytes that a program can use. Of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95%
-            of what the vendor states: the rest is left to CUDA's context and NCCL's buffers.
-        flops: bfloat16 operations a second, dense.
-        bandwidth: of the device's memory, bytes a second.
-        interconnect: to other devices of the slice or host, bytes a second that one device receives: half of what the
-            vendors state for both directions.
-        source: where the vendor states it.
+    `memory` is in bytes: of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95% of what the vendor
+    states, as the rest is left to CUDA's context and NCCL's buffers. Per second: bfloat16 `flops`, dense; `bandwidth`,
+    bytes of its memory; `interconnect`, bytes that it receives from the other devices of the slice or host, half of
+    what the vendors state for both directions.
     """
 
     platform: str
@@ -261,17 +246,15 @@ class Chip(NamedTuple):
     flops: float
     bandwidth: float
     interconnect: float
-    source: str
 
 
-_CLOUD = "https://docs.cloud.google.com/tpu/docs"
-CHIPS = {
-    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9, f"{_CLOUD}/v5e"),
-    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9, f"{_CLOUD}/v5p"),
-    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9, f"{_CLOUD}/v6e"),
-    "a100": Chip("gpu", int(0.95 * 80e9), 312e12, 2039e9, 300e9, "https://www.nvidia.com/en-us/data-center/a100/"),
-    "h100": Chip("gpu", int(0.95 * 80e9), 989e12, 3350e9, 450e9, "https://www.nvidia.com/en-us/data-center/h100/"),
-    "h200": Chip("gpu", int(0.95 * 141e9), 989e12, 4800e9, 450e9, "https://www.nvidia.com/en-us/data-center/h200/"),
+CHIPS = {  # as stated at docs.cloud.google.com/tpu/docs/v5e and nvidia.com/en-us/data-center/h100, and so on
+    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9),
+    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9),
+    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9),
+    "a100": Chip("gpu", int(0.95 * 80e9), 312e12, 2039e9, 300e9),
+    "h100": Chip("gpu", int(0.95 * 80e9), 989e12, 3350e9, 450e9),
+    "h200": Chip("gpu", int(0.95 * 141e9), 989e12, 4800e9, 450e9),
 }
 """Chips by libtpu's name of the generation; GPUs are the SXM models."""
 
@@ -331,8 +314,13 @@ class Job:
         return max(1, self.new_tokens - 1)
 
     @property
-    def itemsize(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
+    def accumulate(self) -> int:
+        return self.sft.accumulate if self.objective == "sft" else 1
+
+    @property
+    def rows(self) -> int:
+        """Sequences on each device at a time."""
+        return max(1, self.batch // self.accumulate // (self.mesh[0] * self.mesh[1]))
 
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices: enough to say where arrays lie."""
@@ -340,14 +328,11 @@ class Job:
 
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
-        if self.seq < 1:
-            raise UserError(f"--seq-len: expected at least 1, got {self.seq}.")
-        accumulate = self.sft.accumulate if self.objective == "sft" else 1
-        rows = self.mesh[0] * self.mesh[1] * max(accumulate, 1)
-        if self.batch < 1 or self.batch % rows:
+        rows = self.mesh[0] * self.mesh[1] * self.accumulate
+        if self.batch % rows:
             raise UserError(
                 f"--batch-size {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
-                f"{' times --accumulate' if accumulate > 1 else ''}."
+                f"{' times --accumulate' if self.accumulate > 1 else ''}."
             )
         check_context(self.seq + self.new_tokens, self.config.max_positions)
         self.sft.check(self.abstract_mesh())
@@ -375,8 +360,8 @@ def build(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Program:
     None: whole, as for one device.
     """
     kinds = dict.fromkeys(("tokens", "targets", "where", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
-    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind) for name, kind in kinds.items()}
-    batch = _placed(batch, mesh, lambda mesh, tree: dict.fromkeys(tree, batch_sharding(mesh)))
+    rows = None if mesh is None else batch_sharding(mesh)  # pyright: ignore[reportArgumentType]
+    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
     builder = {"ats": _ats_program, "sft": _sft_program, "eval": _eval_program, "generate": _generate_program}
     return builder[job.objective](job, mesh, batch)
 
@@ -391,15 +376,12 @@ def device_bytes(tree: Any) -> int:
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _placed(tree: Any, mesh: Any, rule: Callable[[Any, Any], Any] = param_shardings) -> Any:
-    """The shapes with the shardings that `rule` gives of the mesh and the tree; unchanged without a mesh."""
+def _placed(tree: Any, mesh: Any) -> Any:
+    """Shapes with the shardings of `param_shardings`, which replicates what is no parameter."""
     if mesh is None:
         return tree
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, rule(mesh, tree))
-
-
-def _everywhere(mesh: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda _: replicated(mesh), tree)
+    shardings = param_shardings(mesh, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def _weights(job: Job, mesh: Any) -> Any:
@@ -455,7 +437,7 @@ def _eval_program(job: Job, mesh: Any, batch: Any) -> Program:
         return evaluate_batch(job.config, configs, jnp.dtype(job.dtype), 15, "right", heads, factors, frozen, batch)
 
     heads = [_head(config, mesh) for config in configs]
-    factors = _placed([jax.ShapeDtypeStruct((), jnp.float32)] * len(configs), mesh, _everywhere)
+    factors = _placed([jax.ShapeDtypeStruct((), jnp.float32)] * len(configs), mesh)
     weights = _weights(job, mesh)
     return Program(jax.jit(whole), (weights, heads, factors, batch), (weights, heads))
 
@@ -478,9 +460,8 @@ def _generate_program(job: Job, mesh: Any, batch: Any) -> Program:
             "top_p": None,
         }
     )
-    rest = _placed(rest, mesh, _everywhere)
     weights, head_params = _weights(job, mesh), _head(head, mesh)
-    arguments = (weights, head_params, batch["tokens"], batch["segment_ids"], rest)
+    arguments = (weights, head_params, batch["tokens"], batch["segment_ids"], _placed(rest, mesh))
     return Program(jax.jit(whole), arguments, (weights, head_params))
 
 
@@ -493,13 +474,6 @@ def flops(jaxpr: Any, turns: int = 1) -> float:
     XLA's own `cost_analysis` counts the body of a loop once, and a model is a loop over its layers. A Pallas kernel
     counts as it declares itself (`pl.CostEstimate`), or else its body for each point of its grid. Of several branches
     the largest one counts, what runs within `shard_map` once for each device, and a `while_loop` `turns` times.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> def layers(x, w):
-        ...     return jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]
-        >>> flops(jax.make_jaxpr(layers)(jnp.ones((2, 3)), jnp.ones((3, 3))))  # 5 layers of 2 · 2 · 3 · 3
-        180.0
     """
     return sum((_equation_flops(equation, turns) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns), start=0.0)
 
@@ -513,23 +487,17 @@ def _equation_flops(equation: Any, turns: int) -> float:
         # Without a group axis in the second factor, the result has one, and each term belongs to one group.
         groups = 1 if ragged is None or ragged.rhs_group_dimensions else equation.invars[2].aval.shape[-1]
         return 2.0 * terms * math.prod(equation.outvars[0].aval.shape) / groups
-    if name == "pallas_call":
-        estimate = params.get("cost_estimate")
-        if estimate is None:
-            return float(math.prod(params["grid_mapping"].grid)) * flops(params["jaxpr"], turns)
-        return float(estimate.flops)
-    inner = [flops(jaxpr, turns) for jaxpr in _jaxprs(params)]
+    if name == "pallas_call" and params.get("cost_estimate") is not None:
+        return float(params["cost_estimate"].flops)
+    lists = [value if isinstance(value, tuple | list) else (value,) for value in params.values()]
+    inner = [flops(item, turns) for items in lists for item in items if isinstance(item, Jaxpr | ClosedJaxpr)]
     if name == "cond":
         return max(inner)
-    times = {"scan": params.get("length"), "while": turns}.get(name, 1)
-    return sum(inner) * (params["mesh"].size if name == "shard_map" else times)
-
-
-def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, Jaxpr | ClosedJaxpr):
-                yield item
+    if name == "pallas_call":
+        return sum(inner) * math.prod(params["grid_mapping"].grid)
+    if name == "shard_map":
+        return sum(inner) * params["mesh"].size
+    return sum(inner) * {"scan": params.get("length"), "while": turns}.get(name, 1)
 
 
 # --- the compiled step ---
@@ -547,35 +515,10 @@ class Compiled(NamedTuple):
     flops: float
     collectives: dict[str, Collective] | None
     unknown_loops: int
-    seconds: float
 
 
-class TooLarge(NamedTuple):
-    """The compiler refused the step for its memory: bytes needed, as it rounds them (or None), and its own words."""
-
-    total: int | None
-    reason: str
-
-
-def compile_step(job: Job, topology: Topology) -> Compiled | TooLarge:
-    """Compiles a job for the devices of a topology, in a process of its own; raises `DoesNotCompile`."""
-    try:
-        return compilers.with_compiler(_compile, job, topology)
-    except DoesNotCompile as error:
-        if "RESOURCE_EXHAUSTED" not in error.details:
-            raise
-        return too_large(error.details)
-
-
-def too_large(message: str) -> TooLarge:
-    """Reads the compiler's report on a step that does not fit."""
-    units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
-    size = re.search(r"(?:Used|required for [^()]*\(|requires?) ?([\d.]+)([KMGT]?)", message)
-    total = None if size is None else round(float(size[1]) * units[size[2]])
-    return TooLarge(total, " ".join(message.split())[:300])
-
-
-def _compile(job: Job, topology: Topology) -> Compiled:
+def compile_step(job: Job, topology: Topology) -> Compiled:
+    """Compiles a job for the devices of a topology; called in a process of its own, by `compilers.with_compiler`."""
     if topology.chip.platform == "gpu":
         devices = compilers.gpu_devices(topology.name.partition(":")[0], topology.devices)
     else:
@@ -586,7 +529,6 @@ def _compile(job: Job, topology: Topology) -> Compiled:
             raise UserError(f"--topology {topology.name}: libtpu has no such slice ({reason}).") from error
     mesh = make_mesh(job.mesh, devices)
     program = build(job, mesh)
-    start = time.perf_counter()
     with jax.set_mesh(mesh):
         traced = program.function.trace(*program.arguments)
         compiled = traced.lower().compile()
@@ -604,8 +546,14 @@ def _compile(job: Job, topology: Topology) -> Compiled:
         flops=flops(traced.jaxpr, job.turns),
         collectives=moved,
         unknown_loops=unknown if job.objective != "generate" else max(0, unknown - 1),
-        seconds=time.perf_counter() - start,
     )
+
+
+def needed_bytes(message: str) -> int | None:
+    """The memory that a step needs, as the compiler that refused it states and rounds it; None where it does not."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+    size = re.search(r"(?:Used|required for [^()]*\(|requires?) ?([\d.]+)([KMGT]?)", message)
+    return None if size is None else round(float(size[1]) * units[size[2]])
 
 
 # --- the plan ---
@@ -615,49 +563,56 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
     """Plans a checked job, and the run over `tokens`; without `compiles` only what follows from the shapes is known.
 
     Returns:
-        compiled: whether the compiler was called; parameters: those of the model, `total`, and `active` for a token;
-        stored_bytes_per_token: of `ats`, otherwise None; mesh; fits: None where only the compiler could tell;
-        likely_fits: True or False in place of None, by an estimate of the temporaries; bytes_per_device:
-        parameters, optimizer, and what else is known: `batch_and_padding` and `temporaries` of a compiled step (with
-        the program itself), or what the step holds at least: `gradients` and `block_inputs`, or `keys_and_values`, and
-        `estimated_temporaries`; `total` of them, and `available`; margin_bytes, None where the compiler did not report
-        by how much the step is too large; flops_per_step over all devices; flops_per_device; collectives by kind;
-        roofline_seconds: at least so long at the chip's stated rates, were everything else hidden (memory: every
-        argument read once, of generate for each token); note: what the compiler reported, or None; run: of `tokens`.
+        What `--json` prints of one mesh; docs/plan.md describes it. `fits` is None where only the compiler could tell,
+        and `likely_fits` then goes by an estimate of the temporaries; `margin_bytes` is None where the compiler did
+        not report by how much the step is too large.
     """
     placed = build(job, job.abstract_mesh())
     sizes = {"parameters": device_bytes(placed.parameters), "optimizer": device_bytes(placed.optimizer)}
     known, available = sum(sizes.values()), topology.chip.memory
-    note, result, arguments = None, None, known
+    compiled, refused, note = None, None, None
     if compiles and known > available:
         note = "Parameters and optimiser alone do not fit: not compiled."
     elif compiles:
-        result = compile_step(job, topology)
-    if isinstance(result, Compiled):
-        arguments = result.arguments
-        sizes |= {"batch_and_padding": arguments - known, "temporaries": result.total - arguments}
-        fits, note = result.total <= available, _note(result, topology)  # a compiler for GPUs refuses nothing
-    elif result is not None:
-        fits, note = False, result.reason
-        sizes |= {} if result.total is None else {"temporaries": max(0, result.total - known)}
+        try:
+            compiled = compilers.with_compiler(compile_step, job, topology)
+        except DoesNotCompile as error:
+            if "RESOURCE_EXHAUSTED" not in error.details:
+                raise
+            refused = error.details
+    arguments = known if compiled is None else compiled.arguments
+    if compiled is not None:
+        sizes |= {"batch_and_padding": arguments - known, "temporaries": compiled.total - arguments}
+        fits, note = compiled.total <= available, _note(compiled, topology)  # a compiler for GPUs refuses nothing
+    elif refused is not None:
+        needed = needed_bytes(refused)
+        fits, note = False, " ".join(refused.split())[:300]
+        sizes |= {} if needed is None else {"temporaries": max(0, needed - known)}
     else:
-        sizes |= _held(job, placed)
-        fits = None if sum(sizes.values()) <= available else False
-        sizes["estimated_temporaries"] = _estimated_temporaries(job, topology)
+        sizes |= _held(job, placed, topology)
+        fits = None if sum(sizes.values()) - sizes["estimated_temporaries"] <= available else False
     total = sum(sizes.values())
-    operations, moved = _operations(job, result), None
-    if isinstance(result, Compiled) and result.collectives is not None:
-        moved = {kind: each._asdict() for kind, each in sorted(result.collectives.items())}
-    received = None if moved is None else sum(each["bytes"] for each in moved.values())
+    if compiled is not None and job.config.mixture is None:
+        operations = compiled.flops
+    else:
+        # Of a mixture, traced for one device, every copy of a token is a row of one expert; on a mesh it has a row on
+        # each device that holds experts, of which one is used.
+        whole = build(job)
+        with use_ragged_dot(True):
+            operations = flops(whole.function.trace(*whole.arguments).jaxpr, job.turns)
+    moved, received = None, None
+    if compiled is not None and compiled.collectives is not None:
+        moved = {kind: each._asdict() for kind, each in sorted(compiled.collectives.items())}
+        received = sum(each["bytes"] for each in moved.values()) / topology.chip.interconnect
     passes = max(1, job.new_tokens)  # each new token reads the weights
     seconds = {
         "compute": operations / topology.devices / topology.chip.flops,
         "memory": passes * arguments / topology.chip.bandwidth,
-        "interconnect": None if received is None else received / topology.chip.interconnect,
+        "interconnect": received,
     }
     bound = max(x for x in seconds.values() if x is not None)
     return {
-        "compiled": result is not None,
+        "compiled": compiled is not None or refused is not None,
         "parameters": parameter_counts(job.config),
         "stored_bytes_per_token": stored_bytes_per_token(job) if job.objective == "ats" else None,
         "mesh": ",".join(f"{axis}={n}" for axis, n in zip(AXES, job.mesh, strict=True)),
@@ -669,20 +624,9 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
         "flops_per_device": operations / topology.devices,
         "collectives": moved,
         "roofline_seconds": {**seconds, "bound": bound},
-        "compile_seconds": result.seconds if isinstance(result, Compiled) else None,
         "note": note,
         **({} if tokens is None else {"run": _run_cost(job, bound, tokens)}),
     }
-
-
-def _operations(job: Job, result: Compiled | TooLarge | None) -> float:
-    if isinstance(result, Compiled) and job.config.mixture is None:
-        return result.flops
-    whole = build(job)
-    # Traced for one device, every copy of a token is a row of one expert; on a mesh it has a row on each device that
-    # holds experts, of which one is used.
-    with use_ragged_dot(True):
-        return flops(whole.function.trace(*whole.arguments).jaxpr, job.turns)
 
 
 def _note(result: Compiled, topology: Topology) -> str | None:
@@ -704,64 +648,51 @@ def _note(result: Compiled, topology: Topology) -> str | None:
 
 
 def parameter_counts(config: DecoderConfig) -> dict[str, int]:
-    """Returns the number of parameters of a model, and of those that a token is multiplied with (or looked up in)."""
+    """The number of parameters of a model, and of those that a token is multiplied with (or looked up in)."""
     counts = {path: math.prod(leaf.shape) for path, leaf in dotted_leaves(abstract_params(config))}
     total, mixture = sum(counts.values()), config.mixture
     if mixture is None:
         return {"total": total, "active": total}
-    expert = sum(
-        count // mixture.experts
-        for path, count in counts.items()
-        if path.startswith("layers.mlp.") and not path.startswith("layers.mlp.router.")
-    )
+    experts = re.compile(r"layers\.mlp\.(?!router\.)")
+    expert = sum(count // mixture.experts for path, count in counts.items() if experts.match(path))
     return {"total": total, "active": total - (mixture.experts - mixture.per_token) * expert}
-
-
-def _held(job: Job, placed: Program) -> dict[str, int]:
-    """Bytes that the step holds besides its arguments, at least: gradients and the inputs of the blocks, or a cache."""
-    if job.objective == "generate":
-        return {"keys_and_values": cache_bytes(job)}
-    if placed.trained is None:
-        return {}
-    block_inputs = job.config.num_layers * _rows(job) * job.seq * job.config.hidden_size * job.itemsize
-    return {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
 
 
 def cache_bytes(job: Job) -> int:
     """Bytes on each device of the keys and values of `generate`, as `sharding.constrain_cache` divides them."""
-    data, fsdp, tensor = job.mesh
-    rows, columns, heads = job.batch // (data * fsdp), job.seq + job.new_tokens - 1, job.config.num_kv_heads
-    values = job.config.num_layers * rows * columns * (heads // tensor if heads % tensor == 0 else heads)
-    return 2 * values * job.config.head_dim * job.itemsize
+    tensor, heads = job.mesh[2], job.config.num_kv_heads
+    values = job.config.num_layers * job.rows * (job.seq + job.new_tokens - 1) * job.config.head_dim
+    return 2 * values * (heads // tensor if heads % tensor == 0 else heads) * jnp.dtype(job.dtype).itemsize
 
 
-def _estimated_temporaries(job: Job, topology: Topology) -> int:
-    """Bytes of one block's activations, with their cotangents in training, and of the kernels that it gathers.
+def _held(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
+    """Bytes that the step holds besides its arguments: what it holds at least, and an estimate of its temporaries.
 
-    On GPUs, and of float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary are held to 16 MiB.
+    These are one block's activations, with their cotangents in training, and the kernels that it gathers. On GPUs, and
+    of float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary are held to 16 MiB.
     """
-    config, tokens = job.config, _rows(job) * job.seq
-    width = 6 * config.hidden_size + 3 * config.intermediate_size
-    held = (3 if job.objective == "sft" else 1) * tokens * width * job.itemsize
+    config, tokens, itemsize = job.config, job.rows * job.seq, jnp.dtype(job.dtype).itemsize
+    held, trains = {}, job.objective == "sft"
+    if trains:
+        block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
+        held = {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
+    elif job.objective == "generate":
+        held = {"keys_and_values": cache_bytes(job)}
+    estimate = (3 if trains else 1) * tokens * (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
     if topology.chip.platform == "gpu" or job.dtype == "float32":
-        held += (2 if job.objective == "sft" else 1) * tokens * job.seq * config.num_heads * 4 // job.mesh[2]
-    block = math.prod(job.mesh) > 1 and parameter_counts(config)["total"] // config.num_layers * job.itemsize
-    return held + 2 * int(block) // job.mesh[2]
-
-
-def _rows(job: Job) -> int:
-    """Sequences on each device at a time."""
-    return max(1, job.batch // (job.sft.accumulate if job.objective == "sft" else 1) // (job.mesh[0] * job.mesh[1]))
+        estimate += (2 if trains else 1) * tokens * job.seq * config.num_heads * 4 // job.mesh[2]
+    if math.prod(job.mesh) > 1:
+        block = parameter_counts(config)["total"] // config.num_layers * itemsize
+        estimate += 2 * block // job.mesh[2]
+    return {**held, "estimated_temporaries": estimate}
 
 
 def stored_bytes_per_token(job: Job) -> int:
     """Bytes of what `train ats` keeps of a token on every host, or on the disk that they share."""
     program = build(job)
     stored, curves = jax.eval_shape(program.function, *program.arguments)
-    rows = jax.tree.leaves(curves)[0].shape[:2]
-    sizes = [math.prod(x.shape) * x.dtype.itemsize / (job.batch * job.seq) for x in jax.tree.leaves(stored)]
-    sizes += [math.prod(x.shape) * x.dtype.itemsize / math.prod(rows) for x in jax.tree.leaves(curves)]
-    return round(sum(sizes))
+    rows = math.prod(jax.tree.leaves(curves)[0].shape[:2])
+    return round(device_bytes(stored) / (job.batch * job.seq) + device_bytes(curves) / rows)
 
 
 def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
@@ -785,11 +716,6 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
 
 
 # --- what is printed ---
-
-
-def mesh_text(mesh: tuple[int, int, int]) -> str:
-    """Returns the mesh in the form of `--mesh`."""
-    return ",".join(f"{axis}={n}" for axis, n in zip(AXES, mesh, strict=True) if n > 1) or "data=1"
 
 
 def _print(document: dict[str, Any], job: Job, topology: Topology, options: PlanOptions) -> None:

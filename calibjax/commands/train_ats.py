@@ -18,7 +18,6 @@ from calibjax.commands.common import (
     finish,
     load_placed,
     make_document,
-    on_devices,
     split_text,
 )
 from calibjax.data import Sequences, concatenate
@@ -54,7 +53,6 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
     ats: AtsOptions = AtsOptions()
 
 
-@on_devices
 def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train ats", options, log)

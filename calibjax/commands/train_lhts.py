@@ -15,7 +15,6 @@ from calibjax.commands.common import (
     begin,
     finish,
     load_placed,
-    on_devices,
     presentation,
     split_text,
 )
@@ -81,7 +80,6 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
             load_bleu()
 
 
-@on_devices
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = begin("train lhts", options, log)

@@ -17,7 +17,6 @@ from calibjax.commands.common import (
     finish,
     load_placed,
     make_document,
-    on_devices,
     split_text,
 )
 from calibjax.data import Sequences, hold_back
@@ -52,7 +51,6 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
     sft: SftOptions = SftOptions()
 
 
-@on_devices
 def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     options.sft.check(options.devices.make_mesh())

@@ -100,14 +100,11 @@ def _child(sender: Connection, log: Path, function: Callable[..., Any], args: tu
 
 
 def slice_devices(topology: str) -> list[Any]:
-    """Devices of a TPU slice such as "v5e:4x4" as a compilation target; only in the process of `with_compiler`.
-
-    A host has 2 x 2 chips unless the slice has fewer, which libtpu needs as an option.
-    """
+    """Devices of a TPU slice such as "v5e:4x4" as a compilation target; only in the process of `with_compiler`."""
     from jax.experimental import topologies
 
     lengths = [min(int(n), 2) for n in re.findall(r"\d+", topology.partition(":")[2])]
-    bounds = (*(*lengths, 1, 1)[:2], 1)
+    bounds = (*(*lengths, 1, 1)[:2], 1)  # a host has 2 x 2 chips unless the slice has fewer
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds).devices
 
 

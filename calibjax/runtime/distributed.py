@@ -98,18 +98,8 @@ def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
     Raises:
         UserError: in all processes if `work` raises one, so that none waits forever.
     """
-    if jax.process_count() == 1:
-        return np.asarray(work(), like.dtype)
-    result, error = like, None
-    if is_first():
-        try:
-            result = np.asarray(work(), like.dtype)
-        except UserError as caught:
-            error = caught
-    result, failed = multihost_utils.broadcast_one_to_all((result, np.int32(error is not None)))
-    if failed:
-        raise error or UserError("process 0 failed; see its own error message.")
-    return np.asarray(result)
+    result = together(lambda: np.asarray(work(), like.dtype) if is_first() else like)
+    return result if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(result))
 
 
 def together(work: Callable[[], Result]) -> Result:

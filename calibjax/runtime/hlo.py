@@ -36,7 +36,8 @@ class _Instruction(NamedTuple):
     root: bool
 
 
-_Computation = list[_Instruction]
+_Computation = dict[str, _Instruction]
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.+?) ([a-z][\w-]*)\((.*)")
 
 
 def collectives(text: str, turns: int = 1) -> tuple[dict[str, Collective], int]:
@@ -70,62 +71,42 @@ def _executed(text: str, turns: int) -> Iterator[tuple[_Instruction, int, int | 
     computations, entry = _parse(text)
 
     def walk(computation: _Computation, times: int) -> Iterator[tuple[_Instruction, int, int | None]]:
-        for x in computation:
+        for x in computation.values():
             length = _length(computations, x, computation) if x.opcode == "while" else 1
             yield x, times, length
             if x.opcode == "while":
                 yield from walk(computations[_called(x, "body")[0]], times * (turns if length is None else length))
             elif x.opcode in ("fusion", "call", "conditional", "async-start"):
                 for name in _called(x, "calls", "to_apply", "branch_computations"):
-                    yield from walk([y for y in computations[name] if not _continues(y, computations[name])], times)
+                    yield from walk(_begun(computations[name]), times)
 
-    return walk(computations[entry], 1)
-
-
-def _continues(x: _Instruction, computation: _Computation) -> bool:
-    """Whether a collective of a chain of fusions, as the TPU compiler makes them, was begun in an earlier one."""
-    starts = any("AsyncCollectiveStart" in y.attributes for y in computation)
-    return x.opcode in KINDS and "chain_id=" in x.attributes and not starts
+    return walk(entry, 1)
 
 
-def _parse(text: str) -> tuple[dict[str, _Computation], str]:
+def _begun(computation: _Computation) -> _Computation:
+    """Without collectives that an earlier fusion of a chain began, as the TPU compiler makes them."""
+    if any("AsyncCollectiveStart" in x.attributes for x in computation.values()):
+        return computation
+    return {n: x for n, x in computation.items() if x.opcode not in KINDS or "chain_id=" not in x.attributes}
+
+
+def _parse(text: str) -> tuple[dict[str, _Computation], _Computation]:
+    """The computations by name, of which each holds its instructions by name, and the one that is run."""
     computations: dict[str, _Computation] = {}
-    entry, current = "", None
+    entry, current = {}, None
     for line in text.splitlines():
         if line.startswith(" "):
-            if current is not None and " = " in line:
-                current.append(_instruction(line))
+            if current is not None and (match := _INSTRUCTION.match(line)):
+                root, name, shape, opcode, rest = match.groups()
+                inner, _, attributes = rest.partition("), ")
+                operands = re.findall(r"%([^\s,()]+)", inner) or [inner.removesuffix(")")]
+                current[name] = _Instruction(name, shape, opcode, operands, attributes, root is not None)
         elif opening := re.match(r"(ENTRY )?%?([^\s(]+) \(.*\{$", line):
-            current = computations.setdefault(opening[2], [])
-            entry = opening[2] if opening[1] else entry
+            current = computations.setdefault(opening[2], {})
+            entry = current if opening[1] else entry
         elif re.match(r"\}(,|$)", line):  # and not an attribute that goes over several lines, as of Pallas' kernels
             current = None
     return computations, entry
-
-
-def _instruction(line: str) -> _Instruction:
-    left, right = line.strip().split(" = ", 1)
-    end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
-    start = right.index("(", end)
-    close = _closing(right, start)
-    return _Instruction(
-        name=left.removeprefix("ROOT ").lstrip("%"),
-        shape=right[:end],
-        opcode=right[end:start].strip(),
-        operands=re.findall(r"%([^\s,()]+)", right[start:close]) or [right[start + 1 : close]],
-        attributes=right[close + 1 :],
-        root=left.startswith("ROOT "),
-    )
-
-
-def _closing(text: str, start: int) -> int:
-    """Returns the index of the bracket that closes the one at `start`."""
-    depth = 0
-    for match in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    raise ValueError(f"HLO text with an open bracket: {text[start : start + 100]}")
 
 
 def _called(x: _Instruction, *attributes: str) -> list[str]:
@@ -164,43 +145,40 @@ def _group(attributes: str) -> int:
 
 def _length(computations: dict[str, _Computation], loop: _Instruction, around: _Computation) -> int | None:
     """How often a loop runs that counts up to a constant; None where the text does not tell."""
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if known:
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
-    condition, body = computations[_called(loop, "condition")[0]], computations[_called(loop, "body")[0]]
-    test = next(x for x in condition if x.root)
-    index = _element(condition, test.operands[0])
-    end = _constant(condition, test.operands[-1])
+    condition, body = (computations[_called(loop, name)[0]] for name in ("condition", "body"))
+    test, result = (next(x for x in computation.values() if x.root) for computation in (condition, body))
+    index = _number(condition, test.operands[0], "get-tuple-element")
+    end = _number(condition, test.operands[-1], "constant")
     if test.opcode != "compare" or "direction=LT" not in test.attributes or index is None or end is None:
         return None
-    advance = _source(body, next(x for x in body if x.root).operands[index])
-    if advance is None or advance.opcode != "add" or index not in [_element(body, name) for name in advance.operands]:
+    advance = _source(body, result.operands[index])
+    if advance is None or advance.opcode != "add":
         return None
-    step = next((n for name in advance.operands if (n := _constant(body, name)) is not None), None)
-    first = _named(around, loop.operands[0])
-    start = _constant(around, first.operands[index]) if first is not None and first.opcode == "tuple" else None
-    return None if step is None else -(-(end - (start or 0)) // step)
-
-
-def _named(computation: _Computation, name: str) -> _Instruction | None:
-    return next((x for x in computation if x.name == name), None)
+    if index not in [_number(body, name, "get-tuple-element") for name in advance.operands]:
+        return None
+    steps = [n for name in advance.operands if (n := _number(body, name, "constant")) is not None]
+    first = around.get(loop.operands[0])
+    start = _number(around, first.operands[index], "constant") if first and first.opcode == "tuple" else None
+    return -(-(end - (start or 0)) // steps[0]) if steps else None
 
 
 def _source(computation: _Computation, name: str) -> _Instruction | None:
     """The instruction whose value this is, before copies."""
-    x = _named(computation, name)
+    x = computation.get(name)
     while x is not None and x.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-        x = _named(computation, x.operands[0])
+        x = computation.get(x.operands[0])
     return x
 
 
-def _constant(computation: _Computation, name: str) -> int | None:
+def _number(computation: _Computation, name: str, opcode: str) -> int | None:
+    """The number that a constant is, or the index that an element of a tuple has; None for another instruction."""
     x = _source(computation, name)
-    number = x is not None and x.opcode == "constant" and re.fullmatch(r"-?\d+", x.operands[0])
+    if x is None or x.opcode != opcode:
+        return None
+    if opcode == "constant":
+        number = re.fullmatch(r"-?\d+", x.operands[0])
+    else:
+        number = re.search(r"(?<=index=)\d+", x.attributes)
     return int(number[0]) if number else None
-
-
-def _element(computation: _Computation, name: str) -> int | None:
-    x = _source(computation, name)
-    index = x is not None and x.opcode == "get-tuple-element" and re.search(r"index=(\d+)", x.attributes)
-    return int(index[1]) if index else None

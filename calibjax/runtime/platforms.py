@@ -1,12 +1,8 @@
 """What makes a command start fast: plugins and libraries that are not used are left out, compiled programs are kept.
 
 JAX initialises libtpu wherever it is installed, also where it only serves as a compiler (`calibjax plan`). Without a
-TPU this fails, after lines such as `Failed to find host bounds` on standard error and about a second.
-
-transformers imports PyTorch wherever it is installed, which takes about three seconds. A process of ours needs only its
-configurations and tokenizers.
-
-Half of a short command is compilation, of the same programs each time.
+TPU this fails, after lines on standard error and about a second. transformers imports PyTorch, which takes about three
+seconds, and a process of ours needs only its configurations and tokenizers.
 """
 
 import contextlib
@@ -32,9 +28,8 @@ def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("
     """
     if environment.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
         return None
-    if any(any(devices.glob(pattern)) for pattern in _NODES) or any(
-        name.startswith(_ANNOUNCED) for name in environment
-    ):
+    announced = any(name.startswith(_ANNOUNCED) for name in environment)
+    if announced or any(any(devices.glob(pattern)) for pattern in _NODES):
         return None
     plugins = importlib.util.find_spec("jax_plugins")
     names = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()
@@ -62,10 +57,7 @@ _without_torch = False
 
 
 def leave_out_torch() -> None:
-    """Declares that nothing in this process needs PyTorch: `torch_left_out` then hides it.
-
-    For the processes of the command line. A notebook may use models of PyTorch beside ours.
-    """
+    """Declares that nothing in this process, which is one of the command line, needs PyTorch; see `torch_left_out`."""
     global _without_torch
     _without_torch = True
 
@@ -87,7 +79,7 @@ def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/pro
     """Variables by which JAX keeps compiled programs in the user's cache directory; none where they are set.
 
     There is a directory for each kind of processor (by `cpuinfo`, which need not exist), because programs contain its
-    instructions, and home directories are shared between machines. JAX removes the least recently used programs.
+    instructions, and home directories are shared between machines.
     """
     if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
         return {}
@@ -105,10 +97,7 @@ def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/pro
 
 
 def keep_compiled_programs() -> None:
-    """Lets JAX keep compiled programs for the next command. Effective until JAX compiles the first one.
-
-    What cannot be read or written there is compiled, without a word.
-    """
+    """Lets JAX keep compiled programs for the next command, silently. Effective until JAX compiles the first one."""
     for name, value in compilation_cache(os.environ).items():
         if name not in os.environ:
             os.environ[name] = value

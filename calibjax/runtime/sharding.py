@@ -89,11 +89,6 @@ def parse_mesh(text: str | None) -> Mesh:
     return make_mesh(mesh_shape(text, len(devices)), devices)
 
 
-def describe_mesh(mesh: Mesh) -> str:
-    """Returns a description such as "8 device(s): data 2, fsdp 4, tensor 1"."""
-    return f"{mesh.size} device(s): {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}"
-
-
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
     """Raises `UserError` if the micro-batches of a step do not divide among the devices of `mesh`."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"]

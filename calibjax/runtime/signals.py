@@ -17,10 +17,7 @@ from typing import Any
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and SIGTERM: 128 and the number of the signal, as shells have it."""
 PATIENCE = 5.0
-"""Seconds that Ctrl-C leaves Python to unwind. Code of C++ that runs, or a callback, can hold the exception up."""
-
-AGAIN = 0.05
-"""Seconds until SIGTERM is sent again where its exception was dropped."""
+"""Seconds that a signal leaves Python to unwind. C++ code or a callback can hold the exception up, or drop it."""
 
 
 class Terminated(BaseException):
@@ -31,7 +28,6 @@ class _State:
     handled = False
     at_once = False
     requested = False
-    dropped = False
     agreed = False
     in_step = False
     notice: Callable[[int], None] | None = None  # JAX's handler of SIGTERM
@@ -39,10 +35,10 @@ class _State:
 
 @contextlib.contextmanager
 def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
-    """Within it, SIGTERM raises `Terminated`, and Ctrl-C ends the process even where its exception is swallowed.
+    """Within it, SIGTERM raises `Terminated`, and a signal ends the process even where its exception is swallowed.
 
     `on_stop` is called in another thread, with the name of the signal, before a process ends without unwinding: in
-    `ending_at_once`, at a second Ctrl-C, or where `KeyboardInterrupt` did not end it within `PATIENCE` seconds.
+    `ending_at_once`, at a second signal that is Ctrl-C, or where the exception did not end it within `PATIENCE`.
     """
     if threading.current_thread() is not threading.main_thread() or _State.handled:
         yield
@@ -58,18 +54,13 @@ def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _State.handled = _State.requested = _State.dropped = _State.agreed = False
+        _State.handled = _State.requested = _State.agreed = False
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, before_interrupt)
         os.close(writer)  # ends the watcher
         watcher.join()
         os.close(reader)
-
-
-def dropped() -> None:
-    """SIGTERM is sent again: Python reported a `Terminated` and dropped it, see `sys.unraisablehook`."""
-    _State.dropped = True
 
 
 def share_sigterm() -> None:
@@ -120,27 +111,18 @@ def _on_terminate(number: int, frame: Any) -> None:
 
 def _watch(reader: int, on_stop: Callable[[str], None]) -> None:
     """Reads the signals' numbers, which C writes at once; Python's own handler waits for the main thread."""
-    terminated = False
-    while True:
-        while terminated and not select.select([reader], [], [], AGAIN)[0]:
-            if _State.dropped:
-                _State.dropped = False
-                os.kill(os.getpid(), signal.SIGTERM)
-        if not (numbers := os.read(reader, 64)):
-            return
-        terminated = terminated or signal.SIGTERM in numbers
-        if _State.at_once and (signal.SIGINT in numbers or signal.SIGTERM in numbers):
-            on_stop("SIGTERM" if signal.SIGTERM in numbers else "Ctrl-C")
-            os._exit(TERMINATED if signal.SIGTERM in numbers else INTERRUPTED)
-        if signal.SIGINT not in numbers:
+    while numbers := os.read(reader, 64):
+        terminates = signal.SIGTERM in numbers
+        if (terminates and _State.in_step) or not (terminates or signal.SIGINT in numbers):
             continue
-        ready, _, _ = select.select([reader], [], [], PATIENCE)
-        if ready and not (more := os.read(reader, 64)):
-            return
-        elif ready and signal.SIGINT not in more:
-            continue
-        on_stop("Ctrl-C")
-        os._exit(INTERRUPTED)
+        while not _State.at_once and select.select([reader], [], [], PATIENCE)[0]:
+            more = os.read(reader, 64)
+            if not more:
+                return
+            if signal.SIGINT in more:
+                break
+        on_stop("SIGTERM" if terminates else "Ctrl-C")
+        os._exit(TERMINATED if terminates else INTERRUPTED)
 
 
 @contextlib.contextmanager

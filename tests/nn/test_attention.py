@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import make_lm
 
+from calibjax.cli import main
 from calibjax.commands import common as runs
-from calibjax.commands import eval_layers
 from calibjax.commands.plan import flops
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
@@ -300,13 +300,9 @@ def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, packed, asked, found
 
 @pytest.mark.parametrize(("option", "context"), [(True, False), (False, True), (False, False)])
 def test_a_command_has_the_attention_that_it_asks_for(option, context):
-    @runs.on_devices
-    def work(run):
-        return attention.cudnn_attention.value
-
     run = types.SimpleNamespace(devices=DeviceOptions(cudnn_attention=option), dtype="bfloat16")
-    with attention.cudnn_attention(context):
-        assert work(run) == (option or context)
+    with attention.cudnn_attention(context), runs.attention(run):
+        assert attention.cudnn_attention.value == (option or context)
     assert not attention.cudnn_attention.value
 
 
@@ -323,10 +319,10 @@ def test_operations_of_the_kernel_are_counted():
     assert count(512) == dense / 2  # two blocks of four
 
 
-def test_what_cudnn_does_not_take_is_refused(tmp_path, monkeypatch):
-    options = {"dtype": "float32", "devices": DeviceOptions(cudnn_attention=True)}
-    with pytest.raises(UserError, match="--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16"):
-        eval_layers.run(eval_layers.EvalLayersOptions(model="m", data="d", out=tmp_path / "x", **options))
+def test_what_cudnn_does_not_take_is_refused(tmp_path, monkeypatch, capsys):
+    arguments = ["--model", "m", "--data", "d", "--out", str(tmp_path / "x"), "--dtype", "float32"]
+    assert main(["eval", "layers", *arguments, "--cudnn-attention"]) == 2
+    assert "--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     mesh = make_mesh((1, 1, 1), jax.devices()[:1])
     with attention.cudnn_attention(True):

@@ -68,17 +68,24 @@ LOADING, WORKING = "cli.importlib.import_module", "cli._execute"
         (LOADING, "time.sleep(60)", signal.SIGINT, 130),
         (LOADING, IN_CALLBACK, signal.SIGTERM, 143),
         (WORKING, "time.sleep(60)", signal.SIGTERM, 143),
+        (WORKING, IN_C, signal.SIGTERM, 143),
         (WORKING, SWALLOW, signal.SIGINT, 130),
         (WORKING, IN_C, signal.SIGINT, 130),
         (WORKING, IN_CALLBACK, signal.SIGINT, 130),
     ],
-    ids=["Ctrl-C", "SIGTERM in a callback", "SIGTERM", "Ctrl-C swallowed", "Ctrl-C in C", "Ctrl-C in a callback"],
+    ids=[
+        "Ctrl-C",
+        "SIGTERM in a callback",
+        "SIGTERM",
+        "SIGTERM in C",
+        "Ctrl-C swallowed",
+        "Ctrl-C in C",
+        "Ctrl-C in a callback",
+    ],
 )
 def test_signals_before_training(replaced, work, number, code):
     """While the command is imported and while it runs, also where the exception is swallowed or C does not return."""
-    if replaced == WORKING:
-        replaced, work = f"cli._parse = lambda args: (None, None); {replaced}", f"cli.signals.PATIENCE = 0.1; {work}"
-        work = re.sub("; (while|import)", r"\n    \1", work)
+    work = re.sub("; (while|import)", r"\n    \1", f"cli.signals.PATIENCE = 0.1; {work}")
     with start(script=STARTED.format(work=work, replaced=replaced)) as process:
         assert process.stdout.readline() == "working\n"
         time.sleep(0.2)
