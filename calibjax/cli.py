@@ -21,7 +21,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from calibjax.runtime import signals
-from calibjax.runtime.command_line import command_line
+from calibjax.runtime.options import command_line
 from calibjax.runtime.version import __version__
 
 Run = Callable[..., Mapping[str, Any] | None]

@@ -413,7 +413,7 @@ TABLE = {
             "runtime/test_sharding.py -k lookup",
         ),
     ],
-    "runtime/indices.py": [
+    "runtime/arrays.py": [
         ("np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max)", "values", f"{OPERATOR} -k wrap"),
     ],
 }

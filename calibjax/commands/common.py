@@ -20,7 +20,7 @@ from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file
+from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file, writing
 from calibjax.runtime.locks import RUN_LOCK, hold
 from calibjax.runtime.options import (
     INT_MAX,
@@ -495,13 +495,11 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
         content = json.loads(json.dumps(identity))
         check_orbax_path(out)
         _holds_run(out, content)  # before anything is made
-        try:
+        with writing(f"--out {out}"):
             out.mkdir(parents=True, exist_ok=True)
             hold(out)
             if not _holds_run(out, content):
                 write_file(out / "run.json", json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot write there ({error}).") from error
 
     on_first(claim)
 

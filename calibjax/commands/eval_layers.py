@@ -18,12 +18,7 @@ from calibjax.commands.common import (
     presentation,
     split_text,
 )
-from calibjax.data import (
-    Sequences,
-    check_ids,
-    choice_sequences,
-    is_multiple_choice,
-)
+from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel

@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import yaml
 
-from calibjax.runtime.command_line import command_line
 from calibjax.runtime.errors import UserError, printable, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Positional, check_value, flag_of, marks, shortened
+from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, shortened
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -38,29 +37,19 @@ _HELP_ALL = "--help-all"
 
 
 class Option(NamedTuple):
-    """One flag.
-
-    Attributes:
-        path: names of the fields that lead to it, such as ("text", "rows").
-        flag: such as "--rows".
-        heading: one of `HEADINGS`.
-        annotation: of the field, with its `Range`.
-        default: `dataclasses.MISSING` where the option is required.
-        unset: what a default of None comes to, where that is known.
-        help: from the docstring of the class.
-    """
+    """One flag, such as "--rows" of the field at `path` ("text", "rows")."""
 
     path: Fields
     flag: str
     heading: str
     annotation: Any
-    default: Any
-    unset: Any
+    default: Any  # `dataclasses.MISSING` where the option is required
+    unset: Any  # what a default of None comes to, where that is known
     help: str
 
     @property
     def kind(self) -> Any:
-        """The type of a value, or of each of several: int, float, bool, str, pathlib.Path or a `Literal`."""
+        """The type of each value: int, float, bool, str, pathlib.Path or a `Literal`."""
         kind = _without_none(self.annotation)
         return _without_none(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
 
@@ -70,7 +59,6 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The fixed choices; () where there are none."""
         return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
 
     @property
@@ -163,11 +151,9 @@ def parse(
     default: Options | None = None,
     config: bool = True,
 ) -> Options:
-    """The options that command-line arguments give.
+    """The options that command-line arguments give: fields of a dataclass, and of dataclasses in it.
 
     Args:
-        options_type: a dataclass; its fields, and those of dataclasses in it, are options.
-        args: the arguments.
         prog: the command, as the help has it.
         description: what it does; by default the docstring of `options_type` up to its attributes.
         default: values of options that are not given, in place of the fields' own.
@@ -189,10 +175,7 @@ def parse(
 
 
 def parse_script(options_type: type[Options], args: Sequence[str] | None = None, **options: Any) -> Options:
-    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid.
-
-    `options`: description and default, as of `parse`.
-    """
+    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid."""
     try:
         given = sys.argv[1:] if args is None else args
         return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, **options)
@@ -205,8 +188,7 @@ def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> 
     """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
     initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
     near = difflib.get_close_matches(given, known)
-    near.sort(key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ats" for "ast"
-    near = initials + near
+    near = initials + sorted(near, key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ast"
     raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
 
 
@@ -309,10 +291,7 @@ def _is_long(choices: Sequence[str]) -> bool:
 
 
 def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
-    """The arguments, with those of the file of `--config` before them, so that the command line takes precedence.
-
-    A file of another command is refused, but for those that `options_type.PLANNED` names.
-    """
+    """The arguments, with those of the file of `--config` before them, so that the command line takes precedence."""
     args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" not in args:
         return args
@@ -393,10 +372,7 @@ complete -o default -F _calibjax calibjax
 
 
 def completion_script(shells: Sequence[str], commands: Mapping[str, type]) -> str:
-    """The script that completes commands, options and choices in a shell, the only one of `shells`.
-
-    `commands`: name -> its options.
-    """
+    """The script that completes commands (name -> options) in a shell, the only one of `shells`."""
     if len(shells) != 1 or shells[0] not in _SHELLS:
         raise UserError(f"--completion: expected one of {', '.join(_SHELLS)}.")
     completed: dict[str, list[str]] = {}

@@ -268,11 +268,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8".
-
-    Raises:
-        UserError: another form, or an unknown chip.
-    """
+    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8"."""
     kind, sign, shape = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, flags=re.S).groups()  # pyright: ignore
     kind = {"v5litepod": "v5e"}.get(kind, kind)
     if kind not in CHIPS:

@@ -12,6 +12,7 @@ from calibjax.commands.parser import made_by
 from calibjax.eval.report import Run, print_comparison, print_report, save_report
 from calibjax.eval.report.schema import read_metrics, read_tokens, readable
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.files import writing
 from calibjax.runtime.locks import hold
 from calibjax.runtime.options import Positional
 
@@ -48,12 +49,10 @@ def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str,
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     with readable(", ".join(str(directory / "metrics.json") for directory in options.runs)):
-        try:
+        with writing(f"--out {out}"):
             out.mkdir(parents=True, exist_ok=True)
             hold(out)
             files = save_report(runs, out)
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot write there ({error}).") from error
         done = f"report in {out}: report.html and its plots"
         if not options.json:
             for number, loaded in enumerate(runs, 1):

@@ -86,12 +86,8 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
     base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
-    fit, held_out = split_text(
-        options.text.read(options.data, base, log, split=options.split),
-        *(options.fit_fraction, log),
-        order=options.split_order,
-        seed=options.seed,
-    )
+    read = options.text.read(options.data, base, log, split=options.split)
+    fit, held_out = split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     questions = None
     if options.analogies is not None:
         questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
@@ -104,27 +100,16 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
         for method in methods:
-            fitted = fit_lhts(
-                base,
-                fit,
-                options.lhts,
-                context=context.within("fit", method),
-                method=method,
-                samples=options.out / "fit",
-            )
+            within = context.within("fit", method)
+            fitted = fit_lhts(base, fit, options.lhts, context=within, method=method, samples=options.out / "fit")
             fits[method] = fitted.report
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name
                 save_model(directory, base.config, params, like=base.path, replace=True)
                 models[name] = load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
-            results |= evaluate_tokens(
-                lm,
-                held_out,
-                {name: identity_head(lm)},
-                batch_size=options.lhts.batch_size,
-                context=context.titled(f"evaluating {name}"),
-            )
+            heads, titled = {name: identity_head(lm)}, context.titled(f"evaluating {name}")
+            results |= evaluate_tokens(lm, held_out, heads, batch_size=options.lhts.batch_size, context=titled)
             texts[name] = {
                 f"{temperature:g}": evaluate_text(
                     lm,
@@ -139,12 +124,9 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
                 for temperature in options.myopic
             }
             if questions is not None:
+                batch_size, titled = options.lhts.batch_size, context.titled(f"{name}: analogies")
                 analogies[name] = evaluate_analogies(
-                    lm,
-                    questions,
-                    options.myopic,
-                    batch_size=options.lhts.batch_size,
-                    context=context.titled(f"{name}: analogies"),
+                    lm, questions, options.myopic, batch_size=batch_size, context=titled
                 )
     identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
     document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}

@@ -14,8 +14,7 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
-from calibjax.runtime.arrays import AnyArray
-from calibjax.runtime.indices import as_indices
+from calibjax.runtime.arrays import AnyArray, as_indices
 
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.metrics._points import check_indices, divisor, is_known, metric, points
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
-from calibjax.runtime.arrays import AnyArray
-from calibjax.runtime.indices import as_indices
+from calibjax.runtime.arrays import AnyArray, as_indices
 
 Norm = Literal["l1", "l2", "max"]
 

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import Points, check, check_indices, metric, points
 from calibjax.metrics.sums import bin_index
-from calibjax.runtime.arrays import AnyArray
-from calibjax.runtime.indices import as_indices
+from calibjax.runtime.arrays import AnyArray, as_indices
 
 
 @metric("bins", "reduction")

@@ -13,9 +13,8 @@ from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.model import LanguageModel
 from calibjax.models.own import FrozenModel, check_sequences
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_indices
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.indices import as_indices
 
 
 class TokenConfidence(NamedTuple):

@@ -20,7 +20,6 @@ from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensor
 from calibjax.models.tokenizer import check_tokenizer
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.indices import as_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

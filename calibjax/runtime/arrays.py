@@ -1,7 +1,24 @@
-"""The type of the arrays that public functions take."""
+"""Arrays that public functions take: their type, and indices from the host."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 AnyArray = jax.Array | np.ndarray
 """An array of JAX or of NumPy."""
+
+
+def as_indices(values: Any) -> jax.Array:
+    """Converts to a JAX array, with host integers clipped to the range of int32: JAX would wrap 2³² + 1 to 1.
+
+    An index out of range therefore stays out of range.
+    """
+    if isinstance(values, jax.Array):
+        return values
+    values = np.asarray(values)
+    if values.dtype.kind in "iu" and values.dtype.itemsize >= 4:
+        limits = np.iinfo(np.int32)
+        values = np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)
+    return jnp.asarray(values)

@@ -13,10 +13,10 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Invalid input: a path, an option or the contents of a file.
+    """Invalid input: a path, an option or the contents of a file. Its message is at most 4,000 characters long.
 
-    The message states what was expected, what was found, and what to do next. The command line prints it without a
-    traceback and exits with code 2. Of a message of more than 4,000 characters the middle is left out.
+    It states what was expected, what was found, and what to do next. The command line prints it without a traceback and
+    exits with code 2.
     """
 
     def __init__(self, message: str):
@@ -65,12 +65,7 @@ def about(option: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """A text without characters that control a terminal, or that have no encoding: they are shown as escapes.
-
-    Example:
-        >>> printable("red: \\x1b[31m")
-        'red: \\\\x1b[31m'
-    """
+    """A text without characters that control a terminal, or that have no encoding: they are shown as escapes."""
     return "".join(
         character if character.isprintable() or character in " \n" else character.encode("unicode_escape").decode()
         for character in text

@@ -31,6 +31,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(str(error) or "too large") from error
 
 
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Raises an `OSError` of the block as a `UserError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot write there ({error}).") from error
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes a file atomically (text in UTF-8), see `new_file`."""
     with new_file(path) as file:
@@ -66,13 +75,13 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty directory with a unique name beside `path`, which is renamed to `path` if the block succeeds.
 
-    All processes of a job enter the block together with the same path; the first one creates, renames and removes.
-    Between the two renames of a replacement, `path` briefly does not exist, but it is never incomplete. The first one
-    also locks `path` and first clears up after a process of this host that was killed in such a block: its directory is
+    All processes of a job enter the block together with the same path; the first one creates, renames and removes. It
+    also locks `path`, and clears up after a process of this host that was killed in such a block: its directory is
     removed, and an earlier result that it had moved aside is put back. The file of the lock names them.
 
     With `replace`, an earlier result is removed after the new one is complete, and only if the new one has all of its
-    entries, so that foreign files are never removed. Raises `UserError` for anything else at `path`.
+    entries, so that foreign files are never removed; between two renames `path` does not exist. Raises `UserError` for
+    anything else at `path`.
     """
     path = path.absolute()
     with contextlib.ExitStack() as lock:
@@ -90,11 +99,9 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def check_new_file(path: Path) -> None:
     """Raises `UserError` if `new_file(path)` would: it makes the temporary file and removes it again."""
     fresh = _new_file_path(path)
-    try:
+    with writing(path):
         fresh.touch(exist_ok=False)
         fresh.unlink()
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error}).") from error
 
 
 def check_new_directory(path: Path) -> None:
@@ -103,12 +110,11 @@ def check_new_directory(path: Path) -> None:
     path = path.absolute()
     made = [parent for parent in path.parents if not parent.exists()]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
-        fresh.mkdir()
-        fresh.rmdir()
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error}).") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = _beside(path, secrets.token_bytes(_TOKEN), "new")
+            fresh.mkdir()
+            fresh.rmdir()
     finally:
         for parent in made:
             with contextlib.suppress(OSError):
@@ -144,15 +150,13 @@ def check_plain_files(directory: Path) -> None:
 def _begin(path: Path, replace: bool, lock: contextlib.ExitStack) -> np.ndarray:
     _entries(path, replace)
     token = secrets.token_bytes(_TOKEN)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file, old = path.with_name(f".{path.name[:50]}.calibjax.lock"), _beside(path, token, "old")
         left = lock.enter_context(locked(file, path, record=token.hex(), is_needed=old.exists))
         if re.fullmatch(rf"[0-9a-f]{{{2 * _TOKEN}}}", left):
             _clear_up(path, bytes.fromhex(left))
         _beside(path, token, "new").mkdir()
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error}).") from error
     return np.frombuffer(token, np.uint8)
 
 
@@ -174,7 +178,7 @@ def _finish(path: Path, token: bytes, replace: bool) -> None:
             f"{path} holds files that are not part of the new result ({', '.join(sorted(foreign)[:5])}). Move them, or "
             "choose another directory."
         )
-    try:
+    with writing(path):
         if not path.exists() or not replace:
             fresh.rename(path)  # replaces an empty directory, and fails on any other
             return
@@ -184,20 +188,16 @@ def _finish(path: Path, token: bytes, replace: bool) -> None:
         except BaseException:
             old.rename(path)
             raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error}).") from error
     shutil.rmtree(old)
 
 
 def _entries(path: Path, replace: bool) -> set[str]:
     """Names of the entries of a directory that may be written; empty if it does not exist."""
-    try:
+    with writing(path):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             kind = "a symbolic link" if path.is_symlink() else "a file"
             raise UserError(f"{path}: expected a new or an empty directory, but this is {kind}.")
         names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error}).") from error
     if names and not replace:
         raise UserError(f"{path}: expected a new or an empty directory, but it holds {min(names)}.")
     return names

@@ -1,5 +1,6 @@
 """Options of commands: the range of each value, checked from its declaration, and which values identify a run."""
 
+import contextvars
 import dataclasses
 import math
 import typing
@@ -12,21 +13,18 @@ from calibjax.runtime.errors import UserError
 
 Mark = TypeVar("Mark")
 
+command_line: contextvars.ContextVar[str] = contextvars.ContextVar("command_line", default="")
+"""The command that this process runs, as typed; "" where the code was not called from a command line."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that an option accepts, as in `Annotated[float, Range(0, 1)]`. NaN is in no range.
-
-    Attributes:
-        low, high: the bounds.
-        open: without the bounds themselves: "low", "high" or "both".
-        infinite: whether infinity is accepted, where there is no upper bound.
-    """
+    """The numbers that an option accepts, as in `Annotated[float, Range(0, 1)]`. NaN is in no range."""
 
     low: float = -math.inf
     high: float = math.inf
-    open: str = ""
-    infinite: bool = False
+    open: str = ""  # bounds that are not in it: "low", "high" or "both"
+    infinite: bool = False  # whether infinity is accepted, where there is no upper bound
 
     def holds(self, value: float) -> bool:
         above = self.low < value if self.open in ("low", "both") or math.isinf(self.low) else self.low <= value
@@ -135,7 +133,7 @@ def shortened(value: Any) -> str:
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:
-    """What makes two runs the same: the command and every option but those marked `NOT_IDENTITY`; JSON-able."""
+    """What makes two runs the same: the command and its `options_identity`; JSON-able."""
     return {"command": command, **options_identity(options)}
 
 

@@ -85,8 +85,7 @@ def as_mesh(mesh: Mesh) -> Mesh:
 
 def parse_mesh(text: str | None) -> Mesh:
     """Makes the mesh of all devices from `--mesh`; for `text` and errors see `mesh_shape`."""
-    devices = jax.devices()
-    return make_mesh(mesh_shape(text, len(devices)), devices)
+    return make_mesh(mesh_shape(text, jax.device_count()))
 
 
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:

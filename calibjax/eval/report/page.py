@@ -25,8 +25,8 @@ from calibjax.eval.report.figures import Drawing, figures_of, overlay, png
 from calibjax.eval.report.schema import Document, read_tokens
 from calibjax.eval.report.tables import ABSENT, Row, figure_of, interval, is_higher, is_lower, pair_of, title_of
 from calibjax.plot import INK, LINES, MUTED
-from calibjax.runtime.command_line import command_line
 from calibjax.runtime.files import write_file
+from calibjax.runtime.options import command_line
 from calibjax.runtime.version import __version__
 
 if TYPE_CHECKING:
