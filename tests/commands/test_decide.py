@@ -207,19 +207,3 @@ def test_categories_in_compare_and_apply(capsys, table, tmp_path):
     assert main(["apply", "--json", *files]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert figures["multicalibration"]["log_loss"] < figures["uncalibrated"]["log_loss"] - 0.2
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--risk", "0"], "--risk: expected"),
-        (["--out", "x.csv"], "expected a file ending in .json"),
-        (["--table", "half.csv"], "correct: expected 0 or 1"),
-        (["--table", "half.csv", "--by-category"], "has no column category"),
-    ],
-)
-def test_invalid_input(capsys, table, tmp_path, monkeypatch, args, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "half.csv").write_text("confidence,correct\n" + "".join(f"0.{n},{n / 9}\n" for n in range(10)))
-    assert main(["decide", *([] if "--table" in args else ["--table", str(table[0])]), *args]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -16,7 +16,6 @@ from calibjax.commands import eval_tasks as benchmarks
 from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
-from calibjax.eval.report.tables import held_out_table
 from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.models import load_model
@@ -174,11 +173,6 @@ def test_the_document_says_what_its_numbers_are(run):
     assert "judge: string-match" in page
 
 
-def test_a_narrow_terminal_shows_accuracy(run):
-    table = held_out_table(run[1])
-    assert {table.columns[index].split(" [")[0] for index in table.order[:2]} == {"ECE", "accuracy"}
-
-
 def test_the_answers_are_a_table(run, capsys):
     """A line a question, which gives the figures of metrics.json, and which `compare` and `decide` read."""
     names = list(run[1]["held_out"]["methods"])
@@ -241,13 +235,8 @@ def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
         ({"tasks": ("arc_easi",)}, "arc_easi: expected names of lm-eval's tasks"),
         ({"tasks": ("arc_easy",), "shots": 3}, "3 examples before a question are asked for, and its data has 0"),
         ({"tasks": ("triviaqa",)}, "max_gen_toks: expected 1 to 31"),
-        ({"tasks": ("hellaswag",)}, "hellaswag_val.jsonl.gz does not exist"),
         ({"tasks": ("triviaqa",), "max_new_tokens": 4, "fit": True}, "--fit fits a temperature over options"),
-        ({"tasks": ("arc_easy",), "temperature": 2.0, "fit": True}, "--fit fits the temperature; leave one of them"),
-        (
-            {"tasks": ("arc_easy",), "options": "full_vocabulary", "fit": True},
-            "expected a confidence among the options",
-        ),
+        ({"tasks": ("arc_easy",), "options": "full_vocabulary", "fit": True}, "a confidence among the options"),
     ],
 )
 def test_mistakes_are_said_in_one_line(material, monkeypatch, changes, message):

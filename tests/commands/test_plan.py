@@ -468,40 +468,6 @@ def test_hub_ids_are_published_models(capsys):
     assert one == other
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--mesh", "data=3,fsdp=2"], "--mesh data=3,fsdp=2: needs 6 devices, 16 were given"),
-        (
-            ["--batch-size", "32", "--accumulate", "4", "--objective", "sft"],
-            "a multiple of 64, the devices along data and",
-        ),
-        (["--topology", "v5e:16,1"], "such as v5e-16"),
-        (["--seq-len", "200000"], "200000"),
-        (["--objective", "eval", "--epochs", "2", "--tokens", "9"], "--epochs: --objective eval does not read it"),
-        (["--objective", "ats", "--epochs", "2"], "--epochs: --objective ats does not read it"),
-        (["--objective", "generate", "--new-tokens", "0"], "--new-tokens: expected at least 1, got 0"),
-        (["--lora-rank", "8", "--remat", "none"], "--remat, --lora-rank: --objective ats does not read it"),
-        (["--objective", "sft", "--lora-rank", "0"], "--lora-rank: expected at least 1, got 0"),
-    ],
-)
-def test_mistakes_are_said_in_one_line(capsys, arguments, expected):
-    given = {"--model": "llama-3.1-8b", "--topology": "v5e:4x4"}
-    rest = [x for name, value in given.items() if name not in arguments for x in (name, value)]
-    assert main(["plan", *rest, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert expected in error
-    assert error.count("\n") == 1
-
-
-def test_chips_are_plausible():
-    assert parse_topology("v5p:2x2x2").devices == 8
-    for name, chip in CHIPS.items():
-        # A byte of memory for 100 to 1000 operations, and less between devices than within one.
-        assert 100 < chip.flops / chip.bandwidth < 1000, name
-        assert chip.interconnect < chip.bandwidth, name
-
-
 # --- the real thing ---
 
 

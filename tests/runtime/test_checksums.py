@@ -97,58 +97,42 @@ def bits(tree):
     return [(np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
-def flip_bits(directory, load, expected, *, count, seed):
-    """Flips one bit in each file, one at a time, and `count` anywhere; counts the outcomes.
-
-    `load` returns what `expected` is where the flip changes nothing, and raises UserError where it is found.
-    """
+def flip_bits(directory, *, count, seed):
+    """A file with one bit flipped, each file once and `count` anywhere: (file, contents)."""
     rng = np.random.default_rng(seed)
     files = [file for file in sorted(directory.rglob("*")) if file.is_file() and file.stat().st_size]
     sizes = np.array([file.stat().st_size for file in files])
-    more = rng.choice(len(files), count, p=sizes / sizes.sum())
-    outcomes = Counter()
-    for file in [*files, *(files[number] for number in more)]:
+    for file in [*files, *(files[number] for number in rng.choice(len(files), count, p=sizes / sizes.sum()))]:
         content = file.read_bytes()
         at, bit = int(rng.integers(len(content))), int(rng.integers(8))
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
-        message = None
+        yield file, content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def cut_files(directory, **options):
+    """Every file without its second half, and removed."""
+    for file in [file for file in sorted(directory.rglob("*")) if file.is_file()]:
+        yield file, file.read_bytes()[: file.stat().st_size // 2]
+        yield file, None
+
+
+def outcomes_of(harm, directory, load, **options):
+    """Counts what becomes of each harm; `load` raises UserError where it is found, or returns what it was."""
+    expected, outcomes = load(), Counter()
+    for file, harmed in harm(directory, **options):
+        content, message = file.read_bytes(), None
+        file.unlink() if harmed is None else file.write_bytes(harmed)
         try:
             got = load()
         except UserError as error:
             message = str(error)
         if message is None:
-            assert got == expected, f"byte {at}, bit {bit} of {file}: read with other contents"
+            assert got == expected, f"{file}: read with other contents"
         else:
             assert str(directory) in message
             assert "\n" not in message
         outcomes["harmless" if message is None else "found"] += 1
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    assert load() == expected
-    gc.collect()  # the warnings of Orbax belong here
-    return outcomes
-
-
-def cut_files(directory, load, expected, *, count, seed):
-    """Removes every file, or cuts it in half, one at a time; outcomes as `flip_bits`'s."""
-    outcomes = Counter()
-    for file in [file for file in sorted(directory.rglob("*")) if file.is_file()]:
-        content = file.read_bytes()
-        for removed in (True, False):
-            file.unlink()
-            if not removed:
-                file.write_bytes(content[: len(content) // 2])
-            message = None
-            try:
-                got = load()
-            except UserError as error:
-                message = str(error)
-            if message is None:
-                assert got == expected, f"{file}: read with other contents"
-            else:
-                assert str(directory) in message
-            outcomes["harmless" if message is None else "found"] += 1
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
     assert load() == expected
     gc.collect()  # the warnings of Orbax belong here
     return outcomes
@@ -166,7 +150,7 @@ def flip_head(folder, count, seed=1, harm=flip_bits):
         head = load_head(folder / "head")
         return bits(head.params), head.config, head.log_factor, head.fingerprint
 
-    return harm(folder / "head", load, load(), count=count, seed=seed)
+    return outcomes_of(harm, folder / "head", load, count=count, seed=seed)
 
 
 def flip_model(folder, count, seed=2, harm=flip_bits):
@@ -177,7 +161,7 @@ def flip_model(folder, count, seed=2, harm=flip_bits):
         lm = load_model(folder / "model")
         return bits(lm.params), lm.config, lm.fingerprint
 
-    return harm(folder / "model", load, load(), count=count, seed=seed)
+    return outcomes_of(harm, folder / "model", load, count=count, seed=seed)
 
 
 def flip_training_checkpoint(folder, count, seed=3, harm=flip_bits):
@@ -204,23 +188,9 @@ def flip_training_checkpoint(folder, count, seed=3, harm=flip_bits):
         assert sorted(entry.name for entry in directory.iterdir()) == ["2"]
         shutil.rmtree(directory)
         shutil.copytree(folder / "copy", directory)
-        raise UserError(f"{directory}: step 4 was found damaged")
+        raise UserError(f"{directory / '4'}: found damaged")
 
-    return harm(
-        directory / "4", load_in(directory / "4", load), (bits(newer), {"next": [1, 7]}), count=count, seed=seed
-    )
-
-
-def load_in(directory, load):
-    """`load`, whose error names `directory`."""
-
-    def named():
-        try:
-            return load()
-        except UserError as error:
-            raise UserError(f"{directory}: {error}") from error
-
-    return named
+    return outcomes_of(harm, directory / "4", load, count=count, seed=seed)
 
 
 @pytest.mark.parametrize(("flip", "count"), [(flip_head, 14), (flip_model, 1), (flip_training_checkpoint, 4)])

@@ -95,31 +95,3 @@ def test_programs_are_kept_also_where_jax_is_imported(tmp_path, first):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     subprocess.run([sys.executable, "-c", code], check=True, env={**kept, "XDG_CACHE_HOME": str(tmp_path)})
     assert list(tmp_path.rglob("*-cache"))
-
-
-@pytest.mark.slow
-def test_a_second_command_compiles_nothing(tmp_path):
-    """And damaged programs, or a directory that cannot be made, change neither the output nor the exit code."""
-    table = tmp_path / "table.csv"
-    table.write_text("confidence,correct\n" + "".join(f"{0.2 + 0.01 * row},{int(row % 3 == 0)}\n" for row in range(60)))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
-
-    def run(cache, **more):
-        command = [sys.executable, "-m", "calibjax", "compare", "--table", str(table), "--methods", "platt", "--quiet"]
-        environment = {**kept, "XDG_CACHE_HOME": str(cache), **more}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done
-
-    first = run(tmp_path / "cache")
-    programs = list((tmp_path / "cache").rglob("*-cache"))
-    assert len(programs) > 5
-    second = run(tmp_path / "cache", JAX_LOG_COMPILES="1", JAX_EXPLAIN_CACHE_MISSES="1")
-    assert second.stderr.count("Persistent compilation cache hit") == len(programs)
-    assert "PERSISTENT COMPILATION CACHE MISS" not in second.stderr
-    for program in programs:
-        program.write_bytes(program.read_bytes()[:100])
-    for cache in (tmp_path / "cache", table):
-        done = run(cache)
-        assert (done.stdout, done.stderr) == (first.stdout, first.stderr)
-    assert first.stdout == second.stdout

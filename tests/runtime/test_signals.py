@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -185,8 +186,6 @@ def test_handlers_are_given_back():
 
 
 def test_handled_in_another_thread_does_nothing():
-    import threading
-
     seen = []
 
     def work():
