@@ -272,7 +272,3 @@ def _one_line(error: Exception, options: Any) -> str:
     if argument and argument[2] in flags:
         message = f"{flags[argument[2]]}{': ' if argument[3] == ': ' else ' '}{message[argument.end() :]}"
     return printable(message)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

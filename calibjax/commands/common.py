@@ -440,11 +440,7 @@ def split_text(
 
 
 def check_sources(options: Any) -> None:
-    """Opens the text that the options name, unless it is on the hub, and recognises its format.
-
-    Raises:
-        UserError: none is given, it cannot be read, or has not the columns that are expected.
-    """
+    """Opens the text that the options name, unless it is on the hub, and recognises its format."""
     data, further = getattr(options, "data", None), getattr(options, "eval_data", ())
     if data == ():
         raise UserError("--data: expected at least one file, directory or hub id, got none.")
@@ -485,11 +481,7 @@ def leaving_nothing(out: Path | None) -> Iterator[None]:
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:
-    """Makes `out` the directory of the run that `identity` describes, or finds that it already is, and locks it.
-
-    Raises:
-        UserError: it holds another run or other files, another process uses it, or Orbax cannot write there.
-    """
+    """Makes `out` the directory of the run that `identity` describes, or finds that it already is, and locks it."""
 
     def claim() -> None:
         content = json.loads(json.dumps(identity))

@@ -10,17 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import (
-    BinningOptions,
-    ColumnOptions,
-    ModelOptions,
-    OutputOptions,
-    TextOptions,
-    begin,
-    presentation,
-    split_names,
-    write_results,
-)
+from calibjax.commands import common
 from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare import Comparison, Material, SortKey, prediction_material, run_material
 from calibjax.eval.report import print_comparison
@@ -37,7 +27,9 @@ _DACA = "daca"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, ModelOptions):
+class CompareOptions(
+    common.BinningOptions, common.OutputOptions, common.ColumnOptions, common.TextOptions, common.ModelOptions
+):
     """Fits every recalibration method on one part of the data and compares them on the other.
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
@@ -67,10 +59,10 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
     table: Path | None = None
     base_table: Path | None = None
     methods: tuple[str, ...] = ("all",)
-    out: Path | None = presentation(None)
+    out: Path | None = common.presentation(None)
     max_tokens: Count = 10_000
-    sort: SortKey = presentation("log_loss")
-    save: Path | None = presentation(None)
+    sort: SortKey = common.presentation("log_loss")
+    save: Path | None = common.presentation(None)
 
     def check(self) -> None:
         """Raises `UserError` unless there is a model with its text, or else a table."""
@@ -89,13 +81,13 @@ class CompareOptions(BinningOptions, OutputOptions, ColumnOptions, TextOptions, 
 
 def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    given = split_names(options.methods)
+    given = common.split_names(options.methods)
     unknown = [name for name in given if name not in (*METHODS, "all", "uncalibrated")]
     if unknown or not given:
         raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
     named = "all" not in given
     names = tuple(name for name in METHODS if not named or name in given)
-    context = begin("compare", options, log)
+    context = common.begin("compare", options, log)
     with tempfile.TemporaryDirectory() as scratch:
         if options.table is not None:
             material = _from_table(options, names, log, however_large=named)
@@ -111,7 +103,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
     document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}
     files = []
     if options.out is not None and is_first():
-        write_results(document, options.out)
+        common.write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
         files.append(_save_winner(options.save, comparison, material))

@@ -28,8 +28,7 @@ _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, however_large: bool) -> Material:
     """Methods on the next tokens of a text, by the `CompareOptions`; `however_large` as `contenders`'.
 
-    The model, temperature scaling and ATS run on the mesh of `context`, whose directory holds the checkpoints of ATS.
-    The other methods are fitted on the predictions, in every process alike.
+    The model, temperature scaling and ATS run on the mesh of `context`; the other methods in every process alike.
     """
     assert options.model is not None
     assert options.data is not None

@@ -8,16 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from calibjax.commands.common import (
-    ModelOptions,
-    OutputOptions,
-    SourceOptions,
-    begin,
-    finish,
-    load_placed,
-    presentation,
-    split_text,
-)
+from calibjax.commands import common
 from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
@@ -28,7 +19,7 @@ from calibjax.runtime.sharding import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalLayersOptions(LayersOptions, OutputOptions, SourceOptions, ModelOptions):
+class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOptions, common.ModelOptions):
     """Evaluates what each layer of a model would predict, and what changes its confidence (arXiv 2511.00280).
 
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
@@ -45,9 +36,9 @@ class EvalLayersOptions(LayersOptions, OutputOptions, SourceOptions, ModelOption
         text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
     """
 
-    out: Path | None = presentation(None)
+    out: Path | None = common.presentation(None)
     letters_only: bool = True
-    subjects: bool = presentation(False)
+    subjects: bool = common.presentation(False)
 
 
 class _Material(NamedTuple):
@@ -55,16 +46,15 @@ class _Material(NamedTuple):
 
     halves: tuple[Sequences, Sequences]
     unit: str
-    readout: str
     letters: tuple[int, ...] | None = None
     subjects: tuple[str, ...] = ()
 
 
 def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = begin("eval layers", options, log)
+    context = common.begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
-    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     edits = 1 + len(options.swept(lm.config.num_layers)) * len(options.strengths)
     material = together(functools.partial(_read, options, lm, log))
     fit, held_out = material.halves
@@ -81,7 +71,7 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Docum
     document["held_out"]["unit"] = material.unit
     document["run"] |= run_identity("eval layers", options)
     figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-    finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
+    common.finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
     return document
 
 
@@ -89,7 +79,7 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     rows = options.text.open(options.data, options.split)
     if not is_multiple_choice(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
-        return _Material(split_text(sequences, 0.5, log), "tokens", "whole vocabulary")
+        return _Material(common.split_text(sequences, 0.5, log), "tokens")
     questions = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
     )
@@ -103,8 +93,6 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     )
     # Questions of one subject stand together in most files: the halves should be alike.
     order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
-    halves = split_text(questions.sequences.take(order), 0.5, log)
+    halves = common.split_text(questions.sequences.take(order), 0.5, log)
     letters = questions.letters if options.letters_only else None
-    readout = "letters only" if options.letters_only else "whole vocabulary"
-    subjects = tuple(questions.subjects[index] for index in order)
-    return _Material(halves, "questions", readout, letters, subjects)
+    return _Material(halves, "questions", letters, tuple(questions.subjects[index] for index in order))

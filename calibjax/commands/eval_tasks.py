@@ -10,16 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from calibjax.commands.common import (
-    ChatOptions,
-    ModelOptions,
-    OutputOptions,
-    begin,
-    finish,
-    load_placed,
-    presentation,
-    split_names,
-)
+from calibjax.commands import common
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.evaluator import TaskEvaluator
@@ -35,7 +26,7 @@ from calibjax.train.probes import fit_probe, load_probe, save_probe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalTasksOptions(TasksOptions, OutputOptions, ChatOptions, ModelOptions):
+class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, common.ModelOptions):
     """Evaluates accuracy and calibration on benchmarks, through lm-eval.
 
     Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
@@ -58,8 +49,8 @@ class EvalTasksOptions(TasksOptions, OutputOptions, ChatOptions, ModelOptions):
     tasks: tuple[str, ...]
     head: Path | None = None
     temperature: Positive | None = None
-    out: Path | None = presentation(None)
-    subjects: bool = presentation(False)
+    out: Path | None = common.presentation(None)
+    subjects: bool = common.presentation(False)
 
 
 def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Document:
@@ -70,25 +61,27 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
         raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     if options.fit and options.temperature is not None:
         raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
-    names, assets = split_names(options.tasks), assets_folder(options.assets)
+    names, assets = common.split_names(options.tasks), assets_folder(options.assets)
     if options.assets is not None:
         with about("--assets"):
             require_directory(options.assets, "assets")
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    options = dataclasses.replace(options, tasks=names, confidence=split_names(options.confidence), assets=assets)
+    options = dataclasses.replace(
+        options, tasks=names, confidence=common.split_names(options.confidence), assets=assets
+    )
     options.check_methods(options.head is not None)
     manager = together(functools.partial(check_tasks, names, assets))
-    context = begin("eval tasks", options, log)
+    context = common.begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
-    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     chat = Chat(options.system) if options.applies(lm, log) else None
     heads = _heads(options, lm, log)
     document = evaluate_tasks(lm, tasks, heads, options, context, chat=chat, probes=with_probes)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
     files = "answers/ (every question)"
-    finish(document, options.out, holds=files, show=not options.json, subjects=options.subjects)
+    common.finish(document, options.out, holds=files, show=not options.json, subjects=options.subjects)
     return document
 
 

@@ -164,16 +164,9 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
         meshes = [(data, fsdp, count // data // fsdp) for data, fsdp in pairs if count % (data * fsdp) == 0]
     else:
         meshes = [mesh_shape(options.mesh, count)]
-    jobs, errors = [], []
-    for mesh in meshes:
-        try:
-            job = options.job(config, mesh, dtype)
-            job.check()
-            jobs.append(job)
-        except UserError as error:
-            errors.append(error)
-    if not jobs:
-        raise errors[0]
+    jobs = [options.job(config, mesh, dtype) for mesh in meshes]
+    jobs = [job for job in jobs if job.batch % job.divisor == 0] or jobs[:1]
+    jobs[0].check()
     compiler = compilers.compiler_version(topology.chip.platform) if options.compile else None
     plans, reasons = [], []
     for number, job in enumerate(jobs, 1):
@@ -314,9 +307,14 @@ class Job:
         return self.sft.accumulate if self.objective == "sft" else 1
 
     @property
+    def divisor(self) -> int:
+        """What divides the batch: micro-batches, and devices that hold sequences of their own."""
+        return self.accumulate * self.mesh[0] * self.mesh[1]
+
+    @property
     def rows(self) -> int:
         """Sequences on each device at a time."""
-        return max(1, self.batch // self.accumulate // (self.mesh[0] * self.mesh[1]))
+        return self.batch // self.divisor
 
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without devices: enough to say where arrays lie."""
@@ -324,10 +322,9 @@ class Job:
 
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
-        rows = self.mesh[0] * self.mesh[1] * self.accumulate
-        if self.batch % rows:
+        if self.batch % self.divisor:
             raise UserError(
-                f"--batch-size {self.batch}: expected a multiple of {rows}, the devices along data and fsdp"
+                f"--batch-size {self.batch}: expected a multiple of {self.divisor}, the devices along data and fsdp"
                 f"{' times --accumulate' if self.accumulate > 1 else ''}."
             )
         check_context(self.seq + self.new_tokens, self.config.max_positions)
@@ -351,10 +348,7 @@ class Program(NamedTuple):
 
 
 def build(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Program:
-    """The step of a checked job, divided over `mesh`, which is to be set (`jax.set_mesh`) when it is traced.
-
-    None: whole, as for one device.
-    """
+    """The step of a checked job, divided over `mesh`, which is to be set when it is traced; None: for one device."""
     kinds = dict.fromkeys(("tokens", "targets", "where", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
     rows = None if mesh is None else batch_sharding(mesh)  # pyright: ignore[reportArgumentType]
     batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
@@ -364,12 +358,11 @@ def build(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Program:
 
 def device_bytes(tree: Any) -> int:
     """Bytes that a tree of `jax.ShapeDtypeStruct`s takes on each device."""
-
-    def of(leaf: jax.ShapeDtypeStruct) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def _placed(tree: Any, mesh: Any) -> Any:
@@ -692,10 +685,7 @@ def stored_bytes_per_token(job: Job) -> int:
 
 
 def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
-    """Steps and seconds `[least, most]` of a run: its steps times the roofline of a step, divided by the utilisation.
-
-    Of `ats` it is the frozen pass; the fits after it, which do not run the model, take seconds to minutes.
-    """
+    """Steps and seconds `[least, most]` of a run; of `ats` those of the frozen pass, as the fits take little."""
     sequences = -(-tokens // (job.new_tokens or job.seq))
     steps = -(-sequences // job.batch)
     if job.objective == "sft":

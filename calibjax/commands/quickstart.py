@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax import losses
-from calibjax.commands.common import OutputOptions, begin, finish, presentation
+from calibjax.commands import common
 from calibjax.commands.train_ats import ats_document, evaluate, fit_ats, write_tokens
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
 from calibjax.eval.report.schema import Document
 from calibjax.kernels import vocab_stats
-from calibjax.models import DecoderConfig, LanguageModel, hidden_states, init_params, unembedding
+from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, hidden_states, init_params, unembedding
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.files import write_file
@@ -36,7 +36,7 @@ _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuickstartOptions(OutputOptions):
+class QuickstartOptions(common.OutputOptions):
     """Shows the whole of calibjax in a minute or two on a CPU: nothing is downloaded.
 
     Makes a small language whose next-token probabilities are known, trains a small decoder on too little of it until it
@@ -46,7 +46,7 @@ class QuickstartOptions(OutputOptions):
         epochs: passes of the decoder over its few sequences; more make it more overconfident.
     """
 
-    out: Path = presentation(Path("runs/quickstart"))
+    out: Path = common.presentation(Path("runs/quickstart"))
     epochs: Count = 30
 
 
@@ -72,7 +72,7 @@ class LanguageModelObjective:
 
 def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
-    context = begin("quickstart", options, log)
+    context = common.begin("quickstart", options, log)
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)
     language = make_language(language_key)
     train_set, fit_set, held_out = (
@@ -84,7 +84,6 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Docum
         f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
     )
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
-    _write_model(options.out / "model", lm)
     plan = make_plan(AtsOptions(batch_size=32), lm.config.hidden_size)
     fitted = fit_ats(lm, fit_set, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
@@ -97,64 +96,51 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Docum
         error = np.abs(method.tokens.confidence - exact)
         document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
     write_tokens(lm, held_out, fitted, plan, context, options.out)
-    finish(document, options.out, show=not options.json)
+    common.finish(document, options.out, show=not options.json)
     return document
 
 
 def _train_decoder(
     options: QuickstartOptions, language: TopicLanguage, sequences: Sequences, context: RunContext
 ) -> LanguageModel:
-    config = DecoderConfig(
-        family="llama",
-        vocab_size=language.vocab_size,
-        hidden_size=64,
-        intermediate_size=192,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        max_positions=_LENGTH,
-    )
-    batch_size = 32
-    steps = options.epochs * len(sequences.tokens) // batch_size
-    adamw = OptimizerConfig(learning_rate=3e-3)
-    optimizer = adamw.build(steps)
-    state = create_state(init_params(config, jax.random.key(options.seed)), optimizer)
-    state = train(
-        make_train_step(LanguageModelObjective(config), optimizer, clip_norm=adamw.clip_norm),
-        jax.device_put(state, replicated(context.mesh)),
-        None,
-        {},
-        batches(sequences._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
-        steps=steps,
-        context=context.titled("decoder"),
-        identity={"epochs": options.epochs, "seed": options.seed},
-    )
-    return LanguageModel.from_params(config, state.params, cast(Any, Syllables()))
-
-
-def _write_model(directory: Path, lm: LanguageModel) -> None:
-    """Writes the decoder in Hugging Face's layout, without a tokenizer: the base model of the head, for `export`."""
-    config = lm.config
-    assert config.rope is not None
-    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    """Trains the decoder, and writes it in Hugging Face's layout, without a tokenizer: the base model for `export`."""
     settings = {
-        "model_type": config.family,
+        "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        **{name: getattr(config, name) for name in same},
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tie_embeddings,
+        "vocab_size": language.vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": _LENGTH,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }
     with tempfile.TemporaryDirectory() as like:
         write_file(Path(like) / "config.json", json.dumps(settings))
-        save_model(directory, config, lm.params, like=Path(like), replace=True)
+        config = config_from_hf(like)
+        batch_size = 32
+        steps = options.epochs * len(sequences.tokens) // batch_size
+        adamw = OptimizerConfig(learning_rate=3e-3)
+        optimizer = adamw.build(steps)
+        state = create_state(init_params(config, jax.random.key(options.seed)), optimizer)
+        state = train(
+            make_train_step(LanguageModelObjective(config), optimizer, clip_norm=adamw.clip_norm),
+            jax.device_put(state, replicated(context.mesh)),
+            None,
+            {},
+            batches(sequences._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
+            steps=steps,
+            context=context.titled("decoder"),
+            identity={"epochs": options.epochs, "seed": options.seed},
+        )
+        save_model(options.out / "model", config, state.params, like=Path(like), replace=True)
+    return LanguageModel.from_params(config, state.params, cast(Any, Syllables()))
 
 
 class Syllables:

@@ -8,18 +8,7 @@ from typing import Any
 
 import jax
 
-from calibjax.commands.common import (
-    BinningOptions,
-    EvalDataOptions,
-    ModelOptions,
-    TextOptions,
-    TrainingOutputOptions,
-    begin,
-    finish,
-    load_placed,
-    make_document,
-    split_text,
-)
+from calibjax.commands import common
 from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.token_sample import token_sample
@@ -35,7 +24,9 @@ from calibjax.train.options import AtsOptions, AtsPlan, make_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, TextOptions, ModelOptions):
+class TrainAtsOptions(
+    common.BinningOptions, common.TrainingOutputOptions, common.EvalDataOptions, common.TextOptions, common.ModelOptions
+):
     """Fits Adaptive Temperature Scaling to a frozen language model and evaluates it on held-out text.
 
     Prints the calibration of the base model, of temperature scaling and of ATS, and writes to --out: head/,
@@ -55,13 +46,13 @@ class TrainAtsOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 
 def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = begin("train ats", options, log)
-    lm = load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    context = common.begin("train ats", options, log)
+    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
     read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
     parts = {
-        name: split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+        name: common.split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
         for name, sequences in read.items()
     }
     fit = {name: part for name, (part, _) in parts.items()}
@@ -80,7 +71,7 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Documen
     write_tokens(lm, sets["held_out"], fitted, plan, context, options.out)
     identity = run_identity("train ats", options)
     document = ats_document(lm, results, fitted, identity, closed=options.closed, seed=options.seed)
-    finish(document, options.out, show=not options.json)
+    common.finish(document, options.out, show=not options.json)
     return document
 
 
@@ -122,4 +113,4 @@ def ats_document(
     """The contents of metrics.json; options as `results_json`'s."""
     run = {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint}
     comparison = {} if fitted.comparison is None else {"comparison": fitted.comparison}
-    return make_document(results, run, **options) | comparison
+    return common.make_document(results, run, **options) | comparison

@@ -7,17 +7,7 @@ from typing import Annotated, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands.common import (
-    DataOptions,
-    ModelOptions,
-    TextOptions,
-    TrainingOutputOptions,
-    begin,
-    finish,
-    load_placed,
-    presentation,
-    split_text,
-)
+from calibjax.commands import common
 from calibjax.data import is_hub_id
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
@@ -30,7 +20,7 @@ from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
+class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.ModelOptions):
     """Fine-tunes a language model to a long-horizon temperature and compares it with other ways to sharpen text.
 
     The model is its own frozen scorer. Prints, for the base model, the baseline `partition` and every long-horizon
@@ -57,13 +47,13 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
     heading: ClassVar[str] = "evaluation"
     fit_fraction: Fraction = 0.9
     partition: bool = True
-    myopic: tuple[NonNegative, ...] = presentation((1.0, 0.5, 0.0))
-    texts: Annotated[int, Range(2, INT_MAX)] = presentation(64)
+    myopic: tuple[NonNegative, ...] = common.presentation((1.0, 0.5, 0.0))
+    texts: Annotated[int, Range(2, INT_MAX)] = common.presentation(64)
     text_prompt: Count = named("text-prompt-tokens", 8, **NOT_IDENTITY)
-    self_bleu: bool = presentation(False)
-    analogies: str | None = presentation(None)
-    analogy_rows: Count = presentation(1000)
-    text: DataOptions = DataOptions(full_sequences=True)
+    self_bleu: bool = common.presentation(False)
+    analogies: str | None = common.presentation(None)
+    analogy_rows: Count = common.presentation(1000)
+    text: common.DataOptions = common.DataOptions(full_sequences=True)
     lhts: LhtsOptions = LhtsOptions()
 
     def check(self) -> None:
@@ -82,12 +72,14 @@ class TrainLhtsOptions(TrainingOutputOptions, TextOptions, ModelOptions):
 
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = begin("train lhts", options, log)
-    base = load_placed(options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log)
+    context = common.begin("train lhts", options, log)
+    base = common.load_placed(
+        options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log
+    )
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)
-    fit, held_out = split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     questions = None
     if options.analogies is not None:
         questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
@@ -106,7 +98,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name
                 save_model(directory, base.config, params, like=base.path, replace=True)
-                models[name] = load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
+                models[name] = common.load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
             heads, titled = {name: identity_head(lm)}, context.titled(f"evaluating {name}")
             results |= evaluate_tokens(lm, held_out, heads, batch_size=options.lhts.batch_size, context=titled)
@@ -131,5 +123,7 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
     identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
     document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}
     document["held_out"] = results_json(results, seed=options.seed)
-    finish(document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json)
+    common.finish(
+        document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json
+    )
     return document

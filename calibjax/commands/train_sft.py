@@ -7,18 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands.common import (
-    BinningOptions,
-    EvalDataOptions,
-    ModelOptions,
-    TextOptions,
-    TrainingOutputOptions,
-    begin,
-    finish,
-    load_placed,
-    make_document,
-    split_text,
-)
+from calibjax.commands import common
 from calibjax.data import Sequences, hold_back
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
@@ -31,7 +20,9 @@ from calibjax.train.sft import SftOptions, fit_sft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, TextOptions, ModelOptions):
+class TrainSftOptions(
+    common.BinningOptions, common.TrainingOutputOptions, common.EvalDataOptions, common.TextOptions, common.ModelOptions
+):
     """Fine-tunes a language model with label smoothing and evaluates it on held-out text.
 
     The loss counts the answers only and never holds the logits. Prints the calibration of the base model and of the
@@ -54,17 +45,19 @@ class TrainSftOptions(BinningOptions, TrainingOutputOptions, EvalDataOptions, Te
 def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     options.sft.check(options.devices.make_mesh())
-    context = begin("train sft", options, log)
+    context = common.begin("train sft", options, log)
     adapters = options.sft.lora is not None
     stored = None if adapters else jnp.float32
-    base = load_placed(options.model, context.mesh, options.dtype, stored=stored, adapter=options.adapter, log=log)
+    base = common.load_placed(
+        options.model, context.mesh, options.dtype, stored=stored, adapter=options.adapter, log=log
+    )
     options.sft.check_model(base.config)
     compute = base.dtype
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
     read = options.text.read(options.data, base, log, split=options.split)
-    fit, held_out = split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
@@ -81,7 +74,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint, config, report = base.fingerprint, fitted.config, fitted.report
         del base, fitted  # one model in memory at a time
-        tuned = load_placed(options.out / "model", context.mesh, compute)
+        tuned = common.load_placed(options.out / "model", context.mesh, compute)
         if tuned.config != config:
             log(
                 f"WARNING: the config.json of {config.family} has no soft-cap of {config.logit_softcap:g}: the figures "
@@ -91,8 +84,8 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more
     identity = {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint}
-    document = make_document(results, identity, closed=options.closed, seed=options.seed)
-    finish(document, options.out, holds="model/ (for --model, or transformers)", show=not options.json)
+    document = common.make_document(results, identity, closed=options.closed, seed=options.seed)
+    common.finish(document, options.out, holds="model/ (for --model, or transformers)", show=not options.json)
     return document
 
 

@@ -114,8 +114,7 @@ def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
 def read_checksums(directory: Path, remedy: str) -> dict[str, str]:
     """Verifies the files of `checksums.json`; returns the checksums of the arrays.
 
-    Raises:
-        UserError: a file is missing or has changed; the message ends with `remedy`.
+    Where a file is missing or has changed, the message of the `UserError` ends with `remedy`.
     """
     file = directory / CHECKSUMS
     if not file.exists():

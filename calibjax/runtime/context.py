@@ -62,11 +62,7 @@ class RunContext:
 
     @contextlib.contextmanager
     def with_directory(self) -> Iterator["RunContext"]:
-        """The same run with a directory: its own, or a temporary one, removed at the end.
-
-        Raises:
-            UserError: there is none, and several processes would have to share it.
-        """
+        """The same run with a directory: its own, or a temporary one, removed at the end; not of several processes."""
         if self.directory is not None:
             yield self
             return

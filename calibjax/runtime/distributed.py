@@ -45,11 +45,7 @@ class DeviceOptions:
     cudnn_attention: bool = False
 
     def join(self) -> None:
-        """Joins the other processes, if any are named. Must be called before any other use of JAX.
-
-        Raises:
-            UserError: for inconsistent options, or if the environment names no processes.
-        """
+        """Joins the other processes, if any are named. Must be called before any other use of JAX."""
         check_options(self)
         given = {"--coordinator": self.coordinator, "--processes": self.processes, "--process-id": self.process_id}
         missing = [name for name, value in given.items() if value is None]
@@ -84,20 +80,12 @@ def is_first() -> bool:
 
 
 def on_first(work: Callable[[], int | None]) -> int:
-    """Runs `work` in process 0 while the others wait; returns its result in all processes.
-
-    Raises:
-        UserError: in all processes if `work` raises one, so that none waits forever.
-    """
+    """Runs `work` in process 0 while the others wait; returns its result, or raises `UserError`, in all processes."""
     return int(from_first(lambda: np.int32(work() or 0), np.int32(0)))
 
 
 def from_first(work: Callable[[], Any], like: Any) -> np.ndarray:
-    """Runs `work` in process 0 and returns the resulting array, of the shape and dtype of `like`, in all processes.
-
-    Raises:
-        UserError: in all processes if `work` raises one, so that none waits forever.
-    """
+    """`on_first` for work that returns an array, of the shape and dtype of `like`."""
     result = together(lambda: np.asarray(work(), like.dtype) if is_first() else like)
     return result if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(result))
 
@@ -118,10 +106,7 @@ def together(work: Callable[[], Result]) -> Result:
 
 
 def check_same(values: Sequence[Any], what: str) -> None:
-    """Raises `UserError` in all processes if `values` (by repr) differ between processes; `what` names them.
-
-    With different values, processes would compute wrong results or deadlock.
-    """
+    """Raises `UserError` in all processes if `values` (by repr) differ between processes; `what` names them."""
     if jax.process_count() == 1:
         return
     digest = hashlib.sha256(repr(list(values)).encode()).digest()

@@ -20,11 +20,7 @@ _TOKEN = 8  # random bytes in a temporary name
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file in UTF-8.
-
-    Raises:
-        ValueError: if the file cannot be read, is not JSON, or is nested too deeply.
-    """
+    """Returns the value of a JSON file in UTF-8; raises `ValueError` whatever is wrong with it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (MemoryError, OSError, RecursionError) as error:
@@ -50,8 +46,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file with a unique name in the same directory, which is renamed to `path` if the block succeeds.
 
-    An existing file is replaced. A symbolic link is replaced itself, and its target does not change. If the file cannot
-    be written, it is removed and an existing one is unchanged.
+    If it does not, an existing file is unchanged. A symbolic link is replaced itself, and its target does not change.
     """
     fresh = _new_file_path(path)
     try:

@@ -24,18 +24,10 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], bool] = lambda: False) -> Iterator[str]:
-    """Holds a lock and removes its file at the end. A process that is killed leaves the file, without the lock.
+    """Holds the lock of `target` and removes its `file` at the end. A process that is killed leaves the file unlocked.
 
-    Where the file system has no locks, a warning is logged and the block runs without one.
-
-    Args:
-        file: file of the lock; not a symbolic link. Its directory exists.
-        target: path that the lock protects, for the error message.
-        record: what the file holds for the next process, if this one is killed.
-        is_needed: whether the next process still needs the record at the end; the file then stays.
-
-    Yields:
-        The record that an earlier process of this host left; empty if there is none.
+    Yields the `record` that a killed process of this host left in the file, or "". The file stays at the end where the
+    next process still needs the record (`is_needed`). Where the file system has no locks, a warning is logged.
     """
     descriptor = _acquire(file, target)
     try:

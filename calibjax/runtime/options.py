@@ -87,9 +87,6 @@ def check_options(options: Any) -> None:
 
     Text must be Unicode without NUL. If it is not marked `AnyText`, it is a name: not empty, without control
     characters, and its parts between slashes are at most 255 bytes long, as in a path.
-
-    Raises:
-        UserError: names the option, what was expected and the value.
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):

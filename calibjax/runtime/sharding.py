@@ -35,11 +35,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
-    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`; None: all along fsdp.
-
-    Raises:
-        UserError: an axis is unknown or given twice, a size is no positive integer, or their product not `devices`.
-    """
+    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`; None: all along fsdp."""
     if text is None:
         return 1, devices, 1
     sizes: dict[str, int] = {}
@@ -65,11 +61,7 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
 
 
 def as_mesh(mesh: Mesh) -> Mesh:
-    """The devices of a mesh under `AXES`, all of them Auto: the compiler chooses the shardings of intermediate arrays.
-
-    Raises:
-        UserError: the mesh has an axis that is not one of `AXES`.
-    """
+    """The devices of a mesh under `AXES`, all of them Auto: the compiler chooses shardings of intermediate arrays."""
     if not set(mesh.axis_names) <= set(AXES):
         raise UserError(
             f"mesh: expected axes among {', '.join(AXES)}, got {', '.join(map(str, mesh.axis_names))}; make it by "
@@ -148,10 +140,7 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
 
 def constrain_cache(x: jax.Array) -> jax.Array:
-    """Constrains keys or values `[..., B, K, S, H]`: rows like a batch, heads over the tensor axis if it divides them.
-
-    This matches the sharding of the projections. Without a mesh with `AXES`, `x` is returned.
-    """
+    """Constrains keys or values `[..., B, K, S, H]`: rows like a batch, heads over tensor if it divides them."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
         return x

@@ -70,12 +70,7 @@ def folder(tmp_path_factory):
     (folder / "above.csv").write_text("confidence,correct\n0.5,1\n1.5,1\n" + "0.5,0\n" * 20)
     (folder / "wrong.csv").write_text("certainty,correct\n" + "0.5,0\n" * 20)
     (folder / "null.jsonl").write_text("null\n")
-    (folder / "null.json").write_text("null")
-    (folder / "latin.jsonl").write_bytes(b'{"text": "w1"}\n{"text": "\xff"}\n')
-    (folder / "number.jsonl").write_text('{"text": "w1"}\n' * 7 + '{"text": 3}\n')
     (folder / "other.jsonl").write_text('{"alpha": 1}\n')
-    (folder / "fitted").mkdir()
-    (folder / "fitted" / "head.json").write_text('{"notes": {"temperature": 2.0}}')
     (folder / "full").mkdir()
     (folder / "full" / "thesis.tex").write_text("")
     return folder
@@ -361,7 +356,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize(("command", "changes", "message"), BAD, ids=lambda x: " ".join(x)[:30])
+@pytest.mark.parametrize(("command", "changes", "message"), BAD, ids=lambda x: str(x)[:40])
 def test_bad(at, command, changes, message):
     valid = VALID[command]
     if command == "report" and changes[0] != "--out":

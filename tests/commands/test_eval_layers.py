@@ -113,17 +113,6 @@ def test_questions_of_any_length_are_read_as_they_are_alone():
     np.testing.assert_array_equal(outputs.group, np.arange(7))
 
 
-def test_the_last_layer_is_the_model():
-    outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
-    sums, _ = evaluate_edit(
-        LM, SEQUENCES, make_readout(LM), np.zeros((3, LM.config.hidden_size), np.float32), batch_size=8
-    )
-    whole = metrics.total(sums)
-    np.testing.assert_allclose(whole.confidence.sum(), outputs.confidence[-1].sum(dtype=np.float64), rtol=1e-6)
-    assert whole.correct.sum() == outputs.correct[-1].sum()
-    assert not outputs.kl[-1].any()
-
-
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_divergence_over_ragged_chunks(softcap):
     rng = np.random.default_rng(0)
