@@ -24,7 +24,7 @@ def divergences(hidden, w, normalizer):
 
 def loss(hidden, w, bias, targets, where):
     stats = kernels.vocab_stats(hidden, w, targets, bias=bias)
-    return losses.label_smoothing(stats, 0.1, where=where), losses.selective_smoothing(stats, where=where)
+    return losses.label_smoothing(stats, 0.1), losses.selective_smoothing(stats, where=where)
 
 
 def consistency(clusters, answer):

@@ -45,11 +45,10 @@ def choice_sequences(
     are omitted. All rows must have the same number of choices.
 
     Args:
-        rows: result of `read_source` with the columns question, choices and answer, and optionally subject.
+        rows: with the columns question, choices and answer, and optionally subject.
         tokenizer: of transformers.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
-        limit: number of questions to draw at random, without replacement and in the order of the rows. None: all.
-        seed: seed of the draw.
+        limit: number of questions to draw at random by `seed`, in the order of the rows. None: all.
 
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
@@ -60,10 +59,8 @@ def choice_sequences(
     for place, row in rows.placed():
         choices, answer = _choices(row, place), row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
-            raise UserError(
-                f"{place}: expected {count} choices, as in the first row, and an answer from 0 to "
-                f"{count - 1}; got {len(choices)} and {answer!r}."
-            )
+            expected = f"expected {count} choices, as in the first row, and an answer from 0 to {count - 1}"
+            raise UserError(f"{place}: {expected}; got {len(choices)} and {answer!r}.")
         lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
         text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
         if not is_text(text):
@@ -75,11 +72,9 @@ def choice_sequences(
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
     if not len(short):
-        shortest = min(len(tokens) for tokens in ids) - 1
-        raise UserError(
-            f"{rows.name}: every question is longer than the model's context of {max_tokens} tokens (the shortest "
-            f"has {shortest}). Use a model with a longer context, or shorter questions."
-        )
+        context = f"the model's context of {max_tokens} tokens (the shortest has {min(map(len, ids)) - 1})"
+        hint = "Use a model with a longer context, or shorter questions."
+        raise UserError(f"{rows.name}: every question is longer than {context}. {hint}")
     chosen = short
     if limit is not None and limit < len(short):
         chosen = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))

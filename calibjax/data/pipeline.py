@@ -23,7 +23,6 @@ def batches(
     seed: int,
     epochs: int | None = None,
     steps: int | None = None,
-    shuffle: bool = True,
     part: np.ndarray | None = None,
 ) -> "grain.DatasetIterator[Batch]":
     """Iterates over batches for training, dicts with the keys of `arrays`.
@@ -35,12 +34,10 @@ def batches(
     an iterator with the same arguments resumes with the next batch.
 
     Args:
-        arrays: arrays with one row per example and equal numbers of rows, such as `sequences.arrays()`.
+        arrays: arrays with one row per example, such as `sequences.arrays()`.
         batch_size: rows per batch, over all processes.
-        seed: seed of the shuffling, an integer >= 0.
-        epochs: passes over the rows. Either this or `steps` is required.
-        steps: number of batches.
-        shuffle: whether each epoch has its own random order instead of the order of the arrays.
+        seed: of the order of the rows, which is another one each epoch; an integer >= 0.
+        epochs, steps: passes over the rows, or number of batches; one of them is required.
         part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
 
     Raises:
@@ -62,7 +59,7 @@ def batches(
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:
-        return np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+        return np.random.default_rng([seed, epoch]).permutation(rows)
 
     def batch(step: Any) -> Batch:
         # Whole batches, because grain's shuffle works row by row, which is slow next to the step of a small model.

@@ -1,6 +1,7 @@
 """Text of a row, with the character ranges of its answers."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from string import Formatter
@@ -66,10 +67,8 @@ def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> s
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
     fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    if missing := fields - row.keys():
-        raise UserError(
-            f"prompt_template: {place} has no column {', '.join(sorted(missing))}. It has: {', '.join(row)}."
-        )
+    if missing := ", ".join(sorted(fields - row.keys())):
+        raise UserError(f"prompt_template: {place} has no column {missing}. It has: {', '.join(row)}.")
     return template.format_map({field: string_at(row, field, place, optional=True) for field in fields})
 
 
@@ -102,10 +101,8 @@ class _Chat:
         self._tokenizer, self._messages, self._options = tokenizer, conversation.messages, conversation.options
         self._answers = conversation.answers
         self._text = self._render(self._messages)
-        number = 0
-        while f"answer{number}mark" in self._text:
-            number += 1
-        self._mark = f"answer{number}mark"
+        marks = (f"answer{number}mark" for number in itertools.count())
+        self._mark = next(mark for mark in marks if mark not in self._text)
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         return render_chat(self._tokenizer, messages, add_generation_prompt=prompt, **self._options)
@@ -235,7 +232,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _changed(index: int, reason: str) -> UserError:
+    hint = "Change the row, or, for an answer that shall not be scored, give its message weight 0."
     return UserError(
-        f"the model's chat template does not write message {index} as it stands in the row: {reason}. Change the row, "
-        "or, for an answer that shall not be scored, give its message weight 0."
+        f"the model's chat template does not write message {index} as it stands in the row: {reason}. {hint}"
     )

@@ -13,7 +13,6 @@ from calibjax.losses.per_token import (
     selective_smoothing,
     top_k_smoothing,
     top_label,
-    valid_tokens,
     z_loss,
 )
 from calibjax.losses.registry import LOSSES, Hyperparameter, Loss, curve_loss, linear_loss
@@ -36,6 +35,5 @@ __all__ = [
     "selective_smoothing",
     "top_k_smoothing",
     "top_label",
-    "valid_tokens",
     "z_loss",
 ]

@@ -1,8 +1,7 @@
 """Losses per token: pure functions of `VocabStats`.
 
 Every function returns float32 of the statistics' shape in nats, unreduced, with exactly 0 (and no gradient) on tokens
-that are not valid or where `where` (bool, of that shape) is False. The caller chooses the mean: `loss.sum() / count`,
-with `count` from `valid_tokens`. "Reads" names the fields of `stats` that are needed.
+that do not count; `stats.mean` averages over the others. "Reads" names the fields of `stats` that are needed.
 Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V vocabulary size.
 """
 
@@ -15,16 +14,9 @@ from jaxtyping import Array, Bool, Float
 from calibjax.kernels import VocabStats
 from calibjax.runtime.arrays import AnyArray
 
-Mask = Bool[AnyArray, "..."] | None
 
-
-def valid_tokens(stats: VocabStats, where: Mask = None) -> Bool[Array, "..."]:
-    """The tokens that count: valid in the statistics and, if given, True in `where`."""
-    return stats.valid if where is None else stats.valid & where
-
-
-def _masked(loss: Float[Array, "..."], stats: VocabStats, where: Mask) -> Float[Array, "..."]:
-    return jnp.where(valid_tokens(stats, where), loss, 0.0)
+def _masked(loss: Float[Array, "..."], stats: VocabStats) -> Float[Array, "..."]:
+    return jnp.where(stats.valid, loss, 0.0)
 
 
 def _uniform_cross_entropy(stats: VocabStats) -> Float[Array, "..."]:
@@ -32,7 +24,7 @@ def _uniform_cross_entropy(stats: VocabStats) -> Float[Array, "..."]:
     return stats.require("log_normalizer") - stats.scale * stats.require("mean_logit")
 
 
-def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+def cross_entropy(stats: VocabStats) -> Float[Array, "..."]:
     """−log q_y: a proper score, least in expectation exactly at the true probabilities.
 
     Reads `log_normalizer` and `target_logit`.
@@ -44,15 +36,15 @@ def cross_entropy(stats: VocabStats, *, where: Mask = None) -> Float[Array, "...
         >>> round(float(cross_entropy(stats)[0]), 4)
         0.3567
     """
-    return _masked(-stats.log_prob(), stats, where)
+    return _masked(-stats.log_prob(), stats)
 
 
-def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""], *, where: Mask = None) -> Float[Array, "..."]:
+def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""]) -> Float[Array, "..."]:
     """(1−β)(−log q_y) + β (−1/V Σ_v log q_v), β in [0, 1] (Szegedy et al. 2016, section 7; arXiv 2508.00264, eq. 2).
 
     Reads `log_normalizer`, `target_logit` and `mean_logit`.
     """
-    return _masked(-(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats), stats, where)
+    return _masked(-(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats), stats)
 
 
 def selective_smoothing(
@@ -61,7 +53,7 @@ def selective_smoothing(
     *,
     balanced: bool = False,
     masking: Literal["exclude", "authors"] = "exclude",
-    where: Mask = None,
+    where: Bool[AnyArray, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Selective smoothing, the loss of Adaptive Temperature Scaling (arXiv 2409.19817, section 3).
 
@@ -79,10 +71,11 @@ def selective_smoothing(
             right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in `SelectiveSmoothingLoss`
             of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309), so that the
             loss depends on how much of a sequence is ignored. It needs `balanced`: the other form has no counts.
+        where: bool, False for padding, which is counted under neither `masking`.
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
-    counts = valid_tokens(stats, where)
+    counts = stats.valid if where is None else stats.valid & where
     right = stats.require("correct")
     right_weight, wrong_weight = 1.0 - jnp.asarray(alpha, jnp.float32), jnp.asarray(alpha, jnp.float32)
     if balanced:
@@ -103,12 +96,12 @@ def selective_smoothing(
     return jnp.where(counts, loss, 0.0)
 
 
-def focal(stats: VocabStats, gamma: float, *, where: Mask = None) -> Float[Array, "..."]:
+def focal(stats: VocabStats, gamma: float) -> Float[Array, "..."]:
     """−(1−q_y)^γ log q_y, γ >= 0 (Lin et al. 2017, eq. 4; for calibration Mukhoti et al. 2020).
 
     Reads `log_normalizer` and `target_logit`.
     """
-    return _masked(_focal(stats, gamma), stats, where)
+    return _masked(_focal(stats, gamma), stats)
 
 
 def _focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:
@@ -118,17 +111,15 @@ def _focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array
     return -(miss**gamma) * log_prob
 
 
-def sample_dependent_focal(
-    stats: VocabStats, *, low: float = 5.0, high: float = 3.0, threshold: float = 0.2, where: Mask = None
-) -> Float[Array, "..."]:
+def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float = 3.0) -> Float[Array, "..."]:
     """FLSD-53, the focal loss with a focusing γ that adapts to the token (Mukhoti et al. 2020, section 4).
 
-    −(1−q_y)^γ log q_y with γ = `low` where q_y < `threshold` and `high` elsewhere: a token that the model thinks
+    −(1−q_y)^γ log q_y with γ = `low` where q_y < 0.2 and `high` elsewhere: a token that the model thinks
     unlikely needs a larger γ for the loss to pull less than cross-entropy. The step in γ is a jump of the loss, not
     differentiated. Reads `log_normalizer` and `target_logit`.
     """
-    gamma = jnp.where(stats.log_prob() < math.log(threshold), jnp.float32(low), jnp.float32(high))
-    return _masked(_focal(stats, gamma), stats, where)
+    gamma = jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high))
+    return _masked(_focal(stats, gamma), stats)
 
 
 def _squared_distance(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
@@ -137,7 +128,7 @@ def _squared_distance(stats: VocabStats, doubled: VocabStats) -> Float[Array, ".
     return jnp.exp(jnp.minimum(excess, 0.0)) - 2.0 * jnp.exp(jnp.minimum(stats.log_prob(), 0.0)) + 1.0
 
 
-def brier(stats: VocabStats, doubled: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
     """Σ_v (q_v − [v = y])², the Brier score over the whole vocabulary, 0 to 2 (Brier 1950). A proper score.
 
     Exact to about 1e-6: it is a difference of numbers of size 1. Reads `log_normalizer` and `target_logit`; `doubled`
@@ -151,23 +142,19 @@ def brier(stats: VocabStats, doubled: VocabStats, *, where: Mask = None) -> Floa
         >>> round(float(brier(vocab_stats(hidden, unembedding, y, scale=s), doubled)[0]), 4)  # q = 1/3 each
         0.6667
     """
-    return _masked(_squared_distance(stats, doubled), stats, where)
+    return _masked(_squared_distance(stats, doubled), stats)
 
 
-def focal_calibration(
-    stats: VocabStats, doubled: VocabStats, gamma: float, weight: float, *, where: Mask = None
-) -> Float[Array, "..."]:
+def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weight: float) -> Float[Array, "..."]:
     """−(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])²: focal loss and `brier` (Liang et al. 2024, arXiv 2410.18321).
 
     γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, which the focal loss
     alone does not have as its minimum. `stats` and `doubled` are those of `brier`.
     """
-    return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats, where)
+    return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats)
 
 
-def top_k_smoothing(
-    stats: VocabStats, top_logits: Float[AnyArray, "... k"], beta: float, *, where: Mask = None
-) -> Float[Array, "..."]:
+def top_k_smoothing(stats: VocabStats, top_logits: Float[AnyArray, "... k"], beta: float) -> Float[Array, "..."]:
     """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
 
     The `TopKSmoothingLoss` of the code of Adaptive Temperature Scaling (arXiv 2409.19817), there with k = 5, β = 0.1.
@@ -175,23 +162,23 @@ def top_k_smoothing(
     `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
-    return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats, where)
+    return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats)
 
 
-def z_loss(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+def z_loss(stats: VocabStats) -> Float[Array, "..."]:
     """`log_normalizer`², the penalty on log Σ_v exp(s·z_v) (Chowdhery et al. 2022, section 5; weight 1e-4 there)."""
-    return _masked(jnp.square(stats.require("log_normalizer")), stats, where)
+    return _masked(jnp.square(stats.require("log_normalizer")), stats)
 
 
-def confidence_penalty(stats: VocabStats, weight: float, *, where: Mask = None) -> Float[Array, "..."]:
+def confidence_penalty(stats: VocabStats, weight: float) -> Float[Array, "..."]:
     """−log q_y − λ H(q), λ >= 0: cross-entropy minus λ times the entropy (Pereyra et al. 2017, eq. 1).
 
     Reads `log_normalizer`, `target_logit` and `expected_logit`.
     """
-    return _masked(-stats.log_prob() - weight * stats.entropy(), stats, where)
+    return _masked(-stats.log_prob() - weight * stats.entropy(), stats)
 
 
-def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
+def top_label(stats: VocabStats) -> Float[Array, "..."]:
     """Log loss of the confidence: −log c where the most likely token is right, −log(1 − c) where it is wrong.
 
     With c = max_v q_v. A proper score for the one probability that a calibration diagram shows. Cross-entropy alone
@@ -200,14 +187,12 @@ def top_label(stats: VocabStats, *, where: Mask = None) -> Float[Array, "..."]:
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
-    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats, where)
+    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats)
 
 
-def joint(
-    stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0, *, where: Mask = None
-) -> Float[Array, "..."]:
+def joint(stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0) -> Float[Array, "..."]:
     """−log q_y + w·`top_label`, w >= 0: a proper score of the whole distribution plus one of the confidence."""
-    return cross_entropy(stats, where=where) + top_label_weight * top_label(stats, where=where)
+    return cross_entropy(stats) + top_label_weight * top_label(stats)
 
 
 def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray, "*B"]) -> Float[Array, "*B"]:

@@ -25,15 +25,15 @@ class Loss(NamedTuple):
     """One entry of `LOSSES`, from which `--loss`, `--alpha`, the trials of `--loss auto` and the studies follow.
 
     Attributes:
-        function: `(stats, *, where=None, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the
-            hyper-parameters by name, where the fields below name them.
+        function: `(stats, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the hyper-parameters
+            by name, where the fields below name them.
         statistics: what it reads of `vocab_stats(statistics=...)` at the scale s.
         hyperparameters: argument of `function` -> its default, range and meaning.
         alpha: the argument that `--alpha` sets; None: the loss has no such weight.
         doubled: what it reads of the statistics at the scale 2 s.
         top_k: how many of the largest logits it reads; 0: none.
-        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too, and the micro-batches weigh alike;
-            `where` is then False in the padding alone. Otherwise a batch is averaged over the tokens that count.
+        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too, but for the padding, where its `where`
+            is False, and micro-batches weigh alike. Otherwise a batch is averaged over the tokens that count.
     """
 
     function: Callable[..., Float[Array, "..."]]
@@ -65,8 +65,8 @@ _SELECTIVE = Loss(
 )
 
 
-def _with_z_loss(stats: VocabStats, weight: float | Array, *, where: Bool[Array, "..."] | None = None) -> Array:
-    return per_token.cross_entropy(stats, where=where) + weight * per_token.z_loss(stats, where=where)
+def _with_z_loss(stats: VocabStats, weight: float | Array) -> Array:
+    return per_token.cross_entropy(stats) + weight * per_token.z_loss(stats)
 
 
 LOSSES: dict[str, Loss] = {
@@ -220,4 +220,6 @@ def _loss(
         reads["doubled"] = stats_at(2.0 * stats.scale, loss.doubled)
     if loss.top_k:
         reads["top_logits"] = largest(stats.valid)
-    return loss.function(stats, **reads, where=real if loss.per_micro_batch else None), stats.valid
+    if loss.per_micro_batch:
+        reads["where"] = real
+    return loss.function(stats, **reads), stats.valid

@@ -10,16 +10,10 @@ from calibjax.torch.heads import Export, HeadError, head_features, logit_covaria
 
 
 class TokenScores(NamedTuple):
-    """Scores of all tokens but the first by `Attached.score`, float32 `[B, T - 1]` each; 0 on padding.
+    """Scores of all tokens but the first by `Attached.score`, float32 `[B, T - 1]` each; 0 on padding."""
 
-    Attributes:
-        log_probs: calibrated log-probability of the token, nats.
-        confidence: calibrated probability of the most likely token at its position.
-        temperature: that was applied.
-    """
-
-    log_probs: Tensor
-    confidence: Tensor
+    log_probs: Tensor  # calibrated log-probability of the token, nats
+    confidence: Tensor  # calibrated probability of the most likely token at its position
     temperature: Tensor
 
 
@@ -82,9 +76,8 @@ class Attached:
         return Generated(sequences, self.score(sequences, mask))
 
     def _unembedding(self) -> Tensor:
-        return self.model.get_output_embeddings().weight.detach().to(torch.float32) / (
-            self._base["logit_divisor"] or 1.0
-        )
+        weight = self.model.get_output_embeddings().weight.detach().to(torch.float32)
+        return weight / (self._base["logit_divisor"] or 1.0)
 
     def _bias(self) -> Tensor | None:
         bias = getattr(self.model.get_output_embeddings(), "bias", None)
