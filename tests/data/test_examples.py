@@ -5,7 +5,9 @@ import logging
 import numpy as np
 import pytest
 from assets import model_path
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from test_chat_template import CHATML
+from test_templates import make_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from calibjax.data import examples as examples_module
 from calibjax.data import recognise, tokenize_rows
@@ -13,10 +15,6 @@ from calibjax.data.examples import _find_answers
 from calibjax.data.render import Rendered
 from calibjax.runtime.errors import UserError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # As some reasoning models do: what the assistant said before the last turn is rewritten.
 FORGETFUL = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '...' }}")
 TURNS = [
@@ -32,19 +30,6 @@ def tokenizer_of(name):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path(name))
-
-
-def make_tokenizer(chat_template=None, eos="</s>"):
-    """Characters as tokens, with the special tokens of ChatML."""
-    from transformers import PreTrainedTokenizerFast
-
-    characters = [chr(code) for code in [10, *range(32, 127)]]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?!", eos_token=eos, chat_template=chat_template, model_max_length=8
-    )
 
 
 def tokenize(rows, tokenizer, text_column=None, **options):

@@ -152,7 +152,7 @@ def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones():
 
 
 def test_norms_keep_their_digits():
-    # A mean of a thousand deviations: E[x²] - E[x]² in float32 would be off by percents.
+    """A mean of a thousand deviations: E[x²] - E[x]² in float32 would be off by percents."""
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32) + 1000
     norm = layers.Norm("layer")
     exact = np.asarray(x, np.float64)
