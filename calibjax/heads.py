@@ -35,6 +35,10 @@ MAX_LOG_FACTOR = 6.0  # of the refitted factor, in absolute value: the bounds of
 NO_MIN_SCALE = 1e-30
 
 
+Mask = Bool[Array, "B T"] | None
+Segments = Int[Array, "B T"] | None
+
+
 class Feature(NamedTuple):
     """One entry of `FEATURES`.
 
@@ -92,22 +96,14 @@ class _Head(nn.Module, kw_only=True):
     min_scale: float = MIN_SCALE
 
     @nn.compact
-    def __call__(
-        self,
-        features: Float[Array, "B T F"],
-        *,
-        where: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Any:
+    def __call__(self, features: Float[Array, "B T F"], *, where: Mask = None, segment_ids: Segments = None) -> Any:
         return self._output_log_scale(self._transformed(features), where, segment_ids)
 
     def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
         return features
 
-    def _output_log_scale(
-        self, features: Float[Array, "B T H"], where: Bool[Array, "B T"] | None, segment_ids: Int[Array, "B T"] | None
-    ) -> Float[Array, "B T"]:
-        """The last layer: H -> 1, optionally pooled over sequences, clipped."""
+    def _output_log_scale(self, features: Float[Array, "B T H"], where: Mask, segment_ids: Segments) -> Array:
+        """The last layer: H -> 1, optionally pooled over sequences, clipped; `[B, T]`."""
         if self.identity_start:
             kernel_init = bias_init = nn.initializers.zeros
         else:
@@ -123,9 +119,7 @@ class _Head(nn.Module, kw_only=True):
         return jnp.clip(log_scale, math.log(self.min_scale), math.log(MAX_SCALE))
 
 
-def sequence_mean(
-    values: Float[Array, "B T"], where: Bool[Array, "B T"] | None = None, segment_ids: Int[Array, "B T"] | None = None
-) -> Float[Array, "B T"]:
+def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: Segments = None) -> Float[Array, "B T"]:
     """Each token gets the mean over the tokens of its own segment that count, later ones too."""
     counts = jnp.ones(values.shape, bool) if where is None else where
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
@@ -206,8 +200,8 @@ class TransformerHead(_Head):
         self,
         features: Float[Array, "B T F"],
         *,
-        where: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        where: Mask = None,
+        segment_ids: Segments = None,
         cache: Cache | None = None,
         keep: bool = False,
     ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
@@ -463,8 +457,8 @@ class FittedHead:
         hidden: Float[Array, "B T D"],
         unembedding: Float[Array, "V D"],
         *,
-        where: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        where: Mask = None,
+        segment_ids: Segments = None,
         bias: Float[Array, " V"] | None = None,
         softcap: float | None = None,
     ) -> Float[Array, "B T"]:

@@ -126,8 +126,7 @@ def _examples(texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Examp
         tokens = np.asarray(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise UserError(f"text {row}: expected a list of at least two token ids, got {tokens.dtype}{tokens.shape}.")
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise UserError(
-                f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {tokens.min()} to {tokens.max()}."
-            )
+        low, high = tokens.min(), tokens.max()
+        if low < 0 or high >= vocab_size:
+            raise UserError(f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}.")
         yield Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row)

@@ -305,9 +305,8 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
         candidates = exact or similar or (numbered if len(numbered) > 1 else [])
         if len(candidates) > 1:
-            raise UserError(
-                f"{path}: several columns could be {role}: {', '.join(candidates)}. Choose one: --columns {role}=NAME."
-            )
+            several = ", ".join(candidates)
+            raise UserError(f"{path}: several columns could be {role}: {several}. Choose one: --columns {role}=NAME.")
         if candidates:
             assigned[role] = candidates[0]
     return assigned
@@ -466,9 +465,8 @@ class _Columns:
         cells = self.cells[name]
         if isinstance(cells, np.ndarray):
             if cells.dtype.kind not in "biuf" or cells.ndim != 2:
-                raise UserError(
-                    f"{self._path}: {name}: expected real numbers with two axes, got {cells.dtype} {cells.shape}."
-                )
+                got = f"{cells.dtype} {cells.shape}"
+                raise UserError(f"{self._path}: {name}: expected real numbers with two axes, got {got}.")
             return cells if cells.dtype.kind == "f" else cells.astype(np.float64)
         rows = [_list(cell) for cell in cells]
         self._refuse(name, np.array([row is None for row in rows], bool), "a list of numbers")

@@ -150,9 +150,8 @@ class BlockConfig:
             )
         check_fields(self)
         if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}."
-            )
+            heads = f"{self.num_heads} and {self.num_kv_heads}"
+            raise UserError(f"num_heads must be a multiple of num_kv_heads, got {heads}.")
         if self.rope is not None:
             width = self.rope.width(self.head_dim)
             if width % 2 or not width:
