@@ -183,3 +183,27 @@ def silent(directory=None, *, log=lambda line: None, **given):
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("mesh", make_mesh(devices=jax.devices()[:1]))
     return RunContext(directory=directory, log=log, progress=False, **given)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = (
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|eot_id|>", "<|end_header_id|>", "<|end|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|start_header_id|>", "<|endoftext|>"),
+)
+
+
+def character_tokenizer(chat_template=None, eos="</s>"):
+    """A token for each character, and special tokens of chats."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in [10, *range(32, 127)]]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?!", bos_token="<s>", eos_token=eos, chat_template=chat_template
+    )

@@ -3,16 +3,12 @@
 import time
 
 import pytest
-from tokenizers import Tokenizer, models
+from tiny import CHATML, character_tokenizer
 
 from calibjax.data import template_process
 from calibjax.data.chat_template import render_chat
 from calibjax.runtime.errors import UserError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TURNS = [{"role": "user", "content": "hello you"}, {"role": "assistant", "content": "hi\nthere"}]
 TEMPLATES = (
     CHATML,
@@ -22,19 +18,10 @@ TEMPLATES = (
 )
 
 
-def make_tokenizer(template):
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
-    )
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_equals_transformers(template, prompt):
-    tokenizer = make_tokenizer(template)
+    tokenizer = character_tokenizer(template)
     turns = [*TURNS, {"role": "user", "content": "\ud800 \u2028 \N{SNOWMAN}\n"}]
     expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
     assert render_chat(tokenizer, turns, add_generation_prompt=prompt) == expected
@@ -53,7 +40,7 @@ LOOPS = {
 def refused(template):
     began = time.monotonic()
     with pytest.raises(UserError, match=r"chat template (was stopped: it took more than|rejects)"):
-        render_chat(make_tokenizer(template), TURNS[:1])
+        render_chat(character_tokenizer(template), TURNS[:1])
     assert time.monotonic() - began < 300  # on a busy machine another process takes its time to start
 
 
@@ -68,4 +55,4 @@ def test_one_built_in_that_does_not_end(monkeypatch):
     """No signal and no exception of another thread reaches it."""
     monkeypatch.setattr(template_process, "SECONDS", 0.5)
     refused("{{ 7 ** (10 ** 9) }}")
-    assert "hello you" in render_chat(make_tokenizer(CHATML), TURNS[:1]), "another process renders the next one"
+    assert "hello you" in render_chat(character_tokenizer(CHATML), TURNS[:1]), "another process renders the next one"

@@ -5,8 +5,7 @@ import logging
 import numpy as np
 import pytest
 from assets import model_path
-from test_chat_template import CHATML
-from test_templates import make_tokenizer
+from tiny import CHATML, character_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from calibjax.data import examples as examples_module
@@ -73,13 +72,13 @@ def test_plain_text_is_the_tokenizers_own(caplog):
     ],
 )
 def test_without_chat_template(row, options, expected):
-    tokenizer = make_tokenizer()
+    tokenizer = character_tokenizer()
     (example,) = tokenize([row], tokenizer, **options)
     assert show(example, tokenizer) == expected
 
 
 def test_without_end_of_sequence():
-    tokenizer = make_tokenizer(eos=None)
+    tokenizer = character_tokenizer(eos=None)
     (example,) = tokenize([{"prompt": "a", "completion": "b"}], tokenizer)
     assert show(example, tokenizer) == "a\n\n[b]"
     (example,) = tokenize([{"messages": TURNS[1:]}], tokenizer)
@@ -88,7 +87,7 @@ def test_without_end_of_sequence():
 
 @pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
 def test_with_chat_template(eos):
-    tokenizer = make_tokenizer(CHATML, eos)
+    tokenizer = character_tokenizer(CHATML, eos)
     other = [
         {"from": {"user": "human", "assistant": "gpt"}.get(t["role"], t["role"]), "value": t["content"]} for t in TURNS
     ]
@@ -159,7 +158,7 @@ def test_tokens_without_width():
     ],
 )
 def test_bad_rows(row, template, message, monkeypatch):
-    tokenizer = make_tokenizer(template)
+    tokenizer = character_tokenizer(template)
     if template == "slow":
         monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(UserError, match=message):
@@ -179,7 +178,7 @@ def test_bad_rows(row, template, message, monkeypatch):
 )
 def test_bad_prompt_template(row, template, message):
     with pytest.raises(UserError, match=message):
-        tokenize([row], make_tokenizer(), prompt_template=template)
+        tokenize([row], character_tokenizer(), prompt_template=template)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])

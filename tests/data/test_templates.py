@@ -7,29 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tiny import SPECIAL_TOKENS, character_tokenizer
 
 from calibjax.data import recognise, tokenize_rows
 from calibjax.runtime.errors import UserError
 
 CASES = Path(__file__).parent / "cases" / "chats"
-SPECIAL = (
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|eot_id|>", "<|end_header_id|>", "<|end|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|start_header_id|>", "<|endoftext|>"),
-)
-
-
-def make_tokenizer(template=None, eos="</s>"):
-    """Characters and special tokens."""
-    from transformers import PreTrainedTokenizerFast
-
-    characters = [chr(code) for code in [10, *range(32, 127)]]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["?!", *characters])}, unk_token="?!"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?!", bos_token="<s>", eos_token=eos, chat_template=template
-    )
 
 
 class Shape(NamedTuple):
@@ -134,7 +117,7 @@ def tokenize(rows, tokenizer, **options):
 def test_scored_tokens_are_the_answers_and_their_ends(name):
     """The oracle writes each conversation by hand, from the shape's texts and without its template."""
     shape, rng = SHAPES[name], random.Random(name)
-    tokenizer = make_tokenizer(shape.template)
+    tokenizer = character_tokenizer(shape.template)
     rows, expected = [], []
     for _ in range(40):
         messages, runs, turns = [], [], rng.randrange(1, 4)
@@ -144,7 +127,7 @@ def test_scored_tokens_are_the_answers_and_their_ends(name):
             written, after = WRITTEN[shape.content](answer), shape.end
             if shape.empty_thinking and turn == turns - 1:
                 written = written.lstrip("\n")
-            end = after.strip() if after.strip() in SPECIAL else ""
+            end = after.strip() if after.strip() in SPECIAL_TOKENS else ""
             runs += [written, end] if after.startswith(" ") else [written + end]
         rows.append({"messages": messages})
         expected.append([run for run in runs if run])
@@ -159,7 +142,7 @@ def test_scored_tokens_are_the_answers_and_their_ends(name):
 def test_case(file):
     """Conversations of public bug reports: what is scored, or the refusal."""
     case = json.loads(file.read_text())
-    tokenizer = make_tokenizer(case["template"], case.get("eos", "</s>"))
+    tokenizer = character_tokenizer(case["template"], case.get("eos", "</s>"))
     if "error" in case:
         with pytest.raises(UserError, match=re.escape(case["error"])):
             tokenize([case["row"]], tokenizer)
@@ -214,7 +197,7 @@ def test_tool_calls_are_scored_as_the_template_writes_them(template, expected, f
         assistant["tool_calls"] = [
             {"id": None, "type": "function", "function": CALL | {"arguments": {"day": None} | CALL["arguments"]}}
         ]
-    tokenizer = make_tokenizer(template)
+    tokenizer = character_tokenizer(template)
     (example,) = tokenize([row], tokenizer)
     assert scored_runs(example, tokenizer) == [expected]
 
@@ -223,7 +206,7 @@ def test_reasoning_is_scored_where_the_template_writes_it():
     thought = "I think, therefore"
     answer = {"role": "assistant", "content": "so it is"}
     user = {"role": "user", "content": "q"}
-    tokenizer = make_tokenizer(QWEN3)
+    tokenizer = character_tokenizer(QWEN3)
     expected = f"<think>\n{thought}\n</think>\n\nso it is<|im_end|>"
     for message in (
         {**answer, "reasoning_content": thought},
@@ -239,7 +222,7 @@ def test_reasoning_is_scored_where_the_template_writes_it():
 
 def test_text_of_the_template_before_an_answer():
     """An empty block of reasoning is not what the assistant said; an option scores it."""
-    row, tokenizer = {"prompt": "q", "response": "yes"}, make_tokenizer(QWEN3)
+    row, tokenizer = {"prompt": "q", "response": "yes"}, character_tokenizer(QWEN3)
     for option, expected in ((False, "yes<|im_end|>"), (True, "<think>\n\n</think>\n\nyes<|im_end|>")):
         (example,) = tokenize([row], tokenizer, score_template_text=option)
         assert scored_runs(example, tokenizer) == [expected]
@@ -247,7 +230,7 @@ def test_text_of_the_template_before_an_answer():
 
 def test_parts_system_and_variables_of_the_template():
     template = "{% if tools %}tools: {{ tools | tojson }} {% endif %}{% if loud %}loud {% endif %}" + HERMES
-    tokenizer = make_tokenizer(template)
+    tokenizer = character_tokenizer(template)
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     row = {
@@ -295,4 +278,4 @@ CALLS = {"tool_calls": [{"function": CALL}]}
 )
 def test_what_a_template_cannot_write_is_refused(row, template, message):
     with pytest.raises(UserError, match=rf"row 0 .*{message}.*--skip-broken"):
-        tokenize([row], make_tokenizer(template))
+        tokenize([row], character_tokenizer(template))

@@ -7,7 +7,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from calibjax.losses.long_horizon import (
@@ -25,7 +24,6 @@ from calibjax.runtime.errors import UserError
 weights_of = jax.jit(token_weights, static_argnums=2)
 updated, baseline_of = jax.jit(RunningMean.update), jax.jit(RunningMean.baseline, static_argnums=1)
 SYMBOLS, LENGTH, TEMPERATURE = 6, 6, 0.5
-NEXT = Horizon(form="next_token")
 
 
 class Source:
@@ -239,36 +237,3 @@ def test_horizon_and_clipping_move_the_minimiser(source, objective, least, most)
     weights = source.weights(Horizon(form="next_token", horizon=1))
     myopic = source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64)))
     np.testing.assert_allclose(np.log(myopic), source.myopic(TEMPERATURE), atol=1e-5)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def train(objective, steps, key, p, log_p, before, x):
-    """A student from draws of the source, with the running baseline; the last table of logits."""
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, steps))
-    table = jnp.zeros((LENGTH, SYMBOLS, SYMBOLS))
-
-    def step(carry, key):
-        table, state, running = carry
-        rows = jax.random.choice(key, len(p), (512,), p=p)
-        where = jnp.ones((512, LENGTH), bool)
-        running = running.update(log_p[rows], where)
-        baseline = running.baseline(objective.baseline)
-        weights = token_weights(log_p[rows], TEMPERATURE, objective, baseline=baseline, where=where)
-
-        def loss(table):
-            return long_horizon_loss(log_q(table, before[rows], x[rows]), weights, where=where).mean()
-
-        updates, state = optimizer.update(jax.grad(loss)(table), state)
-        return (optax.apply_updates(table, updates), state, running), None
-
-    start = (table, optimizer.init(table), RunningMean.empty(LENGTH))
-    (table, _, _), _ = jax.lax.scan(step, start, jax.random.split(key, steps))
-    return table
-
-
-def test_a_trained_student_beats_every_myopic_temperature(source):
-    arrays = (jnp.asarray(a, jnp.float32) for a in (source.p / source.p.sum(), source.log_p))
-    table = train(NEXT, 1000, jax.random.key(0), *arrays, jnp.asarray(source.before), jnp.asarray(source.x))
-    kl, myopic = source.kl(log_q(table, source.before, source.x)), source.best_myopic
-    print(f"KL from p_T: student {kl:.4f}, best myopic {myopic:.4f}")
-    assert kl < 0.1 * myopic  # 20 times less
