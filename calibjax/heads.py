@@ -295,9 +295,6 @@ class HeadConfig:
         num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
         normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
-
-    Raises:
-        ValueError: an unknown kind, feature or pooling, or a number out of range.
     """
 
     kind: HeadKind

@@ -62,8 +62,18 @@ def recognise(
             not apply to the format or is not a format string.
     """
     format = _recognise(rows, text_column)
-    if prompt_template is not None:
-        _check_template(prompt_template, format)
+    if (template := prompt_template) is not None:
+        if format.kind not in ("instruction", "prompt"):
+            raise UserError(f"prompt_template is for instructions and prompts, but rows are {format}. Leave it out.")
+        try:
+            fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
+        if not fields or not all(field.isidentifier() for field in fields):
+            example = "".join("{" + name + "}" for name in format.columns[:-1])
+            raise UserError(f"prompt_template={template!r}: expected column names in braces, such as {example!r}.")
+        if format.columns[-1] in fields:
+            raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
     return replace(format, prompt_template=prompt_template, score_template_text=score_template_text)
 
 
@@ -91,20 +101,6 @@ def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None
         f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
         "To read one column as plain text, set `text_column`."
     )
-
-
-def _check_template(template: str, format: Format) -> None:
-    if format.kind not in ("instruction", "prompt"):
-        raise UserError(f"prompt_template is for instructions and prompts, but these rows are {format}. Leave it out.")
-    try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
-    if not fields or not all(field.isidentifier() for field in fields):
-        example = "".join("{" + name + "}" for name in format.columns[:-1])
-        raise UserError(f"prompt_template={template!r}: expected column names in braces, such as {example!r}.")
-    if format.columns[-1] in fields:
-        raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
 
 
 def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:

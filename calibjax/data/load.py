@@ -118,15 +118,13 @@ def load_text(
         options: Any = {"layout": layout, "format": format, "max_sequences": max_sequences}
         return load_sequences(rows, lm.tokenizer, seq_len=seq_len, **options)[0]
     seq_len = min(128, longest) if seq_len is None else seq_len
-    return make_sequences(_examples(source, lm.config.vocab_size), seq_len, layout=layout, max_sequences=max_sequences)
-
-
-def _examples(texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Example]:
-    for row, text in enumerate(texts):
+    vocab_size, examples = lm.config.vocab_size, []
+    for row, text in enumerate(source):
         tokens = np.asarray(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise UserError(f"text {row}: expected a list of at least two token ids, got {tokens.dtype}{tokens.shape}.")
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= vocab_size:
             raise UserError(f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}.")
-        yield Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row)
+        examples.append(Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row))
+    return make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)

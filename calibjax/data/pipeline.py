@@ -39,9 +39,6 @@ def batches(
         seed: of the order of the rows, which is another one each epoch; an integer >= 0.
         epochs, steps: passes over the rows, or number of batches; one of them is required.
         part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
-
-    Raises:
-        UserError: an argument is out of range, or the arrays differ in their number of rows.
     """
     import grain
 

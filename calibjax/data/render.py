@@ -35,7 +35,11 @@ def render_row(row: Mapping[str, Any], format: Format, tokenizer: "PreTrainedTok
     if format.is_plain:
         return Rendered(string_at(row, format.columns[0], place), None)
     if format.prompt_template is not None:
-        prompt = _fill(format.prompt_template, row, place)
+        fields = {name for _, name, _, _ in Formatter().parse(format.prompt_template) if name is not None}
+        if missing := ", ".join(sorted(fields - row.keys())):
+            raise UserError(f"prompt_template: {place} has no column {missing}. It has: {', '.join(row)}.")
+        values = {field: string_at(row, field, place, optional=True) for field in fields}
+        prompt = format.prompt_template.format_map(values)
         text = prompt + string_at(row, format.columns[-1], place)
         return Rendered(text, ((len(prompt), len(text)),))
     conversation = read_conversation(row, format, place)
@@ -63,13 +67,6 @@ def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> s
     digest = hashlib.sha256(template.encode()).hexdigest()[:8]
     date = ", which writes today's date: tomorrow's tokens differ" if "strftime_now" in template else ""
     return f"rendered with the model's chat template (SHA-256 {digest}){date}"
-
-
-def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
-    fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    if missing := ", ".join(sorted(fields - row.keys())):
-        raise UserError(f"prompt_template: {place} has no column {missing}. It has: {', '.join(row)}.")
-    return template.format_map({field: string_at(row, field, place, optional=True) for field in fields})
 
 
 def _without_chat_template(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> Rendered:

@@ -99,10 +99,7 @@ def make_sequences(
       target always belongs to the example of its input; `segment_ids` must keep attention within examples.
 
     A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off. Only the
-    first `max_sequences` sequences are made, at least 1.
-
-    Raises:
-        UserError: an argument is out of range, or no sequence remains.
+    first `max_sequences` sequences are made, at least 1. Raises `UserError` where none remains.
     """
     if seq_len < 2:
         raise UserError(f"seq_len: expected at least 2 (an input and its target), got {seq_len}.")
@@ -189,12 +186,9 @@ def split_sequences(
 
     Args:
         sequences: S sequences.
-        fit_fraction: between 0 and 1, both excluded.
+        fit_fraction: between 0 and 1, both excluded; `UserError` where it gives an empty part.
         order: "shuffled": rows are drawn at random for fitting; "sequential": the first rows are for fitting.
-        seed: seed of "shuffled", an integer >= 0.
-
-    Raises:
-        UserError: the fraction is out of range or gives an empty part.
+        seed: of "shuffled", an integer >= 0.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     group, counts = _groups(sequences)
@@ -279,10 +273,7 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
     """Draws sequences for validation by `seed` >= 0: (train, validation), ascending indices, neither empty.
 
     Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1.
-    From a single row, such as one text file, sequences are drawn.
-
-    Raises:
-        UserError: the fraction or seed is out of range, or a part is empty.
+    From a single row, such as one text file, sequences are drawn. Raises `UserError` where a part is empty.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")

@@ -281,7 +281,9 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
     if stated := re.fullmatch(r"sep=(.)\s*", first):
         delimiter, first, start = stated[1], text.readline(), 2
     lines = itertools.chain([first], text)
-    delimiter = delimiter or _delimiter(first)
+    if delimiter is None:  # a comma if the header has one outside quotes, or else the character of which it has most
+        counts = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in ",;\t|"}
+        delimiter = "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
     rows = csv.reader(lines, delimiter=delimiter)
     names = next(rows, [])
     # Spreadsheets write columns without a name. One of several that nobody reads stops nothing; none is chosen.
@@ -300,12 +302,6 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
             yield place, "invalid UTF-8; save the file as UTF-8"
         else:
             yield place, dict(zip(columns, cells, strict=True))
-
-
-def _delimiter(header: str) -> str:
-    """A comma if the header has one outside quotes, or else the character of which it has most."""
-    counts = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in ",;\t|"}
-    return "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
 
 
 def is_text(text: str) -> bool:

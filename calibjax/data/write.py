@@ -37,12 +37,10 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> No
             delimiter = "\t" if out.suffix == ".tsv" else ","
             lines = csv.DictWriter(text, names, delimiter=delimiter, lineterminator="\n")
             lines.writeheader()
-            lines.writerows({name: _cell(value) for name, value in row.items()} for row in rows())
+            for row in rows():
+                items = row.items()
+                lines.writerow({k: v if isinstance(v, str | float | None) else json.dumps(v) for k, v in items})
         text.detach()
-
-
-def _cell(value: Any) -> Any:
-    return value if isinstance(value, str | float | None) else json.dumps(value)
 
 
 def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:

@@ -56,21 +56,17 @@ class Horizon:
 
     def check(self) -> None:
         """Raises `UserError` for a value out of range."""
-        ranges = {
-            "horizon": (self.horizon is None or self.horizon >= 1, "at least 1"),
-            "clip": (self.clip is None or not math.isnan(self.clip), "a number"),
-            "kl_weight": (0 <= self.kl_weight < math.inf, "at least 0"),
-        }
-        for name, (right, expected) in ranges.items():
-            if not right:
-                raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}.")
+        if self.horizon is not None and self.horizon < 1:
+            raise UserError(f"--horizon: expected at least 1, got {self.horizon}.")
+        if self.clip is not None and math.isnan(self.clip):
+            raise UserError(f"--clip: expected a number, got {self.clip}.")
+        if not 0 <= self.kl_weight < math.inf:
+            raise UserError(f"--kl-weight: expected at least 0, got {self.kl_weight}.")
 
 
 MODES: dict[Mode, Horizon] = {
     "paper": Horizon(),
-    "official": Horizon(
-        horizon=8, clip=3.0, baseline="position", form="next_token", kl_weight=0.05, average="sequence"
-    ),
+    "official": Horizon(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
 }
 """`paper`: the objective as derived: likelihood of the whole suffix, no clipping, no further term; constants of the
 paper's experiments may differ. `official`: the constants and the average of the authors' code for GPT-2
@@ -139,47 +135,6 @@ def suffix_sums(
     return sums - jnp.where(same, beyond, 0.0)
 
 
-def log_weights(
-    log_p: Float[Array, "B T"],
-    temperature: Float[Array, " B"] | float,
-    *,
-    baseline: Float[Array, " T"] | float = 0.0,
-    where: Bool[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    horizon: int | None = None,
-    clip: float | None = None,
-) -> Float[Array, "B T"]:
-    """log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)); the sum is that of `suffix_sums`.
-
-    Args:
-        log_p: log-probability of each token under the scorer, nats, `[B, T]`.
-        temperature: T > 0, of each row or of all rows.
-        baseline: b, of each position or of all positions.
-        where: False for tokens that do not count.
-        segment_ids: segments of sequences packed in a row. None: one sequence per row.
-        horizon: number of tokens of a suffix that count, at least 1. None: all.
-        clip: upper bound of the result.
-
-    Raises:
-        UserError: a temperature that is a Python number, or the horizon, is out of range.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> log_p = jnp.array([[-2.0, -1, -3, -1, -1]])
-        >>> [round(x) for x in log_weights(log_p, 1 / 3, baseline=-1.5)[0].tolist()]
-        [-1, 0, -1, 2, 1]
-    """
-    if isinstance(temperature, float | int) and not 0 < temperature < math.inf:
-        raise UserError(f"temperature: expected a positive number, got {temperature}.")
-    if horizon is not None and horizon < 1:
-        raise UserError(f"horizon: expected at least 1, got {horizon}.")
-    baselines = jnp.broadcast_to(jnp.asarray(baseline, jnp.float32), log_p.shape[1:])
-    sums = suffix_sums(log_p - baselines[None, :], where=where, segment_ids=segment_ids, horizon=horizon)
-    factor = 1.0 / jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), log_p.shape[:1]) - 1.0
-    result = factor[:, None] * sums
-    return result if clip is None else jnp.minimum(result, clip)
-
-
 def token_weights(
     log_p: Float[Array, "B T"],
     temperature: Float[Array, " B"] | float,
@@ -189,18 +144,43 @@ def token_weights(
     where: Bool[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """Weight of each token's −log q in the loss, without gradient; 0 where `where` is False. See `log_weights`.
+    """Weight of each token's −log q in the loss, without gradient; 0 where `where` is False.
 
-    In the suffix form, token j belongs to all suffixes that begin at or before it, so its weight is the sum of theirs:
-    Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
+    In the form `next_token` it is w_i, log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)); for the sum see
+    `suffix_sums`. In the form `suffix`, token j belongs to all suffixes that begin at or before it, so its weight is
+    the sum of theirs: Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
+
+    Args:
+        log_p: log-probability of each token under the scorer, nats, `[B, T]`.
+        temperature: T > 0, of each row or of all rows.
+        objective: its horizon, clip and form are read.
+        baseline: b, of each position or of all positions.
+        where: False for tokens that do not count.
+        segment_ids: segments of sequences packed in a row. None: one sequence per row.
+
+    Raises:
+        UserError: a temperature that is a Python number is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> log_p = jnp.array([[-2.0, -1, -3, -1, -1]])
+        >>> weights = token_weights(log_p, 1 / 3, Horizon(form="next_token"), baseline=-1.5)
+        >>> [round(x) for x in jnp.log(weights)[0].tolist()]
+        [-1, 0, -1, 2, 1]
     """
-    options = {"baseline": baseline, "where": where, "segment_ids": segment_ids}
-    weights = jnp.exp(log_weights(log_p, temperature, **options, horizon=objective.horizon, clip=objective.clip))
+    if isinstance(temperature, float | int) and not 0 < temperature < math.inf:
+        raise UserError(f"temperature: expected a positive number, got {temperature}.")
+    horizon = objective.horizon
+    baselines = jnp.broadcast_to(jnp.asarray(baseline, jnp.float32), log_p.shape[1:])
+    sums = suffix_sums(log_p - baselines[None, :], where=where, segment_ids=segment_ids, horizon=horizon)
+    factor = 1.0 / jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), log_p.shape[:1]) - 1.0
+    log_weights = factor[:, None] * sums
+    weights = jnp.exp(log_weights if objective.clip is None else jnp.minimum(log_weights, objective.clip))
     if where is not None:
         weights = jnp.where(where, weights, 0.0)
     if objective.form == "suffix":
         backwards = None if segment_ids is None else segment_ids[:, ::-1]
-        weights = suffix_sums(weights[:, ::-1], segment_ids=backwards, horizon=objective.horizon)[:, ::-1]
+        weights = suffix_sums(weights[:, ::-1], segment_ids=backwards, horizon=horizon)[:, ::-1]
         if where is not None:
             weights = jnp.where(where, weights, 0.0)
     return jax.lax.stop_gradient(weights)

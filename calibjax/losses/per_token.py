@@ -96,19 +96,15 @@ def selective_smoothing(
     return jnp.where(counts, loss, 0.0)
 
 
-def focal(stats: VocabStats, gamma: float) -> Float[Array, "..."]:
+def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:
     """−(1−q_y)^γ log q_y, γ >= 0 (Lin et al. 2017, eq. 4; for calibration Mukhoti et al. 2020).
 
     Reads `log_normalizer` and `target_logit`.
     """
-    return _masked(_focal(stats, gamma), stats)
-
-
-def _focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:
     log_prob = jnp.minimum(stats.log_prob(), 0.0)
     # 1 − q from expm1 keeps its digits where q is near 1; the floor keeps the power's gradient finite at q = 1.
     miss = jnp.maximum(-jnp.expm1(log_prob), 1e-12)
-    return -(miss**gamma) * log_prob
+    return _masked(-(miss**gamma) * log_prob, stats)
 
 
 def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float = 3.0) -> Float[Array, "..."]:
@@ -119,13 +115,7 @@ def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float =
     differentiated. Reads `log_normalizer` and `target_logit`.
     """
     gamma = jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high))
-    return _masked(_focal(stats, gamma), stats)
-
-
-def _squared_distance(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
-    """Σ_v (q_v − [v = y])² = Σ_v q_v² − 2 q_y + 1, with Σ_v q_v² = exp(lse(2s) − 2 lse(s))."""
-    excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
-    return jnp.exp(jnp.minimum(excess, 0.0)) - 2.0 * jnp.exp(jnp.minimum(stats.log_prob(), 0.0)) + 1.0
+    return focal(stats, gamma)
 
 
 def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
@@ -142,7 +132,9 @@ def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
         >>> round(float(brier(vocab_stats(hidden, unembedding, y, scale=s), doubled)[0]), 4)  # q = 1/3 each
         0.6667
     """
-    return _masked(_squared_distance(stats, doubled), stats)
+    excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
+    squares = jnp.exp(jnp.minimum(excess, 0.0))
+    return _masked(squares - 2.0 * jnp.exp(jnp.minimum(stats.log_prob(), 0.0)) + 1.0, stats)
 
 
 def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weight: float) -> Float[Array, "..."]:
@@ -151,7 +143,7 @@ def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weig
     γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, which the focal loss
     alone does not have as its minimum. `stats` and `doubled` are those of `brier`.
     """
-    return _masked(_focal(stats, gamma) + weight * _squared_distance(stats, doubled), stats)
+    return focal(stats, gamma) + weight * brier(stats, doubled)
 
 
 def top_k_smoothing(stats: VocabStats, top_logits: Float[AnyArray, "... k"], beta: float) -> Float[Array, "..."]:

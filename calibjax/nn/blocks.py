@@ -113,9 +113,6 @@ class BlockConfig:
         qkv_clip: largest absolute value of queries and keys, before they are rotated, and of values; or `None`.
         mixture: experts that replace the MLP, each gated and `intermediate_size` wide; `None` for one MLP.
         residual_scale: factor on the updates of the residual stream by attention and MLP, or `None`.
-
-    Raises:
-        UserError: for inconsistent sizes, a number that is not finite, or an unknown name.
     """
 
     hidden_size: int
@@ -345,10 +342,9 @@ class _Layer(nn.Module):
 
 
 class Attention(_Layer):
-    """Causal grouped-query attention; logits and softmax are float32 for any `dtype`.
+    """Causal grouped-query attention: the output, and the keys and values of the tokens.
 
-    Returns the output, and the keys and values of the tokens. With `past` they are inserted from column
-    `context.visible.start` on.
+    With `past` they are inserted from column `context.visible.start` on.
     """
 
     @nn.compact

@@ -94,7 +94,9 @@ class Attached:
         rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
         all_logits, reads_sequence = logits, self.head.reads_sequence
         if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
-            all_logits = self._logits(hidden)
+            bias, cap = self._bias(), self._base["logit_softcap"]
+            all_logits = hidden.to(torch.float32) @ self._unembedding().T + (0.0 if bias is None else bias)
+            all_logits = all_logits if cap is None else cap * torch.tanh(all_logits / cap)
         elif not reads_sequence:
             hidden = hidden[:, rows]
         features = head_features(
@@ -131,13 +133,6 @@ class Attached:
         if len(layers) == index:
             layers.append(DynamicLayer())
         return cache, index
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = hidden.to(torch.float32) @ self._unembedding().T
-        bias = self._bias()
-        logits = logits if bias is None else logits + bias
-        cap = self._base["logit_softcap"]
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", check: bool = True) -> Attached:

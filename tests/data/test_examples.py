@@ -168,8 +168,8 @@ def test_bad_rows(row, template, message, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"text": "a"}, "{text}", "these rows are plain text"),
-        ({"messages": TURNS}, "{messages}", "these rows are chat"),
+        ({"text": "a"}, "{text}", "rows are plain text"),
+        ({"messages": TURNS}, "{messages}", "rows are chat"),
         ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
         ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
         ({"prompt": "a", "response": "b"}, "{prompt}{response}", "contains the response"),

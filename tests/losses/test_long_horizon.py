@@ -13,7 +13,6 @@ from calibjax.losses.long_horizon import (
     MODES,
     Horizon,
     RunningMean,
-    log_weights,
     long_horizon_loss,
     reverse_kl,
     sequence_weights,
@@ -190,11 +189,10 @@ def test_reverse_kl_is_scipys():
     np.testing.assert_allclose(got, rel_entr(*soft).sum(axis=-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [((0.0, {}), "positive"), ((0.5, {"horizon": 0}), "at least 1")])
-def test_mistakes(arguments, expected):
-    temperature, options = arguments
-    with pytest.raises(UserError, match=expected):
-        log_weights(jnp.zeros((1, 3)), temperature, **options)
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_is_positive(temperature):
+    with pytest.raises(UserError, match="positive"):
+        token_weights(jnp.zeros((1, 3)), temperature, Horizon())
 
 
 # --- the minimiser ---
