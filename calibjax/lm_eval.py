@@ -35,10 +35,6 @@ class CalibjaxLM(HarnessLM):
         dtype: compute dtype.
         data, fsdp, tensor: devices along each axis of the mesh.
         device: passed by the harness ("cuda:0" by default) and ignored: JAX_PLATFORMS selects the device.
-        max_batch_size: ignored.
-
-    Raises:
-        UserError: an argument is out of range, or model and head cannot be loaded together.
     """
 
     def __init__(

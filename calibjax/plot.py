@@ -61,8 +61,7 @@ def reliability(
         correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
         method: of results with several, such as "ats"; by default the last one.
         bins: of the points, equal-width, closed on the right; results have their own.
-        label: of the legend.
-        colour: of the curve; by default that of the method in a report.
+        label, colour: of the curve; by default the colour of the method in a report.
 
     Raises:
         UserError: neither arrays nor results with this method.
@@ -196,8 +195,6 @@ def risk_coverage(
         confidence: `[N]`, in [0, 1]; or results (see the module), of which the curve has a point for each bin.
         correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
         method: of results with several; by default the last one.
-        label: of the legend.
-        colour: of the line.
 
     Raises:
         UserError: neither arrays nor results with this method.

@@ -13,15 +13,14 @@ Every job runs in a process of its own, in turn with the forward pass, on the sa
   sequences and on the resamples, not on the model; the results are computed before the clock starts.
 
 The ratios are medians over the pairs: of elapsed time, and of the CPU time of the process, which depends less on other
-work on the machine. Memory is the peak of the process while the job runs: on CPU under Linux its resident set, which
-includes Python, the programs of JAX and the model; on accelerators what JAX has allocated.
+work on the machine. Memory is the peak of the process while the job runs: on CPU its resident set, which includes
+Python, the programs of JAX and the model; on accelerators what JAX has allocated. It runs on Linux alone.
 """
 
 import dataclasses
 import functools
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -137,8 +136,6 @@ def _peak_mib() -> float:
     """Peak memory, MiB: on CPU the resident set since `clear_refs`, elsewhere what JAX allocated since the start."""
     if jax.default_backend() != "cpu":
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", float("nan")) / 2**20
-    if sys.platform != "linux":
-        return float("nan")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
@@ -157,8 +154,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         pairs, peak = [], 0.0
         for _ in range(bench.repeats):
             reference = _timed(forward)
-            if sys.platform == "linux":
-                Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5")
             pairs.append((reference, _timed(job)))
             peak = max(peak, _peak_mib())
     scored = bench.sequences * bench.seq_len

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
@@ -178,37 +177,17 @@ def evaluate_repeats(
     bins: int = 15,
     context: RunContext | None = None,
 ) -> dict[str, Any]:
-    """`repeats_json` of heads, each fitted with several seeds: name -> the head of each seed."""
-    flat = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
-    outputs = evaluate_tokens(lm, sequences, flat, bins=bins, keep_tokens=True, context=context)
-    results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
-    return repeats_json(results, sequences, against, bins=bins)
-
-
-def repeats_json(
-    results: Mapping[str, Sequence[MethodResult]],
-    sequences: Sequences,
-    against: Mapping[str, str],
-    *,
-    bins: int = 15,
-    resamples: int = 1000,
-) -> dict[str, Any]:
     """The figures of a set of sequences: `{"tokens": n, "sequences": s, "methods": {name: row}}`.
 
-    Args:
-        results: of `evaluate_tokens` with `keep_tokens`: name -> one result per seed.
-        sequences: of the evaluation.
-        against: name -> name of the row that it is compared with.
-        bins: of the expected calibration error.
-        resamples: of the bootstrap over sequences, with the heads fixed.
-
-    Returns:
-        of each row and figure `value`, the mean over the seeds; `low` and `high`, its 95% interval; `seeds`, the
-        figure of each seed; and the differences from the row of `against` on the same resamples.
+    `heads` are name -> the head of each seed; `against` is name -> name of the row that it is compared with. Each row
+    has of each figure `value`, the mean over the seeds; `low` and `high`, its 95% interval over sequences, with the
+    heads fixed; `seeds`, the figure of each seed; and the differences from the row of `against`.
     """
-    options: dict[str, Any] = {"resamples": resamples, "seed": 0}
+    named = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
+    outputs = evaluate_tokens(lm, sequences, named, bins=bins, keep_tokens=True, context=context)
+    results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
     flat = [result for repeats in results.values() for result in repeats]
-    figures, drawn = _head_figures(flat, sequences, bins, options)
+    figures, drawn = _head_figures(flat, sequences, bins)
     ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
     values = dict(zip(results, np.split(figures, ends), strict=True))
     draws = {name: part.mean(axis=1) for name, part in zip(results, np.split(drawn, ends, axis=1), strict=True)}
@@ -220,14 +199,11 @@ def repeats_json(
             low, high = metrics.percentile_interval(draws[name][:, index])
             row[figure] = {"value": float(mean[index]), "low": low, "high": high}
             row[figure]["seeds"] = [float(value) for value in values[name][:, index]]
-        ece = metrics.error_interval(sums[name], **options)
+        ece = metrics.error_interval(sums[name])
         row["ece"] |= {"low": ece.low, "high": ece.high, "debiased": ece.debiased}
         if other := against.get(name):
             difference = mean - values[other].mean(axis=0)
-            row["against"] = {
-                "name": other,
-                "ece": metrics.error_comparison(sums[name], sums[other], **options)._asdict(),
-            }
+            row["against"] = {"name": other, "ece": metrics.error_comparison(sums[name], sums[other])._asdict()}
             for index, figure in enumerate(("nll", "brier")):
                 pair = draws[name][:, index], draws[other][:, index]
                 row["against"][figure] = metrics.compare_resamples(float(difference[index]), *pair)._asdict()
@@ -235,20 +211,13 @@ def repeats_json(
     return {"tokens": int(sequences.where.sum()), "sequences": len(sequences.tokens), "methods": rows}
 
 
-def _head_figures(
-    results: Sequence[MethodResult], sequences: Sequences, bins: int, options: dict[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
+def _head_figures(results: Sequence[MethodResult], sequences: Sequences, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """`FIGURES` of each of H heads on all sequences `[H, figures]`, and on each resample `[resamples, H, figures]`."""
     tokens = [result.tokens for result in results if result.tokens is not None]
     right = sequences.where & (tokens[0].argmax == sequences.targets)  # no head changes the most likely token
 
     def sums_where(where: np.ndarray) -> CalibrationSums:
-        return _side_by_side(
-            [
-                metrics.calibration_sums(jnp.asarray(x.confidence), right, bins=bins, where=jnp.asarray(where))
-                for x in tokens
-            ]
-        )
+        return _side_by_side([metrics.calibration_sums(x.confidence, right, bins=bins, where=where) for x in tokens])
 
     parts = [
         (_side_by_side([result.sums for result in results]), _means),
@@ -256,7 +225,7 @@ def _head_figures(
         (sums_where(sequences.where & ~right), _mean_confidence),
     ]
     whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
-    drawn = [metrics.resample_sums(*part, **options) for part in parts]
+    drawn = [metrics.resample_sums(*part) for part in parts]
     return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
 
 
@@ -275,7 +244,7 @@ def _means(sums: CalibrationSums) -> np.ndarray:
 
 def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
     count, confidence, _, _ = sums.whole()
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore"):
         return (confidence / count)[..., None]
 
 

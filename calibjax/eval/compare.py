@@ -47,10 +47,9 @@ class Outcome(NamedTuple):
     """The output of a method for N held-out predictions, and whether they are correct.
 
     Attributes:
-        confidence: float32, of the predicted class.
         correct: 0/1, or the fraction of correct attempts.
         choice: the predicted class; None where only confidences are known.
-        log_prob: log-probability of the true class, nats; None where a method returns no distribution.
+        log_prob: of the true class, nats; None where a method returns no distribution.
     """
 
     confidence: Float[np.ndarray, " N"]
@@ -142,7 +141,7 @@ def _contender(method: Method, calibration: Predictions, held_out: Predictions, 
 def _distribution(
     apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
 ) -> Outcome:
-    """Computes the outcome of a method that returns log-probabilities, in blocks of rows."""
+    """The outcome of a method that returns log-probabilities, in blocks of rows."""
     assert data.labels is not None
     labels = np.asarray(data.labels)
     fields = {field: np.asarray(getattr(data, field)) for field in reads}
@@ -213,13 +212,8 @@ def comparison_json(
     `COMPARED` (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`);
     `against_uncalibrated` the same, uncorrected.
 
-    Args:
-        results: name -> result.
-        reference: name of temperature scaling.
-        groups: labels `[N]`; points of one group are resampled together.
-        bins, closed: of the reliability bins.
-        seed: of the bootstrap.
-        sort: figure to order the rows by; fits that did not converge follow the others.
+    `reference` is the name of temperature scaling; points of one group are resampled together; fits that did not
+    converge follow the others.
     """
     base = results.get("uncalibrated", next(iter(results.values()))).outcome
     pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
@@ -351,7 +345,6 @@ def compare(
         groups: labels `[N]` of held-out predictions that depend on each other and are resampled together.
         sort: figure that the rows are ordered by, best first.
         bins, closed: of the reliability bins.
-        context: seed of the intervals, and progress.
 
     Returns:
         `Comparison`. Differences from temperature scaling are paired, and corrected for the number of methods.

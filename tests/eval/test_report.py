@@ -5,6 +5,7 @@ import dataclasses
 import html
 import json
 import re
+import shlex
 import shutil
 from io import StringIO
 
@@ -19,6 +20,8 @@ from calibjax.cli import main
 from calibjax.commands.common import finish
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import Run, page, save_report
+from calibjax.eval.report.notes import usage
+from calibjax.eval.report.schema import read_metrics
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model
@@ -202,10 +205,7 @@ def test_layers_refuses(runs, capsys, model):
     data = ("--model", str(model), "--data", str(folder / "text.jsonl"), "--text-column", "text", "--seq-len", "13")
     for options, message in (
         (("--sweep-layers", "2"), "--sweep-layers: expected blocks from 1 to 1"),
-        (("--settled", "0"), "--settled: expected above 0"),
         (("--neuron-layers", "99"), "--neuron-layers: expected 1 to 1, the model's blocks, got 99"),
-        (("--bins", "0"), "--bins: expected from 1 to 10000"),
-        (("--strengths", "nan"), "--strengths: expected a finite number"),
     ):
         assert main(["eval", "layers", *data, *options]) == 2
         assert message in capsys.readouterr().err
@@ -271,6 +271,22 @@ def test_nothing_is_written_through_links(runs, tmp_path):
         for name in names:
             assert not (linked / name).is_symlink()
             assert (linked / name).stat().st_size == (plain / name).stat().st_size > 0, name
+
+
+def test_the_page_of_compare_shows_commands_that_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.3, 1, 400)
+    rows = zip(confidence, rng.uniform(size=400) < confidence**3, strict=True)
+    (tmp_path / "new.csv").write_text("confidence,correct\n" + "".join(f"{c:.4f},{int(r)}\n" for c, r in rows))
+    out = tmp_path / "a run"
+    assert main(["compare", "--table", "new.csv", "--methods", "platt", "--out", str(out), "--quiet"]) == 0
+    commands = usage(read_metrics(out / "metrics.json"), out)
+    assert commands.count("\n") == 1
+    for line in commands.splitlines():
+        assert main(shlex.split(line)[1:]) == 0
+    assert (tmp_path / "calibrated.csv").read_text().count("\n") == 401
+    assert "calibjax apply" in (out / "report.html").read_text()
 
 
 # --- in a browser ---

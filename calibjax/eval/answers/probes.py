@@ -25,8 +25,7 @@ Logits = Callable[[Float[Array, "*B D"]], Float[Array, "*B V"]]
 
 
 class Places(NamedTuple):
-    """Where the answers are: row b's answer has the tokens from `start[b]` to `end[b]`, without the latter; and how the
-    logits of its model are computed from states after the final norm."""
+    """Row b's answer has the tokens from `start[b]` to `end[b]`, without the latter; and the logits of its model."""
 
     start: Int[Array, " B"]
     end: Int[Array, " B"]
@@ -142,15 +141,8 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
       the cosines of z_0 with z_k and of h with h_k.
 
     The paper's radii go to 20, whatever the model; here to a quarter of ‖h‖, which has a meaning in any width. Its 75
-    features have the distance ‖h_k − h‖ too, which is r_k.
-
-    Args:
-        hidden: the states after the final norm that predict the tokens, float32.
-        tokens: of the answer, in [0, V).
-        logits: V is at least 2. Memory is that of 6 B V logits.
-
-    Returns:
-        float32 `[B, 71]`, finite.
+    features have the distance ‖h_k − h‖ too, which is r_k. `hidden` are the states after the final norm that predict
+    the tokens. Memory is that of 6 B V logits. float32, finite.
     """
     rows = jnp.arange(len(tokens))
 

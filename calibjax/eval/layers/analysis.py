@@ -74,8 +74,6 @@ def evaluate_layers(
         lm: the frozen model, on `context.mesh`.
         fit: sequences on which a calibration direction and an edit are found.
         held_out: sequences on which they are evaluated.
-        options: see `LayersOptions`.
-        context: devices, seed, log and progress.
         letters: token ids of the answers of multiple choice, the only ones that are compared; None: the vocabulary.
         subjects: subject of each question, those of `fit` first.
 

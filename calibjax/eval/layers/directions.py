@@ -54,12 +54,11 @@ def choose_sets(
 
 
 class Directions(NamedTuple):
-    """A unit vector after each of L blocks.
+    """A unit vector after each of L blocks, float32.
 
     Attributes:
-        vectors: v_l = (mean of the first set − mean of the second) / its norm, float32 `[L, D]`.
-        gap: that norm, float32 `[L]`.
-        length: mean norm of the residuals there, float32 `[L]`: the unit of the strengths in `sweep`.
+        vectors: v_l = (mean of the first set − mean of the second) / its norm, the `gap`.
+        length: mean norm of the residuals there: the unit of the strengths in `sweep`.
         counts: predictions in the two sets.
     """
 
@@ -127,9 +126,8 @@ def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
     """The effective null space of the unembedding: after the final norm its vectors change all logits alike, or not at
     all.
 
-    With V > D an unembedding rarely has an exact null space; Stolfo et al. (2024, arXiv 2406.16254, section 3) take the
-    directions of the smallest singular values. Here: of (W − mean row) diag(γ), centred for a LayerNorm, the k smallest
-    singular values whose squares add up to at most `energy` of the sum of all.
+    Of (W − mean row) diag(γ), centred for a LayerNorm, the directions of the k smallest singular values whose squares
+    add up to at most `energy` of the sum of all (as in Stolfo et al. 2024, arXiv 2406.16254, section 3).
     """
     values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
     fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), np.finfo(np.float64).tiny)

@@ -17,7 +17,6 @@ from calibjax.eval.figures_json import wilson_interval
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
-    TextTable,
     binning,
     compares_confidences,
     counted,
@@ -464,13 +463,15 @@ def model_card(document: Document, subject: Subject) -> str:
         "Written by": f"calibjax {__version__}",
     }
     results = held_out_table(document, intervals=True)
+    groups = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
+    rows = [[group + name, *cells] for group, (name, *cells) in zip(groups, results.rows, strict=True)]
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# Calibrated confidence for {_plain(subject.base or subject.name)}",
         verdict(document),
         _table(("", ""), ((title, value) for title, value in facts.items() if value)),
         "## Results",
-        _table(results.columns, _named(results)),
+        _table(results.columns, rows),
         *(line.replace("<", "&lt;") for line in notes_of(document)),
         "![Reliability diagram](reliability.png)",
         "## Use",
@@ -511,13 +512,6 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [[_cell(cell) for cell in row] for row in (columns, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _named(table: TextTable) -> list[list[str]]:
-    """The rows, each with the title of its group in its name."""
-    if not table.groups:
-        return table.rows
-    return [[f"{group}: {name}", *cells] for group, (name, *cells) in zip(table.groups, table.rows, strict=True)]
 
 
 def _cell(text: str) -> str:

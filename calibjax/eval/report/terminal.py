@@ -4,15 +4,12 @@ Tables fit the terminal, and 80 columns where the output is a file or a pipe; th
 both. A table that is too wide loses its least important columns, and a line names them; no number is ever cut.
 """
 
-import itertools
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from calibjax.eval.report.notes import comparison_verdict, notes_of, verdict
@@ -103,53 +100,41 @@ def _print_table(console: Console, table: TextTable) -> None:
     layout = _fit(table, console.width)
     if table.title:
         console.print(table.title)
-    for number, (group, rows) in enumerate(_grouped(table)):
-        if layout is None:
-            if group:
-                console.print(group)
-            for cells in (table.rows[row] for row in rows):
-                console.print(cells[0], style="bold")
-                for column, cell in zip(table.columns[1:], cells[1:], strict=True):
-                    console.print(Text(f"  {column}: {cell}"))
+    columns, name_width = layout or ([], 0)
+    indent = _INDENT if table.groups else ""
+    headers = [_wrapped(table.columns[i], _width(table, i) if i else name_width) for i in columns]
+    widths = [_width(table, i) if i else max(len(indent) + name_width, *map(cell_len, headers[0])) for i in columns]
+    if columns:
+        _print_row(console, headers, widths, "bold")
+        console.print("─" * (sum(widths) + _GAP * (len(widths) - 1)))
+    groups = table.groups or ("",) * len(table.rows)
+    for number, (name, *cells) in enumerate(table.rows):
+        if groups[number] and groups[number] not in groups[:number]:
+            console.print(groups[number])
+        if not columns:
+            console.print(name, style="bold")
+            for column, cell in zip(table.columns[1:], cells, strict=True):
+                console.print(Text(f"  {column}: {cell}"))
             continue
-        if group and not number:
-            console.print(_drawn(table, (), *layout, header=True))
-        if group:
-            console.print(group)
-        console.print(_drawn(table, rows, *layout, header=not number and not group))
-    hidden = [column for index, column in enumerate(table.columns) if layout and index not in layout[0]]
+        lines = [f"{indent}{line}" for line in _wrapped(name, name_width)]
+        style = "bold" if number in table.best else ""
+        _print_row(console, [lines, *([cells[i - 1]] for i in columns[1:])], widths, style)
+    hidden = [column for index, column in enumerate(table.columns) if columns and index not in columns]
     if hidden:
         console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
 
 
-def _grouped(table: TextTable) -> list[tuple[str, list[int]]]:
-    """The title of each group, "" where there are none, and the numbers of its rows."""
-    groups = table.groups or ("",) * len(table.rows)
-    return [(title, list(rows)) for title, rows in itertools.groupby(range(len(groups)), groups.__getitem__)]
-
-
-def _drawn(table: TextTable, rows: Sequence[int], shown: Sequence[int], name_width: int, *, header: bool) -> Table:
-    """Some rows of a table; columns are as wide as those of all of them."""
-    drawn = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True, show_header=header
-    )
-    indent = _INDENT if table.groups else ""
-    for position, index in enumerate(shown):
-        title = _header(table, index, name_width)
-        title_width = max(map(cell_len, title), default=0)
-        drawn.add_column(
-            Text("\n".join(title)),
-            justify="right" if position else "left",
-            no_wrap=True,
-            vertical="bottom",
-            width=_width(table, index) if position else max(len(indent) + name_width, title_width),
-        )
-    for row in rows:
-        name, *cells = (table.rows[row][index] for index in shown)
-        lines = (f"{indent}{line}" for line in _wrapped(name, name_width))
-        style = "bold" if row in table.best else None
-        drawn.add_row(Text("\n".join(lines)), *map(Text, cells), style=style)
-    return drawn
+def _print_row(console: Console, cells: Sequence[Sequence[str]], widths: Sequence[int], style: str) -> None:
+    """Cells of one or more lines, aligned at the bottom; the first to the left, the others to the right."""
+    tallest = max(map(len, cells))
+    for number in range(tallest):
+        line = Text(style=style)
+        for place, (lines, width) in enumerate(zip(cells, widths, strict=True)):
+            above = tallest - len(lines)
+            text = lines[number - above] if number >= above else ""
+            gap = " " * (width - cell_len(text))
+            line.append(f"{' ' * _GAP}{gap}{text}" if place else f"{text}{gap}")
+        console.print(line)
 
 
 def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
@@ -180,10 +165,6 @@ def _width(table: TextTable, index: int) -> int:
     """The least width of a column: of its longest cell, or the longest word of its title."""
     words = [cell_len(word) for word in table.columns[index].split()]
     return max([*words, *(cell_len(cells[index]) for cells in table.rows)], default=0)
-
-
-def _header(table: TextTable, index: int, name_width: int) -> Sequence[str]:
-    return _wrapped(table.columns[index], _width(table, index) if index else max(name_width, 1))
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -63,9 +63,8 @@ def evaluate_tasks(
         lm: the frozen model, on `context.mesh`.
         tasks: names of lm-eval's tasks; or what `load_tasks` returned.
         heads: name -> head, fitted on `lm`; one head is called "ats".
-        options: see `TasksOptions`.
-        context: seed, devices, log and progress. With a directory, a killed run resumes at the task (or subject) it was
-            killed in, and tables of answers are left in answers/.
+        context: with a directory, a killed run resumes at the task (or subject) it was killed in, and tables of answers
+            are left in answers/.
         chat: prompts are messages in the model's chat template (`calibjax.eval.tasks.harness.Chat`).
         probes: fits the probes of a task; needed for confidences named probe_*.
 
@@ -190,9 +189,8 @@ def answers_json(
 ) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
-    The bootstrap resamples questions; the interval of an accuracy of right and wrong answers is Wilson's. `harness` are
-    the means of lm-eval's own metrics for the first method; `cut` counts the questions whose prompt was cut at its
-    start, `too_long` those left out.
+    The interval of an accuracy of right and wrong answers is Wilson's. `harness` are the means of lm-eval's own metrics
+    for the first method; `cut` counts the questions whose prompt was cut at its start, `too_long` those left out.
     """
     results = {}
     for row, name in enumerate(names):
