@@ -18,7 +18,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
 from calibjax.models.tokenizer import check_tokenizer
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_indices
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
