@@ -13,7 +13,7 @@ import numpy as np
 
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.train.checkpoint import Checkpoints, save_head
-from calibjax.train.state import OptimizerConfig, TrainState, create_state
+from calibjax.train.step import OptimizerConfig, TrainState, create_state
 
 SAVED = Path(__file__).parent / "goldens" / "saved"
 FINGERPRINT, LOG_FACTOR = "0123456789abcdef" * 4, -0.125

@@ -299,6 +299,7 @@ TABLE = {
     ],
     "train/step.py": [
         ("count = jnp.maximum(divisor, 1.0)", "count = divisor", "train/test_step.py -k one_program"),
+        ("left = max(steps - warmup, 1)", "left = max(steps, 1)", "train/test_sft.py -k optimisers"),
     ],
     "train/loop.py": [
         ('row["step"] <= first_step', 'row["step"] < first_step', "train/test_loop.py -k bit or between"),
@@ -331,9 +332,6 @@ TABLE = {
     ],
     "train/tuning.py": [
         ("jax.tree.map(lambda x: x.astype(jnp.float32), params)", "params", "train/test_sft.py -k likelihood_alone"),
-    ],
-    "train/state.py": [
-        ("left = max(steps - warmup, 1)", "left = max(steps, 1)", "train/test_sft.py -k optimisers"),
     ],
     "train/probes.py": [
         ("width / (2 * count)", "width / count", "train/test_probes.py -k penalised"),

@@ -40,7 +40,7 @@ def run(script, monkeypatch, capsys, *arguments):
     monkeypatch.syspath_prepend(str(ROOT / "train"))
     monkeypatch.syspath_prepend(str(ROOT / "train" / "recipes"))
     monkeypatch.syspath_prepend(str(ROOT / "eval"))
-    for shared in ("common", "pretrain", "studies"):
+    for shared in ("label_smoothing", "pretrain", "studies"):
         monkeypatch.delitem(sys.modules, shared, raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")

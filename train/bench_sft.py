@@ -23,7 +23,7 @@ import optax
 from calibjax.commands.parser import parse_script
 from calibjax.models import DecoderConfig, decoder, init_params
 from calibjax.train import OptimizerConfig, create_state, make_train_step
-from calibjax.train.sft import SftObjective
+from calibjax.train.sft import SftObjective, SftOptions
 
 CONTENDERS = ("ours", "optax", "optax, plain")
 
@@ -74,7 +74,8 @@ class Bench:
 def _objective(bench: Bench, name: str):
     config, dtype = bench.config(), jnp.dtype(bench.dtype)
     if name == "ours":
-        return SftObjective(model=config, label_smoothing=bench.label_smoothing, dtype=dtype, remat="full")
+        options = SftOptions(label_smoothing=bench.label_smoothing)
+        return SftObjective(model=config, options=options, dtype=dtype)
 
     def full_logits(params, frozen, batch, hyper):
         places = {"segment_ids": batch["segment_ids"], "positions": batch["positions"]}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "recipes"))
-from common import recipe  # pyright: ignore[reportMissingImports]
+from label_smoothing import recipe  # pyright: ignore[reportMissingImports]
 from pretrain import Pretrain
 from pretrain import main as pretrain
 

@@ -39,8 +39,7 @@ from calibjax.runtime.sharding import AXES, batch_sharding, make_mesh, mesh_shap
 from calibjax.train.curves import frozen_pass, stored_features
 from calibjax.train.options import RECIPES, AtsOptions, make_plan
 from calibjax.train.sft import SftOptions, sft_objective
-from calibjax.train.state import OptimizerKind
-from calibjax.train.step import make_train_step
+from calibjax.train.step import OptimizerKind, make_train_step
 from calibjax.train.tuning import first_state
 
 ObjectiveName = Literal["ats", "sft", "eval", "generate"]
@@ -107,7 +106,7 @@ class PlanOptions(JsonOptions):
     label_smoothing: Weight = SftOptions.label_smoothing
     lora_rank: Count | None = None
     lora_targets: Literal["all", "attention", "mlp"] = "all"
-    head_kind: HeadKind = RECIPES["default"].head
+    head_kind: HeadKind = RECIPES["default"]["head"]
     compile: bool = True
 
     def check(self) -> None:
@@ -138,7 +137,7 @@ class PlanOptions(JsonOptions):
         sft = {name: getattr(self, name) for name in _SFT_FIELDS}
         sft |= {name: getattr(self, name) for name in ("epochs", "batch_size") if getattr(self, name) is not None}
         sft_options = SftOptions(**sft)
-        ats_batch = self.batch_size or RECIPES["default"].batch_size
+        ats_batch = self.batch_size or RECIPES["default"]["batch_size"]
         return Job(
             config=config,
             objective=self.objective,

@@ -28,8 +28,7 @@ from calibjax.runtime.sharding import replicated
 from calibjax.train.checkpoint import save_head
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, make_plan
-from calibjax.train.state import OptimizerConfig, create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
 _LENGTH = 65  # tokens a sequence: 64 predictions
 _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences

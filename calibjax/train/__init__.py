@@ -4,8 +4,7 @@ from calibjax.runtime.errors import NonFiniteLossError
 from calibjax.train.ats import AtsObjective
 from calibjax.train.checkpoint import head_notes, load_head, save_head
 from calibjax.train.options import AtsOptions
-from calibjax.train.state import OptimizerConfig, TrainState, create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.step import OptimizerConfig, TrainState, create_state, make_train_step
 
 __all__ = [
     "AtsObjective",

@@ -26,8 +26,7 @@ from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_o
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.solve import Design, fit_temperature, head_params, make_design, predict, solve
-from calibjax.train.state import OptimizerConfig, create_state
-from calibjax.train.step import TrainStep, make_train_step
+from calibjax.train.step import OptimizerConfig, TrainStep, create_state, make_train_step
 
 _SMALL = 0.02  # of the gain over temperature scaling: a smaller one does not make another decay worth trying
 

@@ -35,30 +35,23 @@ from calibjax.train.portable import (
     read_authors_head,
     read_portable,
 )
-from calibjax.train.state import TrainState
+from calibjax.train.step import TrainState
 
 _MOST_PARAMETERS = 2**31
 _HEAD_REMEDY = "Restore the head from a copy, or fit it again."
 _DATE = "a chat template that writes the date gives others every day"
-_NAMES = {
+_NAMES = {  # in the identities of runs
     "windows": f"the sequences of the data; {_DATE}",
     "tokens": f"tokens of the model and the sequences; {_DATE}",
 }
-"""What names in the identities of runs mean."""
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """Asynchronous Orbax checkpoints: trained state, position in the data, what the run is, and checksums of all.
 
-    Args:
-        directory: made if missing.
-        run: JSON-able description of the run (configuration, fingerprint of the base model), kept with every
-            checkpoint; a checkpoint of another run is refused on restore.
-        keep: newest checkpoints kept.
-
-    Raises:
-        UserError: `directory` is a file; or as `check_orbax_path`.
+    `run` is a JSON-able description of the run (configuration, fingerprint of the base model), stored with every
+    checkpoint; one of another run is refused on restore. `keep`: newest checkpoints kept.
     """
 
     def __init__(self, directory: Path, run: dict[str, Any], *, keep: int = 2):
@@ -92,8 +85,8 @@ class Checkpoints:
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole (state, data position), with the shapes and shardings of `state`; None without checkpoints.
 
-        A step that is whole has all of its files, and each array and JSON value has the checksum that it was saved
-        with. Newer steps, which are not whole, are logged and removed: the run is to save them again.
+        Each array and JSON value of a whole step has the checksum that it was saved with. Newer steps, which are not
+        whole, are logged and removed: the run is to save them again.
 
         Raises:
             UserError: no step is whole, or the checkpoint belongs to a run with another configuration or base model.
@@ -138,7 +131,6 @@ class Checkpoints:
         return None
 
     def _read_jsons(self, step: int) -> dict[str, Any]:
-        """A step's JSON values by name; UserError if damaged."""
         names = ("data", "run", "checksums")
         try:
             items = ocp.args.Composite(**{name: ocp.args.JsonRestore() for name in names})
@@ -152,7 +144,6 @@ class Checkpoints:
         return values
 
     def _read_state(self, step: int, state: TrainState, digests: dict[str, Any]) -> TrainState:
-        """A step's state; UserError if it is damaged."""
         wanted = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
         try:
             restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=wanted))["state"])
@@ -171,10 +162,8 @@ class Checkpoints:
 def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
     """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
 
-    A head already there is replaced as a whole: the new one is written beside it first.
-
-    Raises:
-        UserError: the directory holds anything but a head, or cannot be written.
+    A head already there is replaced as a whole. Raises `UserError` if the directory holds anything but a head, or
+    cannot be written.
     """
     directory = Path(directory)
     check_orbax_path(directory)
@@ -201,7 +190,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         lm: the base model to use it with; its fingerprint must be the one the head was fitted on.
 
     Returns:
-        `FittedHead`, its parameters on the host: they go with a model on any devices.
+        The head, its parameters on the host.
 
     Raises:
         UserError: no head there, an unreadable one, one that is not as it was written, or one of another base model.

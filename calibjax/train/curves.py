@@ -47,8 +47,8 @@ class TokenCurves(NamedTuple):
     """The tokens of S sequences of T positions, without the model.
 
     Attributes:
-        arrays: name -> `[S, T, ...]`: `where` and `segment_ids`, the fields of `VocabCurves`, and by their names the
-            features that cannot be computed from these. Each process holds all sequences.
+        arrays: name -> `[S, T, ...]`: `where` and `segment_ids`, the fields of `VocabCurves`, and the features that
+            cannot be computed from these. Each process holds all sequences.
         scales: of the curves.
         source: int `[S]`, the group of each sequence, as in `Sequences`.
         fingerprint: of the frozen model.
@@ -101,10 +101,7 @@ _EVERYWHERE = "_everywhere"
 
 
 def _stored_as(head: HeadConfig, feature: str) -> str | None:
-    """The array that holds a feature of this head; None where it is computed from the curves.
-
-    There are curves of the tokens that count only, and a head that attends reads the features of all tokens.
-    """
+    """The array that holds a feature; None where it is computed from the curves, which only tokens that count have."""
     if FEATURES[feature].function is None:
         return feature
     return feature + _EVERYWHERE if head.attends else None
@@ -126,16 +123,10 @@ def token_curves(
     batch_size: int = 16,
     context: RunContext,
 ) -> TokenCurves:
-    """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
+    """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`), and stores what `heads` read.
 
-    Args:
-        lm: the frozen model.
-        sequences: S sequences of T positions.
-        heads: what they read is stored.
-        top_k: how many of the largest logits to store, for losses that read them.
-        keep: "disk": in `context.directory`, from which a killed pass resumes and a later one reads; or "memory".
-        batch_size: sequences per forward pass.
-        context: directory, log and progress.
+    `top_k` of the largest logits are stored, for losses that read them. `keep`: "disk", in `context.directory`, from
+    which a killed pass resumes and a later one reads; or "memory". `batch_size`: sequences per forward pass.
 
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
@@ -222,7 +213,7 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
 
 
 def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
-    """Tokens of one pass over the vocabulary: at most those of a batch, and a multiple of the devices they lie on."""
+    """At most the tokens of a batch, and a multiple of the devices they lie on."""
     if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
         return _BLOCK
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -266,55 +257,38 @@ class _Store:
         if directory is None:
             self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
             return
+        self._note_file = directory / "note.json"
+        self._files = {name: directory / f"{name}.bin" for name in shapes}
         self.done = int(on_first(self._begin))
         self._arrays = self._map("r+") if is_first() else {}
 
     def _begin(self) -> int:
+        """The number of sequences that the files hold of this pass; makes them where they are of another."""
         assert self._directory is not None
-        note = self._read_note()
-        if note is not None:
-            return note
+        sizes = {name: max(math.prod(shape) * np.dtype(of).itemsize, 1) for name, (shape, of) in self._shapes.items()}
+        with contextlib.suppress(ValueError, OSError):
+            note = read_json(self._note_file)
+            is_of_this = isinstance(note, dict) and note.get("identity") == self._identity
+            if is_of_this and all(file.stat().st_size == sizes[name] for name, file in self._files.items()):
+                return int(note["done"])
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._note_file.unlink(missing_ok=True)
-            for name, (shape, dtype) in self._shapes.items():
-                file = self._file(name)
+            for name, file in self._files.items():
                 file.unlink(missing_ok=True)
                 with file.open("xb") as fresh:  # a write to a mapped page without a block on the disk ends the process
-                    os.posix_fallocate(fresh.fileno(), 0, max(math.prod(shape) * np.dtype(dtype).itemsize, 1))
+                    os.posix_fallocate(fresh.fileno(), 0, sizes[name])
         except OSError as error:
-            for name in self._shapes:
+            for file in self._files.values():
                 with contextlib.suppress(OSError):
-                    self._file(name).unlink()
+                    file.unlink()
             raise UserError(f"cannot keep the frozen pass in {self._directory}: {error}. Use --keep memory.") from error
         return 0
 
-    @property
-    def _note_file(self) -> Path:
-        assert self._directory is not None
-        return self._directory / "note.json"
-
-    def _file(self, name: str) -> Path:
-        assert self._directory is not None
-        return self._directory / f"{name}.bin"
-
-    def _read_note(self) -> int | None:
-        """The number of sequences that the files hold of this pass; None where they are of another, or incomplete."""
-        try:
-            note = read_json(self._note_file)
-            sizes = {name: self._file(name).stat().st_size for name in self._shapes}
-        except (ValueError, OSError):
-            return None
-        expected = {
-            name: max(math.prod(shape) * np.dtype(dtype).itemsize, 1) for name, (shape, dtype) in self._shapes.items()
-        }
-        if not isinstance(note, dict) or note.get("identity") != self._identity or sizes != expected:
-            return None
-        return int(note["done"])
-
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
         return {
-            name: np.memmap(self._file(name), dtype, mode, shape=shape) for name, (shape, dtype) in self._shapes.items()
+            name: np.memmap(file, self._shapes[name][1], mode, shape=self._shapes[name][0])
+            for name, file in self._files.items()
         }
 
     def write(self, name: str, at: Any, values: np.ndarray) -> None:

@@ -35,7 +35,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.curves import array_hash
-from calibjax.train.state import Schedule
+from calibjax.train.step import Schedule
 from calibjax.train.tuning import TuningOptions, check_dense, tune
 
 Method = Literal["lhts", "partition"]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -22,15 +22,14 @@ from calibjax.runtime.sharding import place_rows
 from calibjax.runtime.signals import finishing_steps
 from calibjax.runtime.tracking import TrackerName, make_tracker
 from calibjax.train.checkpoint import Checkpoints
-from calibjax.train.state import TrainState
-from calibjax.train.step import StepMetrics, TrainStep
+from calibjax.train.step import StepMetrics, TrainState, TrainStep
 
 LOG_EVERY = 10
 _FLUSH_EVERY = 30.0  # seconds between writes of events to the disk
 
 
 class TrainLog:
-    """Writes scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), in process 0 only.
+    """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), in process 0 only.
 
     Rows of steps after `first_step`, from which the run resumes, are removed. `track`: a tracker that gets them too.
     """
@@ -85,13 +84,6 @@ class TrainLog:
                 self._tracker.finish()
 
 
-class Evaluation(NamedTuple):
-    """`function` maps parameters to the scalars to log, `every` so many steps and after the last."""
-
-    function: Callable[[Any], dict[str, float]]
-    every: int
-
-
 class _Settle:
     """Waits for a step, checks and logs its metrics. Called one step late, so that the device is never idle."""
 
@@ -127,7 +119,8 @@ def train(
     context: RunContext,
     identity: dict[str, Any],
     checkpoint_every: int = 200,
-    evaluation: Evaluation | None = None,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    evaluate_every: int = 1,
 ) -> TrainState:
     """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
@@ -143,9 +136,7 @@ def train(
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-
-    Returns:
-        The state after the last step.
+        evaluate: maps parameters to scalars to log, every `evaluate_every` steps and after the last.
 
     Raises:
         NonFiniteLossError: a loss or gradient was not finite; checkpoints of earlier steps are kept.
@@ -174,13 +165,13 @@ def train(
                     settle(*pending)
                 pending = (number, metrics)
                 last, stopping = number == steps, stop_requested(number)
-                due = evaluation is not None and (last or number % evaluation.every == 0)
+                due = evaluate is not None and (last or number % evaluate_every == 0)
                 keep = last or stopping or number % checkpoint_every == 0
                 if due or keep:
                     settle(*pending)
                     pending = None
-                if due and evaluation is not None:
-                    scalars = evaluation.function(state.params)
+                if due and evaluate is not None:
+                    scalars = evaluate(state.params)
                     log.write(number, scalars)
                     text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
                     if context.shows_progress:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
@@ -13,22 +13,18 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options, named
 from calibjax.runtime.sharding import check_batch
 from calibjax.train.curves import Keep
-from calibjax.train.state import OptimizerConfig
+from calibjax.train.step import OptimizerConfig
 
 if TYPE_CHECKING:
     LossName = str
 else:
     LossName = Literal[("auto", *LOSSES)]
 
-AUTO = ("cross-entropy", "joint")
-"""The losses that `--loss auto` tries: proper scores."""
-ALPHA_GRID = (1.0, 4.0, 20.0)
-"""Values of `--alpha` with which it tries joint, from the lowest NLL towards the lowest calibration error."""
-AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))
-"""What the heads read that are tried where no features are given, the simplest first."""
+AUTO = ("cross-entropy", "joint")  # the losses that `--loss auto` tries: proper scores
+ALPHA_GRID = (1.0, 4.0, 20.0)  # of joint, from the lowest NLL towards the lowest calibration error
+AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))  # that are tried, the simplest first
+DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # that are tried for a linear head of hidden states
 _NARROW = 64  # most units of an MLP head that is a candidate among others
-DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
-"""Values of `--weight-decay` that are tried for a linear head of hidden states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,11 +95,11 @@ class AtsOptions:
     @classmethod
     def unset_value(cls, name: str) -> Any:
         """Returns the default recipe's value of an option that is None; None if the recipe has none."""
-        return getattr(RECIPES["default"], name, None)
+        return RECIPES["default"].get(name)
 
 
 def describe_alphas() -> str:
-    """Describes `--alpha` for each loss that has it, for the help."""
+    """`--alpha` of each loss that has it, for the help."""
     names: dict[Hyperparameter, list[str]] = {}
     for name, loss in LOSSES.items():
         if (weight := loss.weight()) is not None:
@@ -119,66 +115,42 @@ AtsOptions.__doc__ = (
 )
 
 
-class Recipe(NamedTuple):
-    """The values that `AtsOptions` leaves to it, and what it alone decides.
-
-    Attributes:
-        intermediate_size: D -> width of the head's MLP; None: the head's own.
-        min_scale: smallest inverse temperature of the head.
-    """
-
-    head: HeadKind
-    random_start: bool
-    normalize: bool
-    loss: LossName
-    refit_temperature: bool
-    epochs: int
-    batch_size: int
-    accumulate: int
-    learning_rate: float
-    warmup_fraction: float
-    intermediate_size: Callable[[int], int] | None = None
-    min_scale: float = MIN_SCALE
-
-
-def llama_intermediate_size(hidden_size: int) -> int:
-    """Width of the MLP of Llama 1 and 2: 8/3 D, rounded up to a multiple of 256.
-
-    Example:
-        >>> [llama_intermediate_size(hidden_size) for hidden_size in (4096, 5120)]
-        [11008, 13824]
-    """
+def _llama_intermediate_size(hidden_size: int) -> int:
+    """Width of the MLP of Llama 1 and 2: 8/3 D, rounded up to a multiple of 256."""
     return 256 * -(-(8 * hidden_size // 3) // 256)
 
 
-RECIPES = {
-    "default": Recipe(
-        head="linear",
-        random_start=False,
-        normalize=True,
-        loss="auto",
-        refit_temperature=True,
-        epochs=6,
-        batch_size=16,
-        accumulate=1,
-        learning_rate=2e-3,
-        warmup_fraction=0.1,
-    ),
-    "paper": Recipe(
-        head="transformer",
-        random_start=True,
-        normalize=False,
-        loss="selective-authors",
-        refit_temperature=False,
-        epochs=2,
-        batch_size=8,
-        accumulate=8,
-        learning_rate=5e-5,
-        warmup_fraction=0.0,
-        intermediate_size=llama_intermediate_size,  # those of calibration_configs/ for 7B and 13B
-        min_scale=NO_MIN_SCALE,
-    ),
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {
+        "head": "linear",
+        "random_start": False,
+        "normalize": True,
+        "loss": "auto",
+        "refit_temperature": True,
+        "epochs": 6,
+        "batch_size": 16,
+        "accumulate": 1,
+        "learning_rate": 2e-3,
+        "warmup_fraction": 0.1,
+        "intermediate_size": lambda hidden_size: None,
+        "min_scale": MIN_SCALE,
+    },
+    "paper": {
+        "head": "transformer",
+        "random_start": True,
+        "normalize": False,
+        "loss": "selective-authors",
+        "refit_temperature": False,
+        "epochs": 2,
+        "batch_size": 8,
+        "accumulate": 8,
+        "learning_rate": 5e-5,
+        "warmup_fraction": 0.0,
+        "intermediate_size": _llama_intermediate_size,  # those of calibration_configs/ for 7B and 13B
+        "min_scale": NO_MIN_SCALE,
+    },
 }
+"""What `AtsOptions` leaves to its recipe, and the width of the head's MLP and its smallest inverse temperature."""
 
 
 class Trial(NamedTuple):
@@ -232,25 +204,24 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """
     check_options(options)
     recipe = RECIPES[options.recipe]
-    recipe = recipe._replace(**{name: v for name in recipe._fields if (v := getattr(options, name, None)) is not None})
-    if recipe.batch_size % recipe.accumulate:
+    chosen = SimpleNamespace(**recipe | {name: x for name in recipe if (x := getattr(options, name, None)) is not None})
+    if chosen.batch_size % chosen.accumulate:
         raise UserError(
-            f"--accumulate: expected a divisor of --batch-size {recipe.batch_size}, got {recipe.accumulate}."
+            f"--accumulate: expected a divisor of --batch-size {chosen.batch_size}, got {chosen.accumulate}."
         )
-    trials = _trials(recipe.loss, options.alpha)
-    _check_head_options(options, recipe.head)
-    solved = recipe.head == "linear" and options.pooling == "token" and not recipe.random_start
+    trials = _trials(chosen.loss, options.alpha)
+    _check_head_options(options, chosen.head)
+    solved = chosen.head == "linear" and options.pooling == "token" and not chosen.random_start
     if options.features is not None:
         reads = (tuple(options.features.split("+")),)
     else:
         reads = AUTO_FEATURES if solved else (("hidden_states",),)
-    built = [(recipe.head, features) for features in reads]
+    built = [(chosen.head, features) for features in reads]
     if options.head is None and options.features is None and solved:
         built.append(("mlp", ("hidden_states",)))
-    if recipe.intermediate_size is not None:
-        width = recipe.intermediate_size(hidden_size)
-    else:
-        width = min(hidden_size, _NARROW) if len(built) > 1 else None
+    width = chosen.intermediate_size(hidden_size)
+    if width is None and len(built) > 1:
+        width = min(hidden_size, _NARROW)
     try:
         heads = tuple(
             HeadConfig(
@@ -258,10 +229,10 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
                 hidden_size=hidden_size,
                 features=features,
                 pooling=options.pooling,
-                identity_start=not recipe.random_start,
+                identity_start=not chosen.random_start,
                 intermediate_size=width,
-                normalize=recipe.normalize,
-                min_scale=recipe.min_scale,
+                normalize=chosen.normalize,
+                min_scale=chosen.min_scale,
             )
             for kind, features in built
         )
@@ -284,16 +255,16 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         heads=heads,
         decays=decays if options.weight_decay is None else (options.weight_decay,),
         trials=trials,
-        auto=recipe.loss == "auto",
-        refit_temperature=recipe.refit_temperature,
+        auto=chosen.loss == "auto",
+        refit_temperature=chosen.refit_temperature,
         tokens=options.tokens,
         folds=options.folds,
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        accumulate=recipe.accumulate,
+        epochs=chosen.epochs,
+        batch_size=chosen.batch_size,
+        accumulate=chosen.accumulate,
         optimizer=OptimizerConfig(
-            learning_rate=recipe.learning_rate,
-            warmup_fraction=recipe.warmup_fraction,
+            learning_rate=chosen.learning_rate,
+            warmup_fraction=chosen.warmup_fraction,
             weight_decay=options.weight_decay or 0.0,
         ),
         keep=options.keep,
@@ -322,11 +293,8 @@ def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
     if loss != "auto":
         return (Trial(loss, checked_alpha(loss, alpha)),)
     grid = ALPHA_GRID if alpha is None else (alpha,)
-    return tuple(
-        Trial(name, checked_alpha(name, value))
-        for name in AUTO
-        for value in (grid if LOSSES[name].alpha is not None else (None,))
-    )
+    given = ((name, value) for name in AUTO for value in (grid if LOSSES[name].alpha is not None else (None,)))
+    return tuple(Trial(name, checked_alpha(name, value)) for name, value in given)
 
 
 def checked_alpha(loss: str, alpha: float | None) -> float | None:

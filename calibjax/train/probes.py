@@ -23,8 +23,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_directory, read_json, write_file
 from calibjax.runtime.sharding import local_rows, replicated
 from calibjax.train.loop import train
-from calibjax.train.state import OptimizerConfig, create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
 _STEPS, _BATCH = 400, 256
 _WEIGHTS, _DESCRIPTION = "probe.safetensors", "probe.json"

@@ -99,7 +99,7 @@ class SftOptions(TuningOptions):
         return self.learning_rate or (2e-5 if self.lora_rank is None else 2e-4)
 
     def configure(self, config: DecoderConfig) -> DecoderConfig:
-        """Returns the configuration to train: the model's own, with the soft-cap of the options."""
+        """The configuration to train: the model's own, with the soft-cap of the options."""
         return config if self.softcap is None else dataclasses.replace(config, logit_softcap=self.softcap)
 
 
@@ -110,25 +110,23 @@ class SftObjective:
     It trains the decoder's parameters, or adapters of a frozen decoder, without storing logits. With label
     smoothing β, the loss of a token with logits z/T is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
     (arXiv 2508.00264, section 3); other losses are those of `losses.LOSSES`, of the logits z/T.
+
+    Attributes:
+        model: as `options.configure` returns it.
     """
 
     model: DecoderConfig
-    loss: str = "label-smoothing"
-    alpha: float | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    temperature: float = 1.0
+    options: SftOptions = SftOptions()
     dtype: DTypeLike = jnp.float32
-    remat: decoder.Remat = "none"
-    lora: LoraConfig | None = None
     sharding: VocabSharding | None = None
 
     def __call__(
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        if self.lora is not None:
+        lora = self.options.lora
+        if lora is not None:
             # Adapters are float32; their products are added to those of the kernels, in the compute dtype.
-            params = self.lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
+            params = lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
         hidden = decoder.hidden_states(
             self.model,
             params,
@@ -136,8 +134,8 @@ class SftObjective:
             segment_ids=batch["segment_ids"],
             positions=batch["positions"],
             dtype=self.dtype,
-            remat=self.remat,
-            lora=self.lora,
+            remat=self.options.remat,
+            lora=lora,
         )
         unembedding = decoder.unembedding(self.model, params).astype(self.dtype)
         bias = decoder.unembedding_bias(params)
@@ -145,31 +143,28 @@ class SftObjective:
 
     def _total(self, hidden, unembedding, bias, batch: Mapping[str, Array]) -> Float[Array, ""]:
         """The sum of the loss over the tokens that count."""
-        scale = None if self.temperature == 1 else 1 / self.temperature
-        options = {"bias": bias, "softcap": self.model.logit_softcap, "sharding": self.sharding}
-        if self.loss in ("label-smoothing", "cross-entropy"):
+        own, targets = self.options, batch["targets"]
+        shared = {
+            "scale": None if own.temperature == 1 else 1 / own.temperature,
+            "where": batch["where"],
+            "bias": bias,
+            "softcap": self.model.logit_softcap,
+            "sharding": self.sharding,
+        }
+        if own.loss in ("label-smoothing", "cross-entropy"):
+            smoothing = own.label_smoothing if own.loss == "label-smoothing" else 0.0
             return linear_cross_entropy(
-                hidden,
-                unembedding,
-                batch["targets"],
-                scale=scale,
-                label_smoothing=self.label_smoothing if self.loss == "label-smoothing" else 0.0,
-                z_loss=self.z_loss,
-                reduction="sum",
-                where=batch["where"],
-                **options,
+                hidden, unembedding, targets, label_smoothing=smoothing, z_loss=own.z_loss, reduction="sum", **shared
             )
-        hyper = {} if self.alpha is None else {"alpha": self.alpha}
-        loss, targets, where = LOSSES[self.loss], batch["targets"], batch["where"]
-        return jnp.sum(
-            linear_loss(loss, hidden, unembedding, targets, hyper=hyper, scale=scale, where=where, **options)[0]
-        )
+        hyper = {} if own.alpha is None else {"alpha": own.alpha}
+        return jnp.sum(linear_loss(LOSSES[own.loss], hidden, unembedding, targets, hyper=hyper, **shared)[0])
 
     def likelihood(self) -> "SftObjective":
-        """Returns the objective that evaluates the same model by its negative log-likelihood."""
-        return dataclasses.replace(
-            self, loss="cross-entropy", alpha=None, label_smoothing=0.0, z_loss=0.0, temperature=1.0, remat="none"
+        """The objective that evaluates the same model by its negative log-likelihood."""
+        plain = dataclasses.replace(
+            self.options, loss="cross-entropy", alpha=None, z_loss=0.0, temperature=1.0, remat="none"
         )
+        return dataclasses.replace(self, options=plain)
 
 
 class SftFit(NamedTuple):
@@ -189,19 +184,9 @@ class SftFit(NamedTuple):
 def sft_objective(
     config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Mesh | None = None
 ) -> SftObjective:
-    """Returns the objective of `fit_sft`: the model of `options.configure` in `dtype`, sharded over `mesh`."""
-    return SftObjective(
-        model=options.configure(config),
-        loss=options.loss,
-        alpha=options.alpha,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        temperature=options.temperature,
-        dtype=dtype,
-        remat=options.remat,
-        lora=options.lora,
-        sharding=None if mesh is None else vocab_sharding(mesh, config),
-    )
+    """The objective of `fit_sft`, sharded over `mesh`."""
+    sharding = None if mesh is None else vocab_sharding(mesh, config)
+    return SftObjective(model=options.configure(config), options=options, dtype=dtype, sharding=sharding)
 
 
 def fit_sft(
@@ -214,8 +199,8 @@ def fit_sft(
 ) -> SftFit:
     """Fine-tunes a model, or adapters in it, on sequences of tokens.
 
-    Checkpoints are stored in `context.directory`, if there is one: a killed run that is started again with the same
-    arguments resumes and ends with bit-identical parameters. Weights are trained in float32.
+    With a directory in `context`, a killed run that is started again with the same arguments resumes and ends with
+    bit-identical parameters. Weights are trained in float32.
 
     Args:
         lm: the initial model; `lm.dtype` is the compute dtype. For full fine-tuning, load its weights in float32.
@@ -224,9 +209,6 @@ def fit_sft(
         context: directory for checkpoints and logs, devices, log and progress; its seed determines the initial
             adapters, the order of the sequences and the validation part.
         consume: donate the weights of `lm` instead of copying them; `lm` cannot be used afterwards.
-
-    Returns:
-        `SftFit`.
 
     Raises:
         UserError: inconsistent options, or a directory that holds another run.
@@ -257,7 +239,6 @@ def fit_sft(
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
     del placed
-    data = array_hash(sequences._asdict())
     with context.with_directory() as context:
         params, report = tune(
             objective,
@@ -268,7 +249,11 @@ def fit_sft(
             sequences.take(validation_rows).arrays(),
             options,
             context=context.titled("fine-tuning"),
-            identity={"fingerprint": lm.fingerprint, "dtype": str(lm.dtype), "windows": data},
+            identity={
+                "fingerprint": lm.fingerprint,
+                "dtype": str(lm.dtype),
+                "windows": array_hash(sequences._asdict()),
+            },
             reduction=options.reduction,
             consume=lora is None and consume,
         )

@@ -1,24 +1,97 @@
-"""The training step: a pure, jitted function that donates its state."""
+"""The training step, a pure, jitted function that donates its state; its state and its optimiser."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
-
-from calibjax.train.state import TrainState
+from jaxtyping import Array, Float, Int
 
 Batch = Mapping[str, Array]
+OptimizerKind = Literal["adamw", "adafactor"]
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+class TrainState(NamedTuple):
+    """What a training step updates.
+
+    Attributes:
+        step: int32 scalar, number of steps taken.
+        params: trained parameters.
+        opt_state: state of the optax transformation.
+        carry: state of a `CarryingObjective`, such as running means; otherwise empty.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: optax.OptState
+    carry: Any = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Configuration of the optimiser.
+
+    Attributes:
+        learning_rate: peak learning rate, > 0.
+        kind: adamw, or adafactor (Shazeer & Stern 2018, algorithm 4), which factors the second moments of a matrix into
+            a row and a column and has no first moment, so that its state takes little memory.
+        schedule: after the warm-up: cosine or linear decay to 0, or a constant rate.
+        warmup_fraction: fraction of the steps, in [0, 1), in which the rate rises linearly from 0.
+        weight_decay: decoupled weight decay, >= 0.
+        clip_norm: largest global norm of the gradient, > 0; None: no clipping. `make_train_step` applies it.
+        b1, b2: decay rates of Adam's moments.
+    """
+
+    learning_rate: float = 2e-3
+    kind: OptimizerKind = "adamw"
+    schedule: Schedule = "cosine"
+    warmup_fraction: float = 0.1
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+
+    def rate(self, steps: int) -> optax.Schedule:
+        """The schedule of the learning rate over `steps` steps."""
+        warmup = int(self.warmup_fraction * steps)
+        left = max(steps - warmup, 1)
+        after = {
+            "cosine": lambda: optax.cosine_decay_schedule(self.learning_rate, left),
+            "linear": lambda: optax.linear_schedule(self.learning_rate, 0.0, left),
+            "constant": lambda: optax.constant_schedule(self.learning_rate),
+        }[self.schedule]()
+        if not warmup:
+            return after
+        return optax.join_schedules([optax.linear_schedule(0.0, self.learning_rate, warmup), after], [warmup])
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        """The optax transformation for a run of `steps` steps."""
+        rate = self.rate(steps)
+        if self.kind == "adafactor":
+            # Updates are not scaled by the size of the parameters: the learning rate has the same meaning as in AdamW.
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(self.weight_decay),
+                optax.scale_by_learning_rate(rate),
+            )
+        return optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+
+
+def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), carry)
 
 
 class Objective(Protocol):
     """A loss to minimise: its sum over a micro-batch, and the divisor that makes it a mean.
 
     Its arguments are the trained parameters, frozen arrays, a batch, and hyper-parameters (float32 scalars, whose
-    values can change without recompilation). It returns two float32 scalars: the sum of the loss, and the divisor,
-    which is summed over all micro-batches: the number of tokens for a mean over tokens, of sequences for one over them.
+    values can change without recompilation). Both results are float32 scalars, and are added up over micro-batches; the
+    divisor is the number of tokens for a mean over tokens, of sequences for one over them.
     """
 
     def __call__(
@@ -27,10 +100,7 @@ class Objective(Protocol):
 
 
 class CarryingObjective(Protocol):
-    """An `Objective` with a state of its own, which `TrainState.carry` holds.
-
-    Its last argument is that state; it returns the sum of the loss, and a pair of the divisor and the new state.
-    """
+    """An `Objective` with a state of its own: `TrainState.carry`, its last argument. It returns the new one too."""
 
     def __call__(
         self, params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any
@@ -65,9 +135,9 @@ def make_train_step(
         carrying: the objective is a `CarryingObjective`; the micro-batches update its state in order.
         accumulate: number of micro-batches per batch; a divisor of the batch size. The gradient is that of the mean
             over the whole batch, whatever the numbers of tokens in the micro-batches.
-        reduction: "sum" takes the gradient of the sum instead of the mean, so that a batch with more tokens takes a
-            larger step. `StepMetrics.loss` is the mean in both cases.
-        clip_norm: largest global norm of the gradient, > 0; a larger gradient is scaled to it. None: no clipping.
+        reduction: "sum" takes the gradient of the sum instead of the mean. `StepMetrics.loss` is the mean in both
+            cases.
+        clip_norm: largest global norm of the gradient, > 0. None: no clipping.
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any):

@@ -26,9 +26,17 @@ from calibjax.runtime.options import (
     options_identity,
 )
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.loop import Evaluation, train
-from calibjax.train.state import OptimizerConfig, OptimizerKind, Schedule, TrainState, create_state
-from calibjax.train.step import CarryingObjective, Objective, make_train_step
+from calibjax.train.loop import train
+from calibjax.train.step import (
+    CarryingObjective,
+    Objective,
+    OptimizerConfig,
+    OptimizerKind,
+    Schedule,
+    TrainState,
+    create_state,
+    make_train_step,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +136,9 @@ def tune(
             freed.
         frozen: arrays that objective and likelihood read.
         train_arrays, validation_arrays: arrays of the sequences, one row each.
-        context: its seed determines the order of the sequences.
-        identity: as in `train`; options and seed are added.
+        context, identity: see `train`; the seed determines the order of the sequences.
         carry: initial state of a `CarryingObjective`; None for other objectives.
+        reduction: see `make_train_step`.
         consume: donate the initial parameters instead of copying them.
 
     Returns:
@@ -177,7 +185,8 @@ def tune(
             context=context,
             identity={"options": options_identity(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
-            evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
+            evaluate=evaluate,
+            evaluate_every=max(1, steps // options.epochs),
         )
         final = evaluate(state.params)
     validation = len(next(iter(validation_arrays.values())))

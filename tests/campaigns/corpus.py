@@ -19,7 +19,7 @@ from calibjax.models import load_model
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime.checksums import seal
 from calibjax.train.checkpoint import Checkpoints, save_head
-from calibjax.train.state import OptimizerConfig, TrainState
+from calibjax.train.step import OptimizerConfig, TrainState
 
 
 def make_corpus(directory: Path) -> None:

@@ -19,8 +19,7 @@ from calibjax.models import DecoderConfig, LanguageModel, init_params
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.context import RunContext
 from calibjax.train.loop import train
-from calibjax.train.state import OptimizerConfig, create_state
-from calibjax.train.step import make_train_step
+from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
 N, LENGTH, K = 2000, 8, 16
 MEANING = answer_meanings(2)

@@ -35,7 +35,7 @@ from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.errors import UserError
-from calibjax.train.sft import SftObjective
+from calibjax.train.sft import SftObjective, SftOptions
 
 # By default every kind of option has a row, in one of the families that read it; all have a rule for every parameter.
 REPEATED = {
@@ -336,7 +336,9 @@ def test_fine_tuning_knows_the_unembedding_bias(tmp_path):
     tokens, ones = golden["tokens"], np.ones_like(golden["tokens"])
     batch = {"tokens": tokens, "targets": tokens[:, ::-1], "segment_ids": ones, "where": ones.astype(bool)}
     batch["positions"] = np.arange(tokens.shape[1])[None] * ones
-    loss, count = jax.jit(SftObjective(model=model.config))(model.params, None, batch, {})
+    loss, count = jax.jit(SftObjective(model=model.config, options=SftOptions(loss="cross-entropy")))(
+        model.params, None, batch, {}
+    )
     log_probs = scipy.special.log_softmax(np.asarray(golden["logits"], np.float64), axis=-1)
     expected = -np.take_along_axis(log_probs, batch["targets"][..., None], -1).sum()
     assert count == tokens.size

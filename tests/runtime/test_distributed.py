@@ -26,7 +26,7 @@ from calibjax.runtime.sharding import make_mesh, param_shardings
 from calibjax.train import load_head
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.sft import SftOptions
-from calibjax.train.state import create_state
+from calibjax.train.step import create_state
 
 
 class Job:

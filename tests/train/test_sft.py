@@ -24,7 +24,9 @@ from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft
 from calibjax.train.tuning import first_state
 
-LORA = LoraConfig(rank=3, alpha=6.0)
+ADAPTERS = SftOptions(lora_rank=3, lora_alpha=6.0)
+LORA = ADAPTERS.lora
+assert LORA is not None
 
 
 def setting(count=8, **changes):
@@ -43,16 +45,16 @@ def random_adapters(lm, lora=LORA):
 
 def dense(objective, params, batch):
     """The loss over the whole `[B, T, V]`, by optax."""
-    where, targets = batch["where"], batch["targets"]
+    where, targets, options = batch["where"], batch["targets"], objective.options
     z = decoder.logits(
         objective.model, params, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"]
     )
-    z = z / objective.temperature
-    if objective.loss == "brier":
+    z = z / options.temperature
+    if options.loss == "brier":
         distance = jnp.square(jax.nn.softmax(z) - jax.nn.one_hot(targets, z.shape[-1])).sum(axis=-1)
         return jnp.sum(jnp.where(where, distance, 0.0))
-    labels = optax.smooth_labels(jax.nn.one_hot(targets, z.shape[-1]), objective.label_smoothing)
-    loss = optax.softmax_cross_entropy(z, labels) + objective.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
+    labels = optax.smooth_labels(jax.nn.one_hot(targets, z.shape[-1]), options.label_smoothing)
+    loss = optax.softmax_cross_entropy(z, labels) + options.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
     return jnp.sum(jnp.where(where, loss, 0.0))
 
 
@@ -78,7 +80,7 @@ def assert_close(got, expected, bound):
 def test_gradient_equals_the_dense_formula(changes, options):
     """Smoothing without a soft-cap: that of the adapters below, and of the steps that are PyTorch's."""
     lm, batch = setting(**changes)
-    objective = SftObjective(model=lm.config, **options)
+    objective = SftObjective(model=lm.config, options=SftOptions(**options))
     (loss, tokens), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(lm.params, None, batch, {})
     expected, dense_gradient = jax.jit(jax.value_and_grad(lambda p: dense(objective, p, batch)))(lm.params)
     assert float(tokens) == float(batch["where"].sum())
@@ -89,13 +91,12 @@ def test_gradient_equals_the_dense_formula(changes, options):
 def test_adapters_are_trained_and_nothing_else():
     lm, batch = setting()
     adapters = random_adapters(lm)
-    objective = SftObjective(model=lm.config, label_smoothing=0.1, lora=LORA)
+    objective = SftObjective(model=lm.config, options=ADAPTERS)
     (loss, _), gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))(adapters, lm.params, batch, {})
-    plain = dataclasses.replace(objective, lora=None)
     merged = jax.eval_shape(LORA.merge, lm.params, adapters)
 
     def through_merged(adapters):
-        return dense(plain, LORA.merge(lm.params, adapters), batch)
+        return dense(objective, LORA.merge(lm.params, adapters), batch)
 
     expected, dense_gradient = jax.jit(jax.value_and_grad(through_merged))(adapters)
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
@@ -113,7 +114,8 @@ def test_validation_is_the_likelihood_alone():
     """Whatever the loss; and weights are trained in float32, whatever they were."""
     config = make_lm().config
     changes = {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "full", "alpha": 0.5}
-    assert SftObjective(model=config, **changes).likelihood() == SftObjective(model=config, loss="cross-entropy")
+    plain = SftOptions(loss="cross-entropy", label_smoothing=0.3, remat="none")
+    assert SftObjective(model=config, options=SftOptions(**changes)).likelihood().options == plain
     state = first_state({"w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0))
     assert state.params["w"].dtype == jnp.float32
 
@@ -175,16 +177,16 @@ def test_adapters_of_a_bfloat16_model():
     lm, batch = setting()
     adapters = random_adapters(lm)
     errors = {}
-    for lora, trained in ((LORA, adapters), (None, LORA.merge(lm.params, adapters))):
+    for options, trained in ((ADAPTERS, adapters), (SftOptions(), LORA.merge(lm.params, adapters))):
         gradients = []
         for dtype in (jnp.float32, jnp.bfloat16):
-            objective = SftObjective(model=lm.config, label_smoothing=0.1, dtype=dtype, lora=lora, remat="full")
+            objective = SftObjective(model=lm.config, options=options, dtype=dtype)
             frozen = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), lm.params)
             of = jax.jit(jax.grad(lambda p, f, o=objective: o(p, f, batch, {})[0]))
             gradients.append(of(trained, frozen))
         chex.assert_trees_all_equal_shapes_and_dtypes(gradients[1], trained)
         difference = jax.tree.map(jnp.subtract, *gradients)
-        errors[lora] = float(optax.global_norm(difference) / optax.global_norm(gradients[0]))
+        errors[options.lora] = float(optax.global_norm(difference) / optax.global_norm(gradients[0]))
     print(errors)
     assert errors[LORA] < 2 * errors[None]
 
@@ -316,11 +318,10 @@ def test_experts_stay_frozen():
 @pytest.mark.slow
 def test_adapters_beside_experts():
     lm, batch = setting(family="mixtral", mixture=Mixture(experts=4, per_token=2))
-    lora = LoraConfig(rank=2, targets="attention")
+    lora = LoraConfig(rank=2, alpha=32.0, targets="attention")
     adapters = random_adapters(lm, lora)
-    objective = SftObjective(model=lm.config, lora=lora)
+    objective = SftObjective(model=lm.config, options=SftOptions(lora_rank=2, lora_targets="attention"))
     gradient = jax.jit(jax.grad(objective, has_aux=True))(adapters, lm.params, batch, {})[0]
-    plain = dataclasses.replace(objective, lora=None)
-    expected = jax.jit(jax.grad(lambda a: dense(plain, lora.merge(lm.params, a), batch)))(adapters)
+    expected = jax.jit(jax.grad(lambda a: dense(objective, lora.merge(lm.params, a), batch)))(adapters)
     assert_close(gradient, expected, 2e-5)
     assert set(adapters["layers"]) == {"attention"}
