@@ -43,7 +43,7 @@ def quick_compile():
 
 TESTS = Path(__file__).parent
 FAST = (
-    *("data", "losses/test_bounds.py", "losses/test_long_horizon.py", "metrics/test_metrics.py"),
+    *("data", "losses/test_bounds.py", "losses/test_long_horizon.py"),
     *("metrics/test_goldens.py", "models/test_shapes.py", "nn/test_blocks.py", "recalibrate/test_temperature.py"),
     *("runtime/test_files.py", "train/test_loop.py", "train/test_versions.py", "test_layout.py"),
 )

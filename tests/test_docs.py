@@ -105,14 +105,14 @@ ROOMS = (
 
 
 def public_names(room):
-    """`__all__`, or what a module defines itself; not the rooms of the front door."""
+    """`__all__`, what a package imports, or what a module defines itself; not the rooms of the front door."""
     module = importlib.import_module(room)
     exported = getattr(module, "__all__", None)
     if exported is None:
         exported = [
             name
             for name, value in vars(module).items()
-            if not name.startswith("_") and getattr(value, "__module__", None) == room
+            if not name.startswith("_") and (hasattr(module, "__path__") or getattr(value, "__module__", None) == room)
         ]
     return {name: getattr(module, name) for name in exported if not inspect.ismodule(getattr(module, name))}
 

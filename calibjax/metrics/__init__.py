@@ -6,114 +6,63 @@ is pure, jitted, and NaN where no point counts. Metrics that follow from `Calibr
 batch. `docs/metrics.md` sets definitions and conventions beside those of other libraries.
 """
 
-from calibjax.metrics.binless import (
-    ReliabilityCurve,
-    curve_from_sums,
-    grid_sums,
-    ks_calibration_error,
-    reliability_curve,
-    smooth_ece,
-)
-from calibjax.metrics.bootstrap import (
-    bootstrap_interval,
-    compare_resamples,
-    metric_interval,
-    paired_comparison,
-    percentile_interval,
-    pooled_sums,
-    resample_metric,
-    resample_sums,
-)
-from calibjax.metrics.capability import capability_error, pass_at_k, predicted_pass_at_k, success_fraction
-from calibjax.metrics.errors import (
-    Norm,
-    adaptive_calibration_error,
-    bias_from_sums,
-    calibration_bias,
-    classwise_calibration_error,
-    debiased_calibration_error,
-    debiased_from_sums,
-    ece_from_sums,
-    expected_calibration_error,
-    groupwise_calibration_error,
-    maximum_calibration_error,
-    mce_from_sums,
-    rmsce_from_sums,
-    root_mean_square_calibration_error,
-)
-from calibjax.metrics.intervals import Comparison, ErrorInterval, Interval, error_comparison, error_interval, holm
-from calibjax.metrics.local import GroupingParts, grouping_loss, grouping_parts, local_calibration_error
-from calibjax.metrics.ranking import aurc, auroc, ause, excess_aurc, prediction_rejection_ratio
-from calibjax.metrics.scores import (
-    BrierParts,
-    ConfidenceParts,
-    brier_parts,
-    brier_score,
-    confidence_parts,
-    negative_log_likelihood,
-    summarise,
-)
-from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, calibration_sums, equal_mass_index, total
-
-__all__ = [
-    "BrierParts",
-    "CalibrationSums",
-    "Closed",
-    "Comparison",
-    "ConfidenceParts",
-    "ErrorInterval",
-    "GroupingParts",
-    "Interval",
-    "Norm",
-    "ReliabilityCurve",
-    "adaptive_calibration_error",
-    "aurc",
-    "auroc",
-    "ause",
-    "bias_from_sums",
-    "bin_index",
-    "bootstrap_interval",
-    "brier_parts",
-    "brier_score",
-    "calibration_bias",
-    "calibration_sums",
-    "capability_error",
-    "classwise_calibration_error",
-    "compare_resamples",
-    "confidence_parts",
-    "curve_from_sums",
-    "debiased_calibration_error",
-    "debiased_from_sums",
-    "ece_from_sums",
-    "equal_mass_index",
-    "error_comparison",
-    "error_interval",
-    "excess_aurc",
-    "expected_calibration_error",
-    "grid_sums",
-    "grouping_loss",
-    "grouping_parts",
-    "groupwise_calibration_error",
-    "holm",
-    "ks_calibration_error",
-    "local_calibration_error",
-    "maximum_calibration_error",
-    "mce_from_sums",
-    "metric_interval",
-    "negative_log_likelihood",
-    "paired_comparison",
-    "pass_at_k",
-    "percentile_interval",
-    "pooled_sums",
-    "predicted_pass_at_k",
-    "prediction_rejection_ratio",
-    "reliability_curve",
-    "resample_metric",
-    "resample_sums",
-    "rmsce_from_sums",
-    "root_mean_square_calibration_error",
-    "smooth_ece",
-    "success_fraction",
-    "summarise",
-    "total",
-]
+from calibjax.metrics.binless import ReliabilityCurve as ReliabilityCurve
+from calibjax.metrics.binless import curve_from_sums as curve_from_sums
+from calibjax.metrics.binless import grid_sums as grid_sums
+from calibjax.metrics.binless import ks_calibration_error as ks_calibration_error
+from calibjax.metrics.binless import reliability_curve as reliability_curve
+from calibjax.metrics.binless import smooth_ece as smooth_ece
+from calibjax.metrics.bootstrap import bootstrap_interval as bootstrap_interval
+from calibjax.metrics.bootstrap import compare_resamples as compare_resamples
+from calibjax.metrics.bootstrap import metric_interval as metric_interval
+from calibjax.metrics.bootstrap import paired_comparison as paired_comparison
+from calibjax.metrics.bootstrap import percentile_interval as percentile_interval
+from calibjax.metrics.bootstrap import pooled_sums as pooled_sums
+from calibjax.metrics.bootstrap import resample_metric as resample_metric
+from calibjax.metrics.bootstrap import resample_sums as resample_sums
+from calibjax.metrics.capability import capability_error as capability_error
+from calibjax.metrics.capability import pass_at_k as pass_at_k
+from calibjax.metrics.capability import predicted_pass_at_k as predicted_pass_at_k
+from calibjax.metrics.capability import success_fraction as success_fraction
+from calibjax.metrics.errors import Norm as Norm
+from calibjax.metrics.errors import adaptive_calibration_error as adaptive_calibration_error
+from calibjax.metrics.errors import bias_from_sums as bias_from_sums
+from calibjax.metrics.errors import calibration_bias as calibration_bias
+from calibjax.metrics.errors import classwise_calibration_error as classwise_calibration_error
+from calibjax.metrics.errors import debiased_calibration_error as debiased_calibration_error
+from calibjax.metrics.errors import debiased_from_sums as debiased_from_sums
+from calibjax.metrics.errors import ece_from_sums as ece_from_sums
+from calibjax.metrics.errors import expected_calibration_error as expected_calibration_error
+from calibjax.metrics.errors import groupwise_calibration_error as groupwise_calibration_error
+from calibjax.metrics.errors import maximum_calibration_error as maximum_calibration_error
+from calibjax.metrics.errors import mce_from_sums as mce_from_sums
+from calibjax.metrics.errors import rmsce_from_sums as rmsce_from_sums
+from calibjax.metrics.errors import root_mean_square_calibration_error as root_mean_square_calibration_error
+from calibjax.metrics.intervals import Comparison as Comparison
+from calibjax.metrics.intervals import ErrorInterval as ErrorInterval
+from calibjax.metrics.intervals import Interval as Interval
+from calibjax.metrics.intervals import error_comparison as error_comparison
+from calibjax.metrics.intervals import error_interval as error_interval
+from calibjax.metrics.intervals import holm as holm
+from calibjax.metrics.local import GroupingParts as GroupingParts
+from calibjax.metrics.local import grouping_loss as grouping_loss
+from calibjax.metrics.local import grouping_parts as grouping_parts
+from calibjax.metrics.local import local_calibration_error as local_calibration_error
+from calibjax.metrics.ranking import aurc as aurc
+from calibjax.metrics.ranking import auroc as auroc
+from calibjax.metrics.ranking import ause as ause
+from calibjax.metrics.ranking import excess_aurc as excess_aurc
+from calibjax.metrics.ranking import prediction_rejection_ratio as prediction_rejection_ratio
+from calibjax.metrics.scores import BrierParts as BrierParts
+from calibjax.metrics.scores import ConfidenceParts as ConfidenceParts
+from calibjax.metrics.scores import brier_parts as brier_parts
+from calibjax.metrics.scores import brier_score as brier_score
+from calibjax.metrics.scores import confidence_parts as confidence_parts
+from calibjax.metrics.scores import negative_log_likelihood as negative_log_likelihood
+from calibjax.metrics.scores import summarise as summarise
+from calibjax.metrics.sums import CalibrationSums as CalibrationSums
+from calibjax.metrics.sums import Closed as Closed
+from calibjax.metrics.sums import bin_index as bin_index
+from calibjax.metrics.sums import calibration_sums as calibration_sums
+from calibjax.metrics.sums import equal_mass_index as equal_mass_index
+from calibjax.metrics.sums import total as total

@@ -38,10 +38,10 @@ class Points(NamedTuple):
 
 def divisor(total: Any) -> Any:
     """`total`, 1 in place of 0: safe to divide by at any scale of the weights."""
-    return _module(total).where(total > 0, total, 1.0)
+    return module_of(total).where(total > 0, total, 1.0)
 
 
-def _module(array: Any) -> Any:
+def module_of(array: Any) -> Any:
     """numpy for numpy arrays, jax.numpy for all others."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
@@ -63,7 +63,7 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
 def _allowed(weight: Any, counts: bool) -> Any:
     """Whether each weight is finite, >= 0, and a whole number if `counts`."""
     finite = (weight >= 0) & (weight < np.inf)
-    return finite & (weight == _module(weight).floor(weight)) if counts else finite
+    return finite & (weight == module_of(weight).floor(weight)) if counts else finite
 
 
 def _inside(values: Any) -> Any:

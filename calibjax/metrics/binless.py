@@ -13,10 +13,8 @@ from jaxtyping import Array, Float
 from calibjax.metrics._points import Points, check, divisor, metric, points
 from calibjax.runtime.arrays import AnyArray
 
-NODES = 256
-"""Grid intervals of the curve on [0, 1]; its smallest bandwidth spans five of them."""
-GROUPS = 200
-"""Groups that the band is resampled from: its ends have a relative error of (2 GROUPS)^-½, 5%."""
+NODES = 256  # grid intervals of the curve on [0, 1]; its smallest bandwidth spans five of them
+GROUPS = 200  # that the band is resampled from: its ends have a relative error of (2 GROUPS)^-½, 5%
 _BANDWIDTHS = (0.02, 0.05)  # of the curve
 _LEAST = 10.0  # points, weighted by the kernel over its largest value, below which the curve is not drawn
 _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them
@@ -50,9 +48,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     reflected at 0 and 1. The automatic bandwidth is the fixed point σ = smECE_σ. As in the authors' code, ten
     bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
-    Args:
-        confidence, correct, where: see `expected_calibration_error`.
-        bandwidth: σ > 0, or None for the automatic bandwidth.
+    `bandwidth`: σ > 0, or None for the automatic one. For the other arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
     grid = _residual_grid(data)
@@ -90,10 +86,10 @@ class ReliabilityCurve(NamedTuple):
     """Accuracy by confidence at 101 confidences from 0 to 1.
 
     Attributes:
-        confidence: `[101]`, 0, 0.01, ..., 1.
-        accuracy: `[101]`; NaN where fewer than ten points are within reach of the kernel.
-        low, high: `[101]`, ends of the pointwise 95% band; NaN where accuracy is.
-        density: `[101]`, of the confidences; its integral is 1.
+        confidence: 0, 0.01, ..., 1.
+        accuracy: NaN where fewer than ten points are within reach of the kernel.
+        low, high: ends of the pointwise 95% band; NaN where accuracy is.
+        density: of the confidences; its integral is 1.
         bandwidth: standard deviation of the kernel.
     """
 

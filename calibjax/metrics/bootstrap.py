@@ -26,8 +26,7 @@ from calibjax.metrics.intervals import Comparison, Interval, error_comparison, e
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
 
 POOLS = 10_000
-_DRAWS = 2**22
-"""Largest number of draws and weights held at once."""
+_DRAWS = 2**22  # largest number of draws and weights held at once
 
 
 def _pools(groups: int, seed: int) -> np.ndarray:
@@ -82,7 +81,7 @@ def resample_sums(
         statistic: function of `CalibrationSums` `[R, bins]` (`[R, M, bins]` for M models; float64, numpy) that returns
             `[R]`, or `[R, k]` for k values.
         resamples: number of bootstrap samples >= 1 (ValueError for fewer, or for no group).
-        seed: seed of the draws.
+        seed: of the draws.
     """
     groups = len(np.asarray(sums.count))
     if not groups or resamples < 1:

@@ -26,9 +26,8 @@ def capability_error(
     confidence: Float[AnyArray, "..."], successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]
 ) -> Float[Array, "..."]:
     """Unbiased estimate of (confidence − q)², q the success probability of a question: (confidence − c/n)² − v,
-    v = c(n − c)/(n²(n − 1)).
+    v = c(n − c)/(n²(n − 1)), which is the unbiased estimate of the variance of c/n.
 
-    The squared distance from c/n is too large by the variance of c/n, q(1 − q)/n, of which v is the unbiased estimate.
     The mean over questions is the capability-calibration error of arXiv 2602.13540 without the noise of the samples;
     the estimate of a single question may be negative.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.metrics._points import check_indices, divisor, is_known, metric, points
+from calibjax.metrics._points import check_indices, divisor, is_known, metric, module_of, points
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
 from calibjax.runtime.arrays import AnyArray, as_indices
 
@@ -20,7 +20,7 @@ Norm = Literal["l1", "l2", "max"]
 
 def _gaps(sums: CalibrationSums):
     """numpy or jax.numpy, and per bin: |mean confidence − accuracy| and the fraction of all points, NaN without any."""
-    xp = np if isinstance(sums.count, np.ndarray) else jnp
+    xp = module_of(sums.count)
     gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
     points = sums.whole()[0][..., None]
     fraction = xp.where(points > 0, sums.count / divisor(points), xp.nan)
@@ -55,17 +55,22 @@ def debiased_from_sums(sums: CalibrationSums):
     if is_known(sums.count) and (np.asarray(sums.count) % 1 != 0).any():
         raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional counts.")
     xp, gap, fraction = _gaps(sums)
-    count, safe = sums.count, xp.maximum(sums.count, 2)
-    accuracy = sums.correct / safe
-    variance = (sums.correct_squared / safe - accuracy * accuracy) / (safe - 1)  # of the bin's accuracy
-    square = xp.where(count > 1, gap * gap - variance, 0) * fraction
+    variance = variance_of_mean(sums.count, sums.correct, sums.correct_squared)
+    square = xp.where(sums.count > 1, gap * gap - variance, 0) * fraction
     error = xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
-    return xp.where((count % 1 == 0).all(axis=-1), error, xp.nan)
+    return xp.where((sums.count % 1 == 0).all(axis=-1), error, xp.nan)
+
+
+def variance_of_mean(count, total, squares):
+    """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
+    xp, several = module_of(count), module_of(count).maximum(count, 2)
+    mean = total / several
+    return xp.where(count > 1, (squares / several - mean * mean) / (several - 1), 0)
 
 
 def bias_from_sums(sums: CalibrationSums):
     """Mean confidence − accuracy; shape `[...]`, in [−1, 1]."""
-    xp = np if isinstance(sums.count, np.ndarray) else jnp
+    xp = module_of(sums.count)
     count, confidence, correct, _ = sums.whole()
     return xp.where(count > 0, (confidence - correct) / divisor(count), xp.nan)
 
@@ -242,11 +247,7 @@ def groupwise_calibration_error(
         number: number of groups, for `[N]`; None: one more than the largest (not under jit).
         reduction: see above.
 
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts, and for "mean" if none of them is in a group.
-
-    Raises:
-        ValueError: a group that is not in [0, number), or as `expected_calibration_error`.
+    ValueError for a group that is not in [0, number). NaN where no point counts, or for "mean" is in a group.
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')

@@ -14,15 +14,13 @@ estimate. The intervals here invert a test instead:
    the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
    observed one.
 
-The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps: two models
-with the same answers have the largest noise where their gaps have opposite signs. Candidates of a difference therefore
-have gaps as observed or smoothed over neighbouring bins, which corrects signs that noise has changed. They start from
-both debiased errors, or, where the models judge the same answers, from the lower and from the upper end of both models'
-own 96% intervals. The interval is the union, in the spirit of Berger and Boos (1994, JASA 89), who take the largest
-p-value over a confidence set of nuisance parameters.
+The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps. Candidates of
+a difference therefore have gaps as observed or smoothed over neighbouring bins, which corrects signs that noise has
+changed. They start from both debiased errors, or, where the models judge the same answers, from the lower and from the
+upper end of both models' own 96% intervals. The interval is the union, in the spirit of Berger and Boos (1994, JASA
+89), who take the largest p-value over a confidence set of nuisance parameters.
 
-The target is the error of the population in the same bins: Σ_b |E[(confidence − correctness) 1_b]| for ECE.
-`docs/metrics.md` has the simulated coverage.
+The target is the error of the population in the same bins; `docs/metrics.md` has the simulated coverage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +33,10 @@ from calibjax.metrics.errors import Norm
 from calibjax.metrics.sums import CalibrationSums
 
 _HALVINGS = 18
-_FARTHEST = 10.0
-"""Largest increase of a gap, in standard errors."""
-_START_LEVEL = 0.96
-"""Coverage of each model's interval, from whose ends the candidates of a difference start."""
-_SHARED = 0.2
-"""Correlation of the noise of two models' mean gaps above which they count as judging the same answers."""
-_BANDWIDTH = 2 / 15
-"""Standard deviation of the kernel that smooths gaps over bins, as a fraction of the number of bins."""
+_FARTHEST = 10.0  # largest increase of a gap, in standard errors
+_START_LEVEL = 0.96  # coverage of each model's interval, from whose ends the candidates of a difference start
+_SHARED = 0.2  # correlation of two models' mean gaps above which they count as judging the same answers
+_BANDWIDTH = 2 / 15  # standard deviation of the kernel that smooths gaps, as a fraction of the number of bins
 
 
 class Interval(NamedTuple):
@@ -156,9 +150,9 @@ def error_comparison(
 ) -> Comparison:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    The candidates are those of the module's docstring: from each start the gaps of one model shrink while those of the
-    other grow. Noise is drawn jointly. The interval holds the differences of the candidates that the observed
-    difference does not reject, and the p-value is the largest of the candidates with equal errors.
+    The interval holds the differences of the candidates that the observed difference does not reject, and the p-value
+    is the largest of the candidates with equal errors: from each start the gaps of one model shrink while those of the
+    other grow. Noise is drawn jointly.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
@@ -225,10 +219,7 @@ class _Observed(NamedTuple):
         return self._replace(**fields, noise=self.noise[:, models], weights=np.abs(self.weights[models]))
 
     def shares_answers(self, signs: Float[np.ndarray, " M"]) -> bool:
-        """Whether the noise of two models' mean gaps is correlated, as it is where they judge the same answers.
-
-        Means over all bins: the same point may lie in other bins of the other model.
-        """
+        """Whether the noise of two models' mean gaps is correlated, as where they judge the same answers."""
         gaps = self.noise.sum(axis=-1)
         first, second = (gaps[:, signs == sign].mean(axis=1) for sign in (1, -1))
         return bool(first @ second > _SHARED * np.sqrt((first @ first) * (second @ second)))

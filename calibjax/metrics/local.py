@@ -61,10 +61,8 @@ def local_calibration_error(
 class GroupingParts(NamedTuple):
     """Grouping loss = explained − bias − induced, on the scale of `brier_score`; scalars.
 
-    Attributes:
-        explained: variance of the accuracy over regions within bins.
-        bias: the part of it that is due to finite samples.
-        induced: the part of it that is due to the slope of accuracy over confidence within a bin.
+    `explained` is the variance of the accuracy over regions within bins, `bias` the part of it that is due to finite
+    samples, `induced` that due to the slope of accuracy over confidence within a bin.
     """
 
     explained: Array
@@ -98,8 +96,7 @@ def grouping_parts(
         number: number of regions in a bin.
         where: see `adaptive_calibration_error`.
 
-    Returns:
-        `GroupingParts`; NaN where no point counts.
+    NaN where no point counts.
     """
     check({"confidence": confidence, "correct": correct}, where, counts=True)
     regions = as_indices(regions)
@@ -167,9 +164,8 @@ def grouping_loss(
         confidence, correct, bins, where: see `grouping_parts`.
         features: `[N, F]`, finite at points that count.
 
-    Returns:
-        float32 scalar, on the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no
-        point counts, or a feature of one that does is not finite.
+    On the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no point counts, or a
+    feature of one that does is not finite.
     """
     data = points(confidence, correct, where, counts=True)
     x = _features(features, data)

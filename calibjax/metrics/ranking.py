@@ -15,7 +15,7 @@ from calibjax.metrics._points import Points, metric, points
 
 
 class _Blocks(NamedTuple):
-    """Blocks of equal score, best first, `[N]` each. Entries that do not end a block have `weight` and `value` 0."""
+    """Blocks of equal score, best first. Entries that do not end a block have `weight` and `value` 0."""
 
     weight: Float[Array, " N"]  # in the block
     value: Float[Array, " N"]  # Σ value in the block
@@ -42,11 +42,8 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
 def auroc(confidence, correct, *, where=None):
     """Area under the ROC curve: P(a right answer has higher confidence than a wrong one); ties count one half.
 
-    A point whose `correct` is a fraction counts as right by that fraction and as wrong by the rest. For the arguments
-    see `expected_calibration_error`.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN if all answers are right, or none.
+    A point whose `correct` is a fraction counts as right by that fraction and as wrong by the rest. NaN if all answers
+    are right, or none. For the arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
     b = _blocks(data.confidence, data.correct, data.weight)
@@ -83,12 +80,9 @@ def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> 
 def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
-    (1/n) Σ_k (fraction of wrong answers among the k of highest confidence). The sum is over points, so `where` holds
-    whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other arguments see
-    `expected_calibration_error`.
-
-    Returns:
-        float32 scalar in [0, 1], lower is better; NaN where no point counts.
+    (1/n) Σ_k (fraction of wrong answers among the k of highest confidence); lower is better. The sum is over points, so
+    `where` holds whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other
+    arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where, counts=True)
     return data.answer(_area(data, data.confidence, 1 - data.correct))
@@ -109,11 +103,8 @@ def excess_aurc(confidence, correct, *, where=None):
 def prediction_rejection_ratio(confidence, correct, *, where=None):
     """How much of the possible gain from rejection the confidence gives (PRR; Malinin and Gales 2021).
 
-    (error rate − AURC)/(error rate − AURC of the best order): 1 for the best order, 0 for a random one. For the
-    arguments see `aurc`.
-
-    Returns:
-        float32 scalar, at most 1; NaN where all answers are equally right, or none counts.
+    (error rate − AURC)/(error rate − AURC of the best order): 1 for the best order, 0 for a random one. NaN where all
+    answers are equally right. For the arguments see `aurc`.
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
@@ -128,18 +119,12 @@ def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", 
     """Area under the sparsification error (Ilg et al. 2018), where uncertainty is 1 − confidence.
 
     Mean over k of (mean error of the k points of highest confidence − mean error of the k points of least error),
-    divided by the mean error of all points. 0 is best.
+    divided by the mean error of all points. 0 is best, and the value where the mean error is 0.
 
     Args:
         confidence, correct, where: see `aurc`.
         error: error of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
             `excess_aurc` divided by the error rate.
-
-    Returns:
-        float32 scalar; 0 if the mean error is 0, NaN where no point counts.
-
-    Raises:
-        ValueError: for an unknown `error`.
     """
     if error not in ("brier", "zero-one"):
         raise ValueError(f'error: expected "brier" or "zero-one", got {error!r}.')

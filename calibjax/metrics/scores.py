@@ -1,6 +1,6 @@
 """Proper scores of a confidence: Brier score with its decomposition, negative log-likelihood; summary of sums."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from jax.scipy.special import xlog1py, xlogy
 from jaxtyping import Array
 
 from calibjax.metrics._points import divisor, metric, points
-from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
+from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums, variance_of_mean
 from calibjax.metrics.sums import CalibrationSums, total
 
 
@@ -76,27 +76,16 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     if debiased:
         if (sums.count % 1 != 0).any():
             raise ValueError("brier_parts: debiased expects sums of whole counts, got fractional counts.")
-        noise = (fraction * _variance_of_mean(sums.count, sums.correct, sums.correct_squared)).sum(-1)
-        variance = _variance_of_mean(points, correct, squared)
+        noise = (fraction * variance_of_mean(sums.count, sums.correct, sums.correct_squared)).sum(-1)
+        variance = variance_of_mean(points, correct, squared)
         reliability, resolution = reliability - noise, resolution - noise + variance
         uncertainty = uncertainty + variance
     return BrierParts(reliability, resolution, uncertainty, within)
 
 
-def _variance_of_mean(count: Any, total: Any, squares: Any) -> np.ndarray:
-    """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
-    several = np.maximum(count, 2)
-    return np.where(count > 1, (squares / several - np.square(total / several)) / (several - 1), 0.0)
-
-
 class ConfidenceParts(NamedTuple):
-    """bias = (1 − accuracy) wrong − accuracy (1 − right), each a float32 scalar.
-
-    Attributes:
-        accuracy: mean correctness.
-        right: mean confidence in correct answers; NaN if there is none.
-        wrong: mean confidence in incorrect answers; NaN if there is none.
-        bias: mean confidence − accuracy.
+    """Mean correctness, mean confidence in correct and in incorrect answers (NaN if there is none), and the bias, mean
+    confidence − accuracy = (1 − accuracy) wrong − accuracy (1 − right); float32 scalars.
     """
 
     accuracy: Array

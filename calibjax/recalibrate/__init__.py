@@ -1,73 +1,37 @@
 """Post-hoc maps fitted on held-out data: `METHODS` under one contract, and the temperature scaling of the trainer."""
 
-from calibjax.recalibrate.agreement import fit_daca, sample_agreement
-from calibjax.recalibrate.contract import FitReport, Method, Predictions, parameter_count
-from calibjax.recalibrate.estimators import (
-    AdaptiveTemperatureScaling,
-    BetaCalibration,
-    ConfidenceTemperatureScaling,
-    DirichletCalibration,
-    EnsembleTemperatureScaling,
-    Estimator,
-    FeatureClipping,
-    FewShotRecalibration,
-    GLayers,
-    HistogramBinning,
-    IsotonicCalibration,
-    LocalRecalibration,
-    MatrixScaling,
-    Multicalibration,
-    OneVsRestPlattScaling,
-    PlattScaling,
-    ScalingBinning,
-    TemperatureScaling,
-    VectorScaling,
-    VennAbersCalibration,
-)
-from calibjax.recalibrate.methods import METHODS
-from calibjax.recalibrate.saved import Recalibrator, load, save
-from calibjax.recalibrate.temperature import (
-    NEEDED_STATISTICS,
-    LikelihoodSums,
-    TemperatureFit,
-    fit_temperature,
-    likelihood_sums,
-)
-
-__all__ = [
-    "METHODS",
-    "NEEDED_STATISTICS",
-    "AdaptiveTemperatureScaling",
-    "BetaCalibration",
-    "ConfidenceTemperatureScaling",
-    "DirichletCalibration",
-    "EnsembleTemperatureScaling",
-    "Estimator",
-    "FeatureClipping",
-    "FewShotRecalibration",
-    "FitReport",
-    "GLayers",
-    "HistogramBinning",
-    "IsotonicCalibration",
-    "LikelihoodSums",
-    "LocalRecalibration",
-    "MatrixScaling",
-    "Method",
-    "Multicalibration",
-    "OneVsRestPlattScaling",
-    "PlattScaling",
-    "Predictions",
-    "Recalibrator",
-    "ScalingBinning",
-    "TemperatureFit",
-    "TemperatureScaling",
-    "VectorScaling",
-    "VennAbersCalibration",
-    "fit_daca",
-    "fit_temperature",
-    "likelihood_sums",
-    "load",
-    "parameter_count",
-    "sample_agreement",
-    "save",
-]
+from calibjax.recalibrate.agreement import fit_daca as fit_daca
+from calibjax.recalibrate.agreement import sample_agreement as sample_agreement
+from calibjax.recalibrate.contract import FitReport as FitReport
+from calibjax.recalibrate.contract import Method as Method
+from calibjax.recalibrate.contract import Predictions as Predictions
+from calibjax.recalibrate.contract import parameter_count as parameter_count
+from calibjax.recalibrate.estimators import AdaptiveTemperatureScaling as AdaptiveTemperatureScaling
+from calibjax.recalibrate.estimators import BetaCalibration as BetaCalibration
+from calibjax.recalibrate.estimators import ConfidenceTemperatureScaling as ConfidenceTemperatureScaling
+from calibjax.recalibrate.estimators import DirichletCalibration as DirichletCalibration
+from calibjax.recalibrate.estimators import EnsembleTemperatureScaling as EnsembleTemperatureScaling
+from calibjax.recalibrate.estimators import Estimator as Estimator
+from calibjax.recalibrate.estimators import FeatureClipping as FeatureClipping
+from calibjax.recalibrate.estimators import FewShotRecalibration as FewShotRecalibration
+from calibjax.recalibrate.estimators import GLayers as GLayers
+from calibjax.recalibrate.estimators import HistogramBinning as HistogramBinning
+from calibjax.recalibrate.estimators import IsotonicCalibration as IsotonicCalibration
+from calibjax.recalibrate.estimators import LocalRecalibration as LocalRecalibration
+from calibjax.recalibrate.estimators import MatrixScaling as MatrixScaling
+from calibjax.recalibrate.estimators import Multicalibration as Multicalibration
+from calibjax.recalibrate.estimators import OneVsRestPlattScaling as OneVsRestPlattScaling
+from calibjax.recalibrate.estimators import PlattScaling as PlattScaling
+from calibjax.recalibrate.estimators import ScalingBinning as ScalingBinning
+from calibjax.recalibrate.estimators import TemperatureScaling as TemperatureScaling
+from calibjax.recalibrate.estimators import VectorScaling as VectorScaling
+from calibjax.recalibrate.estimators import VennAbersCalibration as VennAbersCalibration
+from calibjax.recalibrate.methods import METHODS as METHODS
+from calibjax.recalibrate.saved import Recalibrator as Recalibrator
+from calibjax.recalibrate.saved import load as load
+from calibjax.recalibrate.saved import save as save
+from calibjax.recalibrate.temperature import NEEDED_STATISTICS as NEEDED_STATISTICS
+from calibjax.recalibrate.temperature import LikelihoodSums as LikelihoodSums
+from calibjax.recalibrate.temperature import TemperatureFit as TemperatureFit
+from calibjax.recalibrate.temperature import fit_temperature as fit_temperature
+from calibjax.recalibrate.temperature import likelihood_sums as likelihood_sums

@@ -15,7 +15,7 @@ _LIMIT = 16.0  # of its slopes and intercepts
 
 
 class VectorState(NamedTuple):
-    """a, b of a ⊙ x + b, float32 `[K]` each."""
+    """a, b of a ⊙ x + b, float32 `[K]`."""
 
     slope: np.ndarray
     intercept: np.ndarray

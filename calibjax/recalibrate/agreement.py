@@ -21,8 +21,7 @@ def sample_agreement(
         where: bool `[N, S]`, False for samples that do not count.
 
     Returns:
-        (answer int32 `[N]`, the one whose first sample comes first where several are as frequent; confidence float32
-        `[N]`, 0 where no sample counts).
+        The answer, int32 `[N]`, of several as frequent ones the first; its fraction, float32 `[N]`, 0 without samples.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,12 +48,8 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
     the same most likely option, min over s of mean KL(softmax(b) ‖ softmax(s z)). Where they disagree the base model's
     confidence is of another option, and would make the temperature too high.
 
-    Args:
-        logits: z, of K options under the chat model.
-        base_logits: b, of the same options of the same questions under the base model.
-
-    Returns:
-        A state of the method `temperature`; its loss is the cross-entropy.
+    `logits` z are those of K options under the chat model, `base_logits` b of the same options under the base model.
+    The result is a state of the method `temperature`; its loss is the cross-entropy.
 
     Raises:
         UserError: the shapes differ, a value is not finite, or the models agree on no question.

@@ -32,7 +32,7 @@ class Estimator:
     recalibrator_: Recalibrator
 
     def fit(self, X: Any, y: Any, where: Any = None, **fields: Any) -> Self:
-        """Fits the method.
+        """Fits the method; UserError as of `Method.fit`.
 
         Args:
             X: logits `[N, K]`, confidences `[N]` or `[N, 1]`, or features, by the method.
@@ -40,14 +40,14 @@ class Estimator:
                 confidences right (1) or wrong (0), or a fraction.
             where: bool `[N]`, False for rows that do not count.
             fields: further fields of `Predictions` that the method reads.
-
-        Raises:
-            UserError: see `calibjax.recalibrate.contract.select`.
         """
         method, truth = METHODS[self.method], np.ravel(as_array(y))
         data = self._predictions(X, fields)
         if method.gives == "log_probs":
-            width = _columns(data)
+            shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
+            if len(shape) != 2:
+                raise UserError(f"X: expected [N, K], got the shape {shape}.")
+            width = shape[1] if data.unembedding is None else shape[0]
             self.classes_ = np.arange(width)
             if not np.issubdtype(truth.dtype, np.integer):
                 self.classes_, truth = np.unique(truth, return_inverse=True)
@@ -65,7 +65,11 @@ class Estimator:
     def transform(self, X: Any, **fields: Any) -> np.ndarray:
         """Calibrated confidences, float32 `[N]`; of logits, probabilities `[N, K]`."""
         if not hasattr(self, "recalibrator_"):
-            raise _not_fitted()(f"{type(self).__name__}: call fit first.")
+            try:
+                from sklearn.exceptions import NotFittedError
+            except ImportError:
+                NotFittedError = UserError
+            raise NotFittedError(f"{type(self).__name__}: call fit first.")
         name, width = type(self).__name__, 1 if np.ndim(X) == 1 else np.shape(X)[1]
         if width != self.n_features_in_:
             raise UserError(f"X has {width} features, but {name} is expecting {self.n_features_in_} features as input")
@@ -120,29 +124,12 @@ class Estimator:
         return Predictions(**{first: values, **{name: as_array(value) for name, value in fields.items()}})
 
 
-def _not_fitted() -> type[Exception]:
-    """scikit-learn's error, where it is installed."""
-    try:
-        from sklearn.exceptions import NotFittedError
-    except ImportError:
-        return UserError
-    return NotFittedError
-
-
 def as_array(values: Any) -> np.ndarray:
     """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy has not, as float32."""
     if hasattr(values, "detach"):  # a tensor of torch
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     return np.asarray(values)
-
-
-def _columns(data: Predictions) -> int:
-    """K of the predictions, the number of classes."""
-    shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
-    if len(shape) != 2:
-        raise UserError(f"X: expected [N, K], got the shape {shape}.")
-    return shape[1] if data.unembedding is None else shape[0]
 
 
 def _estimator(name: str, method: str) -> Any:

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.recalibrate.contract import FitReport
 from calibjax.runtime.arrays import AnyArray
 
-EVERYONE = -1
-"""The category of a patch that applies to every prediction."""
+EVERYONE = -1  # the category of a patch that applies to every prediction
 _MOST_PATCHES = 500
 _DEVIATIONS = 2.0  # a cell is patched where its residual exceeds this many standard deviations of its sum
 

@@ -38,7 +38,7 @@ class Minimum(NamedTuple):
 def lbfgs(
     value_and_grad: Callable[[np.ndarray], Any], start: np.ndarray, low: Any, high: Any, max_iterations: int = 1000
 ) -> Minimum:
-    """L-BFGS-B of a function x -> (value, gradient `[P]`), with `low` <= x <= `high`."""
+    """L-BFGS-B of a function x -> (value, gradient `[P]`)."""
     options = {"maxiter": max_iterations, "maxfun": 2 * max_iterations, "maxcor": 20}
     options |= {"ftol": _VALUE, "gtol": _GRADIENT}
     bounds = optimize.Bounds(low, high)
@@ -89,7 +89,7 @@ def minimize(
     bounds: tuple[Any, Any] | None = None,
     max_iterations: int = 1000,
 ) -> tuple[Any, FitReport]:
-    """The parameters with the least mean of `loss` over the rows, by L-BFGS-B in float64 on the default device.
+    """The parameters, float32, with the least mean of `loss` over the rows, by L-BFGS-B in float64; and the report.
 
     (In float32 a likelihood is known to 1e-7, and its optimum to the root of that.) Up to 512 parameters without bounds
     are scaled by the Hessian of a sample of the rows: few iterations, also where curvatures are very different.
@@ -102,9 +102,6 @@ def minimize(
         extra: pytree that `loss` also gets.
         bounds: pytrees like `start`: lowest and highest values.
         max_iterations: at most.
-
-    Returns:
-        (parameters in float32, as numpy; the report).
     """
 
     def flat(tree: Any) -> np.ndarray:
@@ -172,19 +169,13 @@ def descend(
 ) -> tuple[Any, FitReport]:
     """Adam on mini-batches; of start and all steps looked at, the one with the least loss on a held-out fifth.
 
-    So a network that starts as the identity stays it where training harms. Batches have one size, whatever the number
-    of rows: one program for all data.
+    So a network that starts as the identity stays it where training harms. Batches have one size: one program for all
+    data. `report.converged` is that the held-out loss no longer fell at the end.
 
     Args:
-        loss: as for `minimize`.
-        start: pytree of float32 arrays.
-        rows: arrays with a common first axis.
-        extra: pytree that `loss` also gets.
+        loss, start, rows, extra: see `minimize`; `start` is float32.
         seed: of the split and the batches.
         groups: int `[N]`; rows of one group stay together in the split (where there are at least two groups).
-
-    Returns:
-        (parameters as numpy, the report: `converged` is that the held-out loss no longer fell at the end).
     """
     rng = np.random.default_rng(seed)
     n = len(rows[0])
@@ -197,9 +188,8 @@ def descend(
         validation, training = rng.permutation(np.flatnonzero(held_out)), np.flatnonzero(~held_out)
     if not len(training):  # a single row
         training = validation
-    # Whole batches, rows repeated in turn to fill them.
     tests = validation[: 8 * BATCH]
-    tests = np.resize(tests, (-(-len(tests) // BATCH), BATCH))
+    tests = np.resize(tests, (-(-len(tests) // BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)

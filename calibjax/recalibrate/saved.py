@@ -105,12 +105,8 @@ def save(
 ) -> None:
     """Writes a fitted method; one that is already there is replaced as a whole. All processes of a job call it.
 
-    Args:
-        directory: of the files state.safetensors, recalibrator.json and checksums.json.
-        name: of the method in `METHODS`.
-        state: what its `fit` returned.
-        notes: further JSON-able values that `load` returns, such as the data of the fit.
-        more: content of further files by name.
+    The directory holds state.safetensors, recalibrator.json and checksums.json. `notes` are JSON-able values that
+    `load` returns, such as the data of the fit; `more` is the content of further files by name.
 
     Raises:
         UserError: no such method, a state of another method, or a directory that holds something else.

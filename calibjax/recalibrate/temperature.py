@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TemperatureFit(NamedTuple):
-    """The scalar that minimises the negative log-likelihood, and its standard error.
+    """The scalar that minimises the negative log-likelihood.
 
     Attributes:
         log_scale: log s; temperature T = exp(−log_scale).
@@ -42,10 +42,7 @@ class TemperatureFit(NamedTuple):
 
 
 class LikelihoodSums(NamedTuple):
-    """Sums over each group of tokens at one u: nll, ∂nll/∂u, ∂²nll/∂u², and the number of tokens; `[G]` each.
-
-    nll is the negative log-likelihood of the target, or of whether the most likely token is the target.
-    """
+    """Sums over each group of tokens at one u: nll, ∂nll/∂u, ∂²nll/∂u², and the number of tokens; float32 `[G]`."""
 
     nll: AnyArray
     first: AnyArray
@@ -67,9 +64,6 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
     Args:
         stats: `[G, N]`, with the fields in `NEEDED_STATISTICS`.
         top_label: the likelihood of whether the most likely token is the target, in place of that of the target.
-
-    Returns:
-        `LikelihoodSums`, float32 `[G]`.
     """
     if top_label:
         from calibjax import losses  # imports Pallas, which recalibration of a table does not need
@@ -100,9 +94,9 @@ def fit_temperature(
 ) -> TemperatureFit:
     """The one factor on all logits that minimises the negative log-likelihood (Guo et al. 2017, section 4.2).
 
-    Newton's method in u = log s, so that T > 0 always, with a third-order correction from the pass before. The
-    likelihood is convex in s, so the sign of the slope brackets the minimum; a step that would leave the bracket, or a
-    curvature that is not positive, is replaced by bisection.
+    Newton's method in u = log s, so that T > 0 always, with a third-order correction from the pass before. The sign of
+    the slope brackets the minimum; a step that would leave the bracket, or a curvature that is not positive, is
+    replaced by bisection.
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
@@ -110,9 +104,6 @@ def fit_temperature(
             with `converged` False.
         tolerance: on u.
         max_iterations: passes at most.
-
-    Returns:
-        `TemperatureFit`.
 
     Raises:
         ValueError: where no token counts or the likelihood is not finite.
@@ -157,10 +148,10 @@ def fit_temperature(
 
 
 def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:
-    """The third-order correction of the step −slope/curvature; it saves a pass in every second fit.
+    """The third-order correction of the step −slope/curvature, by inverse interpolation; it often saves a pass.
 
     With it the step ends at u(0) of the cubic Hermite interpolant u(slope), whose derivative is 1/curvature, of this
-    pass and the one before (inverse interpolation).
+    pass and the one before.
     """
     width = slope0 - slope
     t = -slope / width if width else 0.0
@@ -185,7 +176,6 @@ def fit(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> Temp
 
 def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarray, " N"]) -> TemperatureState:
     """The least mean of log Σ exp(s z) − s t over s > 0, t the logit of the label or its mean under a distribution."""
-    # Blocks of about a hundred megabytes in float64.
     pieces = -(-logits.size // _BLOCK)
     split = zip(np.array_split(logits, pieces), np.array_split(target_logit, pieces), strict=True)
     blocks = [(z, target, jnp.max(z, axis=1)) for z, target in split]
@@ -199,15 +189,12 @@ def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarr
     return TemperatureState(np.asarray(fitted.log_scale, np.float32), report)
 
 
-_BLOCK = 2**22
+_BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 
 @jax.jit
 def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> LikelihoodSums:
-    """`likelihood_sums` of dense logits, `most` of a row, at the scale e^u.
-
-    One reduction for all moments: on CPU it is half the time.
-    """
+    """`likelihood_sums` of dense logits, `most` of a row, at the scale e^u; one reduction, half the time on CPU."""
     logits, target, most = (x.astype(u.dtype) for x in (logits, target, most))
     z, target, s = logits - most[:, None], target - most, jnp.exp(u)
     e = jnp.exp(s * z)

@@ -1,20 +1,12 @@
 """Training: state, step, loop and checkpoints, and the objectives over them."""
 
-from calibjax.runtime.errors import NonFiniteLossError
-from calibjax.train.ats import AtsObjective
-from calibjax.train.checkpoint import head_notes, load_head, save_head
-from calibjax.train.options import AtsOptions
-from calibjax.train.step import OptimizerConfig, TrainState, create_state, make_train_step
-
-__all__ = [
-    "AtsObjective",
-    "AtsOptions",
-    "NonFiniteLossError",
-    "OptimizerConfig",
-    "TrainState",
-    "create_state",
-    "head_notes",
-    "load_head",
-    "make_train_step",
-    "save_head",
-]
+from calibjax.runtime.errors import NonFiniteLossError as NonFiniteLossError
+from calibjax.train.ats import AtsObjective as AtsObjective
+from calibjax.train.checkpoint import head_notes as head_notes
+from calibjax.train.checkpoint import load_head as load_head
+from calibjax.train.checkpoint import save_head as save_head
+from calibjax.train.options import AtsOptions as AtsOptions
+from calibjax.train.step import OptimizerConfig as OptimizerConfig
+from calibjax.train.step import TrainState as TrainState
+from calibjax.train.step import create_state as create_state
+from calibjax.train.step import make_train_step as make_train_step

@@ -32,7 +32,7 @@ _SMALL = 0.02  # of the gain over temperature scaling: a smaller one does not ma
 
 
 class AtsFit(NamedTuple):
-    """What `calibjax.fit_ats` returns.
+    """Result of `fit_ats`.
 
     Attributes:
         head: the fitted head.
@@ -63,16 +63,16 @@ def fit_ats(
 ) -> AtsFit:
     """Fits temperature scaling and an ATS head to a frozen model.
 
-    The model runs once, and its scale curves are kept (`train.curves`); heads are fitted on them. With a directory in
+    The model runs once, and its scale curves are stored (`train.curves`); heads are fitted on them. With a directory in
     `context`, a fit that was killed and is called again with the same arguments resumes and ends with the same head,
     bit for bit.
 
     Args:
         lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`. It is placed on
-            `context.mesh` where it is not yet, and the head with it.
+            `context.mesh` where it is not yet.
         data: sequences to fit on; or several sets by name, such as one per domain. Where a head or a loss is chosen or
-            a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others, so
-            that a head of several sets is chosen for a set that it has not seen. In the end it is fitted on all.
+            a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others. In
+            the end the head is fitted on all.
         options: see `AtsOptions`; or the plan that `make_plan` made of them.
         context: directory, devices, seed, log and progress.
 
@@ -155,8 +155,15 @@ def _fit(
         return AtsFit(temperature, temperature, report, comparison)
     params, log_factor = to_host(fitting.params(candidate)), 0.0
     if chosen is not None:
-        report["refit"], log_factor = _describe_refit(chosen, context), chosen.log_factor
+        log_factor = chosen.log_factor
         params = shrink_head(params, fit.log_scale, chosen.shrinkage)
+        if chosen.refit is not None:
+            factor, error, applied = math.exp(chosen.refit.log_scale), chosen.refit.standard_error, log_factor != 0.0
+            context.log(
+                f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
+                f"{'applied' if applied else 'not applied, within its noise'}"
+            )
+            report["refit"] = {"factor": factor, "standard_error_of_log": error, "applied": applied}
     return AtsFit(FittedHead(candidate.head, params, log_factor, tokens.fingerprint), temperature, report, comparison)
 
 
@@ -227,7 +234,7 @@ class _Fitting:
         ]
 
     def choose(self) -> tuple[Candidate | None, Score, dict[str, Any]]:
-        """The candidate to keep (None: temperature scaling, which no head beats), its score, and all as JSON.
+        """The candidate to choose (None: temperature scaling, which no head beats), its score, and all as JSON.
 
         First the head and its decay, with the first loss: the simplest whose NLL is as good as the lowest
         (`cross_fit.as_good`). Then the loss: of those whose NLL is as good, the one with the least calibration error.
@@ -360,24 +367,9 @@ def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
     return {**params, "output": output}
 
 
-def _describe_refit(best: Score, context: RunContext) -> dict[str, Any] | None:
-    """Logs and describes the factor applied on top of the head; None without one."""
-    if best.refit is None:
-        return None
-    factor, error, applied = math.exp(best.refit.log_scale), best.refit.standard_error, best.log_factor != 0.0
-    context.log(
-        f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
-        f"{'applied' if applied else 'not applied, within its noise'}"
-    )
-    return {"factor": factor, "standard_error_of_log": error, "applied": applied}
-
-
 @dataclasses.dataclass(frozen=True)
 class AtsObjective:
-    """The `Objective` of a temperature head on scale curves. Hashable.
-
-    The frozen model takes no part in it: a batch holds the arrays of `TokenCurves`, and `frozen` is not read.
-    """
+    """The `Objective` of a temperature head on the arrays of `TokenCurves`; `frozen` is not read. Hashable."""
 
     head: HeadConfig
     loss: str
@@ -414,7 +406,7 @@ def train_head(
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
     `rows`: sequences that the number of steps follows from, so that heads of folds of almost one size share a program;
-    None: those of `tokens`. The seed of `context` determines the initial parameters and the batches; its mesh is set.
+    None: those of `tokens`. The seed of `context` determines the initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)
@@ -449,6 +441,6 @@ def train_head(
 def _step_of(
     objective: AtsObjective, optimizer: OptimizerConfig, steps: int, accumulate: int
 ) -> tuple[optax.GradientTransformation, TrainStep]:
-    """Returns the optimiser and the step: one program for fits that differ only in data, seed or alpha."""
+    """The optimiser and the step: one program for fits that differ only in data, seed or alpha."""
     built = optimizer.build(steps)
     return built, make_train_step(objective, built, accumulate=accumulate, clip_norm=optimizer.clip_norm)

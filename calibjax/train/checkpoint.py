@@ -204,20 +204,17 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
     try:
         description = read_json(file)
         if (schema := description["schema"]) != HEAD_SCHEMA:
-            raise UserError(
-                f"written with schema {schema}, this calibjax reads {HEAD_SCHEMA}: use the version that wrote it, or "
-                "fit the head again."
-            )
+            raise ValueError(f"schema {schema}, this calibjax reads {HEAD_SCHEMA}")
         config = HeadConfig(**description["head"])
         log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
         check_log_factor(log_factor)
         abstract = jax.eval_shape(config.init, jax.random.key(0))
         if (count := sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))) > _MOST_PARAMETERS:
-            raise UserError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}.")
+            raise ValueError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}")
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
+        raise UserError(f"{file} is not a head's description ({error}). {_HEAD_REMEDY}") from error
     if lm is not None and fingerprint != lm.fingerprint:
         raise UserError(
             f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
@@ -235,13 +232,12 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
             raise ValueError(f"expected arrays of the shapes {expected}, found {shapes}")
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
             raise ValueError("they are not finite")
+        if different := different_arrays(array_digests(params), digests):
+            raise ValueError(f"damaged: the checksum of {', '.join(different[:5])} differs")
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = _first_line(error)
-        raise UserError(f"{directory / 'params'}: cannot read the head's parameters ({reason}).") from error
-    if different := different_arrays(array_digests(params), digests):
-        raise UserError(
-            f"{directory / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_HEAD_REMEDY}"
-        )
+        message = f"{directory / 'params'}: cannot read the head's parameters ({reason}). {_HEAD_REMEDY}"
+        raise UserError(message) from error
     return FittedHead(config, params, log_factor, fingerprint if lm is None else lm.fingerprint)
 
 

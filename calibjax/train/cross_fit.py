@@ -24,12 +24,9 @@ SHRINKAGE = 0.25
 
 On SmolLM2 and two TinyStories models, on four to five domains each, it cost at most a seventh of the gain in NLL on the
 head's own text, mostly lowered the Brier score there, and about halved what was lost on text of other domains."""
-SHRINKAGES_OF_SETS = (0.25, 0.5, 0.75)
-"""Fractions tried where several sets are given, of which each is predicted by heads of the others."""
-_ALLOWED = 0.1
-"""Part of the gain over temperature scaling that a simpler head, or a lower calibration error, may cost."""
-_ERRORS = 2.0
-"""Standard errors beyond which a difference is not noise."""
+SHRINKAGES_OF_SETS = (0.25, 0.5, 0.75)  # tried where several sets are given: each is predicted by heads of the others
+_ALLOWED = 0.1  # part of the gain over temperature scaling that a simpler head, or a lower calibration error, may cost
+_ERRORS = 2.0  # standard errors beyond which a difference is not noise
 
 
 class Score(NamedTuple):
@@ -73,10 +70,7 @@ class Score(NamedTuple):
         return float(mean), math.sqrt(spread) / float(count.sum())
 
     def beats(self, other: "Score") -> bool:
-        """Whether NLL and Brier are lower than the other's beyond noise, and ECE is not higher beyond noise.
-
-        NLL and Brier: paired over sequences, by more than two standard errors. ECE: `metrics.error_comparison`.
-        """
+        """Whether NLL and Brier are lower by more than two standard errors, and ECE is not higher beyond noise."""
         differences = (self.difference(other, figure) for figure in ("nll", "brier"))
         lower = all(difference < -_ERRORS * error for difference, error in differences)
         return lower and not metrics.error_comparison(self.sums, other.sums).low > 0
@@ -99,8 +93,7 @@ def score(
 ) -> Score:
     """Scores out-of-fold predictions, which were shrunk, with a temperature refitted on top if `refit`.
 
-    The refit minimises the log loss of the most likely token: that of the target would keep the bias of the confidence
-    that the best temperature of the whole distribution has.
+    The refit minimises the log loss of the most likely token: that of the target would leave the confidence biased.
     """
     fit = recalibrate.fit_temperature(likelihood(tokens, log_scale, top_label=True)) if refit else None
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))

@@ -123,10 +123,11 @@ def token_curves(
     batch_size: int = 16,
     context: RunContext,
 ) -> TokenCurves:
-    """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`), and stores what `heads` read.
+    """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
 
-    `top_k` of the largest logits are stored, for losses that read them. `keep`: "disk", in `context.directory`, from
-    which a killed pass resumes and a later one reads; or "memory". `batch_size`: sequences per forward pass.
+    What `heads` read is stored, and `top_k` of the largest logits, for losses that read them. `keep`: "disk", in
+    `context.directory`, from which a killed pass resumes and a later one reads; or "memory". `batch_size`: sequences
+    per forward pass.
 
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.

@@ -89,7 +89,7 @@ class LhtsOptions(TuningOptions):
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
-        """Returns the default mode's value of an option that is None; None if the mode has none."""
+        """The default mode's value of an option that is None; None if the mode has none."""
         return getattr(MODES["official"], name, None)
 
     @property
@@ -108,9 +108,9 @@ class LhtsObjective:
     """The `CarryingObjective` of LHTS: the student's weighted likelihood, and running means of the scorer's. Hashable.
 
     Beside the inputs of a decoder, a batch holds `temperature` [B] and, if the parameters hold a table `condition`
-    [K, D], the row of the table for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: Adam
-    moves every entry by about the learning rate, and these vectors need larger steps than weights. In the next-token
-    form a temperature of 1 gives weights of 1, plain likelihood, which the baseline `partition` trains with.
+    [K, D], its row for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: these vectors need
+    larger steps than weights. In the next-token form a temperature of 1 gives weights of 1, plain likelihood, which the
+    baseline `partition` trains with.
     """
 
     model: DecoderConfig
@@ -212,7 +212,7 @@ class LhtsObjective:
 
 
 def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[str, Any]:
-    """Returns the plain decoder of one condition, with `scale` times its vector added to every row of the embedding.
+    """The plain decoder of one condition: `scale` times its vector is added to every row of the embedding.
 
     With tied embeddings this adds the same constant to all logits of a position, which changes no probability.
     """
@@ -223,7 +223,7 @@ def conditioned(params: decoder.Params, index: int, scale: float = 1.0) -> dict[
 
 
 def likelihood_quantiles(mean_log_p: Float[np.ndarray, " S"], count: int) -> Int[np.ndarray, " S"]:
-    """Returns the group of each sequence, 0 (least likely) to count − 1; group sizes differ by at most 1."""
+    """The group of each sequence, 0 (least likely) to count − 1; group sizes differ by at most 1."""
     rank = np.argsort(np.argsort(mean_log_p, kind="stable"), kind="stable")
     return (rank * count // len(mean_log_p)).astype(np.int32)
 
@@ -253,19 +253,19 @@ def fit_lhts(
 
     The baseline `partition` sorts the sequences into quantiles of their mean log-likelihood under the scorer and trains
     the student on all of them, with a vector per quantile that is added to the embeddings; that of the most likely
-    quantile is used. With several rounds (Quark, arXiv 2205.13636), that student then continues the first tokens of all
-    sequences, and the next student is trained on this text too. (Quark prepends a control token instead, and goes on
-    with the same student.)
+    quantile is used. With several rounds (Quark, arXiv 2205.13636, which prepends a control token and continues with
+    the same student), that student then continues the first tokens of all sequences, and the next student is trained on
+    this text too.
 
-    Checkpoints are stored in `context.directory`, if there is one: a killed run that is started again with the same
-    arguments resumes and ends with bit-identical parameters.
+    With a directory in `context`, a killed run that is started again with the same arguments resumes and ends with
+    bit-identical parameters.
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.
         sequences: training sequences, of which a part, chosen by the seed, is held out for validation.
         options: see `LhtsOptions`.
-        context: directory for checkpoints and logs, devices, log and progress; its seed determines samples,
-            temperatures, the order of the sequences and the validation part.
+        context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
+            sequences and the validation part.
         method: `lhts` or `partition`.
         samples: directory of the sampled text, which several fits can share; None: `context.directory`.
 
@@ -359,10 +359,7 @@ def _fit_student(
     context: RunContext,
     method: Method,
 ) -> tuple[Any, float, dict[str, Any]]:
-    """Trains a student, with a table of conditions where `arrays` have them.
-
-    Returns its parameters, the scale of its conditions and the report.
-    """
+    """Parameters of a student, with a table of conditions where `arrays` have them; its scale; and the report."""
     mesh = context.mesh
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)

@@ -94,7 +94,7 @@ class AtsOptions:
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
-        """Returns the default recipe's value of an option that is None; None if the recipe has none."""
+        """The default recipe's value of an option that is None; None if the recipe has none."""
         return RECIPES["default"].get(name)
 
 

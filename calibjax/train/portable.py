@@ -23,15 +23,14 @@ from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_directory, read_json, write_file
 
-HEAD_SCHEMA = 1
-"""Of head.json."""
+HEAD_SCHEMA = 1  # of head.json
 PORTABLE = "head.safetensors"
 PORTABLE_FILES = ("head.json", PORTABLE, CHECKSUMS)
 _PROBE, _PROBE_TOKENS = "probe.", 16
 
 
 def describe_head(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the contents of head.json: configuration, common factor, fingerprint of the base model, and notes."""
+    """The contents of head.json."""
     return {
         "schema": HEAD_SCHEMA,
         "head": dataclasses.asdict(head.config),
@@ -95,7 +94,7 @@ def export_head(
 
 
 def read_portable(file: Path, like: Any) -> Any:
-    """Reads the parameters of `export_head`, as a tree like `like`; raises `ValueError` if some are missing."""
+    """The parameters of `export_head`, as a tree like `like`; raises `ValueError` if some are missing."""
     tensors = {name: array for name, array in load_file(file).items() if not name.startswith(_PROBE)}
     names = [name for name, _ in dotted_leaves(like)]
     if sorted(names) != sorted(tensors):
@@ -104,15 +103,12 @@ def read_portable(file: Path, like: Any) -> Any:
 
 
 def constant_head(head: FittedHead, temperature: float) -> FittedHead:
-    """Returns temperature scaling at `temperature` as a head of the same base model."""
+    """Temperature scaling as a head of the same base model."""
     config = dataclasses.replace(head.config, kind="constant")
     return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, 0.0, head.fingerprint)
 
 
-# --- the authors' heads ---
-
-AUTHORS = "calibration_head.safetensors"
-"""The file of the code of arXiv 2409.19817, beside its config.json."""
+AUTHORS = "calibration_head.safetensors"  # of the code of arXiv 2409.19817, beside its config.json
 _AUTHORS_FEATURES = {
     "hidden_states": "hidden_states",
     "maxlogit": "max_logit",

@@ -47,18 +47,10 @@ def probe_loss(
 def fit_probe(
     features: Float[np.ndarray, "N F"], target: Float[np.ndarray, " N"], *, context: RunContext, identity: Any
 ) -> ProbeParams:
-    """Fits a probe on N answers, by the training loop; a killed fit resumes.
+    """Fits a probe on finite features and targets in [0, 1], by the training loop; a killed fit resumes.
 
-    Features are standardised, and mean and deviation then folded into the parameters.
-
-    Args:
-        features: finite.
-        target: in [0, 1].
-        context: its directory holds the checkpoints.
-        identity: JSON-able description of the fit.
-
-    Returns:
-        The parameters, on the host.
+    Features are standardised, and mean and deviation then folded into the parameters. `context`: its directory holds
+    the checkpoints; `identity`: JSON-able description of the fit.
     """
     mean, deviation = features.mean(axis=0), np.maximum(features.std(axis=0), 1e-6)
     count, width = features.shape
@@ -102,11 +94,7 @@ def save_probe(directory: Path, params: ProbeParams, *, name: str, fingerprint: 
 
 
 def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
-    """Reads a probe that `save_probe` wrote.
-
-    Raises:
-        UserError: it is of another base model, or not as it was written.
-    """
+    """Reads a probe that `save_probe` wrote; UserError if it is of another base model, or not as it was written."""
     read_checksums(directory, _REMEDY)
     try:
         base = read_json(directory / _DESCRIPTION)["base_fingerprint"]

@@ -37,21 +37,16 @@ _LBFGS = {"maxiter": 60, "maxfun": 120, "maxcor": 20, "ftol": 1e-8, "gtol": 3e-5
 
 
 class Design(NamedTuple):
-    """The N tokens of a fit, padded to whole sums, and their standardised features, on the devices.
+    """The N tokens of a fit, padded to whole sums, and their standardised features, on the devices."""
 
-    `decayed`: the features whose weights are penalised; `curvature`: H of bias and weights; `start`: log s of
-    temperature scaling; `tokens`: N without padding.
-    """
-
-    head: HeadConfig
     features: Float[Array, "N F"]
     mean: Float[np.ndarray, " F"]
     deviation: Float[np.ndarray, " F"]
-    decayed: Bool[np.ndarray, " F"]
+    decayed: Bool[np.ndarray, " F"]  # the features whose weights are penalised
     curves: VocabCurves
-    curvature: Float[np.ndarray, "G G"]
-    start: float
-    tokens: int
+    curvature: Float[np.ndarray, "G G"]  # H of bias and weights
+    start: float  # log s of temperature scaling
+    tokens: int  # N without padding
 
 
 def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
@@ -63,8 +58,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     mean = features.mean(axis=0, dtype=np.float64)
     features = features - mean.astype(np.float32)
     deviation = np.sqrt(np.square(features).mean(axis=0, dtype=np.float64))
-    deviation = np.where(deviation > 1e-6 * np.abs(mean), deviation, 1.0)
-    deviation = np.where(deviation > 0, deviation, 1.0)
+    deviation = np.where((deviation > 1e-6 * np.abs(mean)) & (deviation > 0), deviation, 1.0)
     features /= deviation.astype(np.float32)
     widths = [(FEATURES[name].width is None, FEATURES[name].width or head.hidden_size) for name in head.features]
     decayed = np.repeat([wide for wide, _ in widths], [width for _, width in widths])
@@ -72,7 +66,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
-    return Design(head, features, mean, deviation, decayed, curves, curvature, start, count)
+    return Design(features, mean, deviation, decayed, curves, curvature, start, count)
 
 
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -129,8 +123,7 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Bias and weights `[1 + F]`, float64, of the standardised features, with the least objective.
 
-    `weights`: of the tokens, 0 for those that the fit must not see; None: 1. `start`: where to begin, such as the
-    solution for a larger decay; None: temperature scaling.
+    `weights`: of the tokens; None: 1. `start`: such as the solution for a larger decay; None: temperature scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights

@@ -15,19 +15,12 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 class TrainState(NamedTuple):
-    """What a training step updates.
+    """What a training step updates."""
 
-    Attributes:
-        step: int32 scalar, number of steps taken.
-        params: trained parameters.
-        opt_state: state of the optax transformation.
-        carry: state of a `CarryingObjective`, such as running means; otherwise empty.
-    """
-
-    step: Int[Array, ""]
+    step: Int[Array, ""]  # int32, number of steps taken
     params: Any
     opt_state: optax.OptState
-    carry: Any = ()
+    carry: Any = ()  # state of a `CarryingObjective`, such as running means
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +82,8 @@ def create_state(params: Any, optimizer: optax.GradientTransformation, carry: An
 class Objective(Protocol):
     """A loss to minimise: its sum over a micro-batch, and the divisor that makes it a mean.
 
-    Its arguments are the trained parameters, frozen arrays, a batch, and hyper-parameters (float32 scalars, whose
-    values can change without recompilation). Both results are float32 scalars, and are added up over micro-batches; the
-    divisor is the number of tokens for a mean over tokens, of sequences for one over them.
+    `hyper` are float32 scalars, whose values can change without recompilation. Both results are float32 scalars, added
+    up over micro-batches; the divisor is the number of tokens, or of sequences, that the mean is over.
     """
 
     def __call__(

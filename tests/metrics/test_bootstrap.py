@@ -133,6 +133,12 @@ def test_wrong_options():
         metrics.metric_interval(metrics.brier_score, c, y, level=95, resamples=5)
 
 
+def test_percentiles_beside_an_infinity():
+    values = np.append(np.arange(100.0), np.inf)
+    np.testing.assert_allclose(metrics.percentile_interval(values, 0.9), (5, 95))
+    assert metrics.percentile_interval(values, 0.999)[1] == np.inf
+
+
 def add_up(batches):
     return metrics.CalibrationSums(*map(np.stack, zip(*batches, strict=True)))
 

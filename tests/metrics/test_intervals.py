@@ -1,6 +1,7 @@
 """Intervals of binned calibration errors: coverage, the estimate inside, and exact intervals where there is one bin."""
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -235,3 +236,19 @@ def test_wrong_options_and_no_points():
     nothing = CalibrationSums(*(np.zeros_like(x) for x in sums))
     assert np.isnan(metrics.error_interval(nothing)).all()
     assert np.isnan(metrics.error_comparison(nothing, nothing)).all()
+
+
+def test_holm_is_the_closed_test():
+    """Whose short cut it is; unknown values do not count."""
+    rng = np.random.default_rng(0)
+    for size in range(1, 7):
+        p = dict(zip("abcdef", np.round(rng.uniform(0, 0.3, size), 2), strict=False))
+        sets = [s for n in range(1, size + 1) for s in itertools.combinations(p, n)]
+        wanted = {name: max(min(1, len(s) * min(p[j] for j in s)) for s in sets if name in s) for name in p}
+        got = metrics.holm(p)
+        assert list(got) == list(p)
+        np.testing.assert_allclose(list(got.values()), list(wanted.values()), rtol=1e-12)
+    got = metrics.holm({"a": 0.02, "b": float("nan"), "c": 0.01})
+    assert np.isnan(got["b"])
+    assert (got["a"], got["c"]) == (0.02, 0.02)
+    assert metrics.holm({}) == {}

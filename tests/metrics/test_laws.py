@@ -269,6 +269,8 @@ def test_options():
         ("ause", {"error": "epe"}),
         ("local_calibration_error", {"reduction": "sum"}),
         ("adaptive_calibration_error", {"bins": 0}),
+        ("expected_calibration_error", {"bins": 0}),
+        ("expected_calibration_error", {"closed": "both"}),
     ):
         extra = [np.zeros((2, 1))] if name in FEATURED else []
         with pytest.raises(ValueError, match=f"{next(iter(option))}: expected"):
@@ -409,22 +411,6 @@ def test_inputs_of_other_precision():
     assert float(metrics.negative_log_likelihood(near, np.array([1, 1]))) == 0.0
 
 
-def test_a_million_points():
-    rng = np.random.default_rng(3)
-    c = rng.uniform(size=10**6).astype(np.float32)
-    y = rng.uniform(size=10**6) < metric_data.accuracy(c)
-    c64 = c.astype(np.float64)
-    index = np.minimum(np.ceil(c64 * BINS).astype(int) - 1, BINS - 1)
-    gap = np.abs(np.bincount(index, c64 - y, BINS)).sum() / 10**6
-    assert_within(metrics.expected_calibration_error(c, y), gap, 1e-6, "ECE")
-    assert_within(metrics.brier_score(c, y), ((c64 - y) ** 2).mean(), 1e-6, "Brier")
-    _, rank, count = np.unique(c, return_inverse=True, return_counts=True)
-    middle = (np.cumsum(count) - (count - 1) / 2)[rank]  # mean rank of ties
-    right = int(y.sum())
-    area = (middle[y].sum() - right * (right + 1) / 2) / (right * (10**6 - right))
-    assert_within(metrics.auroc(c, y), area, 1e-6, "AUROC")
-
-
 def test_indices_of_every_dtype():
     """Groups, labels and regions: unsigned, bool, and of points that a traced `where` may leave out."""
     rng = np.random.default_rng(50)
@@ -481,3 +467,19 @@ def test_what_numpy_reads(metric):
     for convert in (list, lambda x: pandas.Series(x, index=range(5, 25)), torch.tensor):
         got = metric(convert(confidence), convert(correct), where=convert(correct >= 0))
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_edges_are_the_float32_numbers(jitted):
+    """Each edge and its float32 neighbours: the compiler must not round edges anew."""
+    for bins in (6, 10, 15, 100) if jitted else (10,):
+        edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
+        below, above = np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1))
+        for closed, on_edge in (("right", 0), ("left", 1)):
+            run = functools.partial(metrics.bin_index, bins=bins, closed=closed)
+            got = (jax.jit(run) if jitted else run)(jnp.asarray(np.stack([below, edges, above])))
+            k = np.arange(bins - 1)
+            np.testing.assert_array_equal(got, [k, k + on_edge, k + 1], f"{bins} bins, closed {closed}")
+    ends = metrics.bin_index(jnp.array([0.0, 1.0]), 15, "right")
+    np.testing.assert_array_equal(ends, [0, 14])
+    np.testing.assert_array_equal(metrics.bin_index(jnp.array([0.0, 1.0]), 15, "left"), [0, 14])

@@ -336,9 +336,8 @@ def test_fine_tuning_knows_the_unembedding_bias(tmp_path):
     tokens, ones = golden["tokens"], np.ones_like(golden["tokens"])
     batch = {"tokens": tokens, "targets": tokens[:, ::-1], "segment_ids": ones, "where": ones.astype(bool)}
     batch["positions"] = np.arange(tokens.shape[1])[None] * ones
-    loss, count = jax.jit(SftObjective(model=model.config, options=SftOptions(loss="cross-entropy")))(
-        model.params, None, batch, {}
-    )
+    objective = SftObjective(model=model.config, options=SftOptions(loss="cross-entropy"))
+    loss, count = jax.jit(objective)(model.params, None, batch, {})
     log_probs = scipy.special.log_softmax(np.asarray(golden["logits"], np.float64), axis=-1)
     expected = -np.take_along_axis(log_probs, batch["targets"][..., None], -1).sum()
     assert count == tokens.size

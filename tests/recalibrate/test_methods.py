@@ -652,26 +652,6 @@ def test_options_that_are_impossible(name, tmp_path):
         method.fit(more._replace(labels=np.where(np.arange(len(data.labels)) == 3, data.logits.shape[1], data.labels)))
 
 
-def test_rows_of_different_numbers_of_options():
-    """The temperature is that of scipy's minimiser on lists of different lengths."""
-    from scipy.optimize import minimize_scalar
-    from scipy.special import logsumexp
-
-    rng = np.random.default_rng(3)
-    lists = [rng.normal(size=k) * 3 for k in rng.integers(2, 7, 500)]
-    labels = np.array([(z / 2 + rng.gumbel(size=len(z))).argmax() for z in lists])
-    padded = np.full((500, 6), -np.inf)
-    for row, z in enumerate(lists):
-        padded[row, : len(z)] = z
-
-    def nll(u):
-        return sum(logsumexp(np.exp(u) * z) - np.exp(u) * z[y] for z, y in zip(lists, labels, strict=True))
-
-    wanted = minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-9}).x
-    got = METHODS["temperature"].fit(Predictions(logits=padded, labels=labels)).log_scale
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_nan_is_refused_with_its_row(name):
     data = bundle_for(name)
@@ -704,34 +684,6 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
     error = np.abs(out - before).mean()
     print(f"{name}: moved by {error:.4f} on average")
     assert error < 0.03
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["platt", "few_shot", "isotonic", "histogram", "temperature", "g_layers"])
-def test_a_million(name):
-    """Of each way of fitting one: Newton's method, pooling, bins, networks on mini-batches."""
-    rng = np.random.default_rng(28)
-    n = 1_000_000
-    confidence = rng.random(n, np.float32)
-    logits = np.stack([np.zeros(n, np.float32), rng.normal(size=n).astype(np.float32)], axis=1)
-    data = Predictions(
-        logits=logits,
-        labels=(rng.random(n) < 1 / (1 + np.exp(-logits[:, 1] / 2))).astype(np.int32),
-        confidence=confidence,
-        correct=(rng.random(n) < confidence**2).astype(np.float32),
-        features=logits[:, 1:],
-        slices=np.arange(n, dtype=np.int32) % 100,
-    )
-    state = METHODS[name].fit(data)
-    few = rows_of(data, slice(0, 2000))
-    out = probabilities(name, state, few)
-    if METHODS[name].gives == "confidence":
-        wanted, tolerance = few.confidence.astype(np.float64) ** 2, 0.08
-    else:
-        wanted, tolerance = oracle.probabilities(few.logits, np.full(2000, 0.5)), 0.03
-    error = np.abs(out - wanted).mean()
-    print(f"{name}: {error:.4f}")
-    assert error < tolerance
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,12 @@ numpy.save("found.npy", program.call(*(given[name] for name in given.files)))
     close(np.asarray(found), fitted(name)(**given))
 
 
+def test_a_method_without_a_program():
+    for make in (stablehlo_program, onnx_model):
+        with pytest.raises(UserError, match="not possible for few_shot"):
+            make(Recalibrator("few_shot", None, {}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in WITHOUT])
 def test_onnx(name):
@@ -87,16 +93,3 @@ def test_onnx(name):
     expected = fitted(name)(**given)
     print(f"{name}: {np.abs(found - expected).max():.1e}")
     close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("few_shot", "stablehlo", "not possible for few_shot: it calibrates each slice"),
-        ("few_shot", "onnx", "not possible for few_shot"),
-    ],
-)
-def test_methods_without_a_program(name, kind, message):
-    make = {"stablehlo": stablehlo_program, "onnx": onnx_model}[kind]
-    with pytest.raises(UserError, match=message):
-        make(Recalibrator(name, None, {}))

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, dense_log_probs, make_lm, make_sequences, ragged, silent
+from tiny import dense_log_probs, make_lm, make_sequences, ragged, silent
 
-from calibjax import fit_ats
 from calibjax.heads import FEATURES, HeadConfig, head_features
 from calibjax.runtime.errors import UserError
-from calibjax.train import AtsOptions, curves
+from calibjax.train import curves
 from calibjax.train.curves import curves_of, features_of, token_curves
 
 LM = make_lm()
@@ -117,16 +116,3 @@ def test_no_room_to_write(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot keep the frozen pass in .* Use --keep memory"):
         run(tmp_path / "file" / "directory")
-
-
-def test_ids_of_another_vocabulary(tmp_path):
-    with pytest.raises(UserError, match="expected ids from 0 to 23, got 24"):
-        run(tmp_path, sequences=SEQUENCES._replace(tokens=SEQUENCES.tokens + 1))
-
-
-def test_the_same_head_whichever(tmp_path):
-    sequences, heads = answered(LM, ragged(make_sequences(64))), {}
-    for keep in ("memory", "disk"):
-        options = AtsOptions(head="mlp", loss="joint", epochs=3, refit_temperature=False, batch_size=8, keep=keep)
-        heads[keep] = fit_ats(LM, sequences, options, silent(tmp_path / keep)).head
-    chex.assert_trees_all_equal(heads["memory"].params, heads["disk"].params)

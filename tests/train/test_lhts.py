@@ -221,13 +221,8 @@ def test_mixed_samples_replace_their_share(tmp_path):
 def test_quantiles():
     """Groups of equal size, from least to most likely."""
     np.testing.assert_array_equal(likelihood_quantiles(np.array([-1.0, -5, -2, -4, -3, 0]), 3), [2, 0, 1, 0, 1, 2])
-    assert np.bincount(likelihood_quantiles(np.random.default_rng(0).normal(size=103), 5)).tolist() == [
-        21,
-        21,
-        20,
-        21,
-        20,
-    ]
+    sizes = np.bincount(likelihood_quantiles(np.random.default_rng(0).normal(size=103), 5))
+    assert sorted(sizes) == [20, 20, 21, 21, 21]
 
 
 @pytest.mark.parametrize("tied", [False, True])

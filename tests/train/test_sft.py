@@ -1,6 +1,5 @@
 """Fine-tuning: its gradient, its steps against PyTorch's, adapters, meshes, resuming, and the model that comes out."""
 
-import dataclasses
 import json
 
 import chex
