@@ -13,10 +13,8 @@ from jaxtyping import Array
 
 from calibjax.recalibrate.contract import Method, Predictions, select
 from calibjax.recalibrate.methods import METHODS
-from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
-from calibjax.runtime.distributed import on_first
+from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
-from calibjax.runtime.files import new_directory, write_file
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
@@ -122,16 +120,8 @@ def save(
     leaves = jax.tree_util.tree_leaves_with_path(state)
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, order="C") for path, x in leaves}
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
-    with new_directory(Path(directory), replace=True) as fresh:
-
-        def write() -> None:
-            write_file(fresh / _ARRAYS, to_bytes(arrays))
-            write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
-            for file, content in (more or {}).items():
-                write_file(fresh / file, content)
-            write_checksums(fresh, array_digests(arrays))
-
-        on_first(write)
+    files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
+    write_directory(directory, {**files, **(more or {})}, arrays)
 
 
 def load(directory: str | Path) -> Recalibrator:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from calibjax.runtime.distributed import to_host
+from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import read_json, write_file
+from calibjax.runtime.files import new_directory, read_json, write_file
 
 CHECKSUMS = "checksums.json"
 """Name of the file that `write_checksums` writes beside the files it covers."""
@@ -109,6 +109,19 @@ def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
     files = {file.name: _file_digest(file) for file in sorted(directory.iterdir()) if file.is_file()}
     content = seal({"schema": 1, "files": files, "arrays": dict(arrays)})
     write_file(directory / CHECKSUMS, json.dumps(content, indent=2) + "\n")
+
+
+def write_directory(directory: str | Path, files: Mapping[str, str | bytes], arrays: Any) -> None:
+    """Writes files by name and the checksums of them and of `arrays`; replaces an earlier directory as a whole."""
+    digests = array_digests(arrays)
+    with new_directory(Path(directory), replace=True) as fresh:
+
+        def write() -> None:
+            for name, content in files.items():
+                write_file(fresh / name, content)
+            write_checksums(fresh, digests)
+
+        on_first(write)
 
 
 def read_checksums(directory: Path, remedy: str) -> dict[str, str]:

@@ -130,16 +130,7 @@ class LhtsObjective:
     ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], RunningMean]]:
         where = batch["where"]
         scored = jax.lax.stop_gradient(self._hidden(frozen, batch))
-        stats = vocab_stats(
-            scored,
-            decoder.unembedding(self.model, frozen).astype(self.dtype),
-            batch["targets"],
-            bias=decoder.unembedding_bias(frozen),
-            softcap=self.model.logit_softcap,
-            where=where,
-            statistics=("log_normalizer", "target_logit"),
-            sharding=self.sharding,
-        )
+        stats = self._over_vocabulary(vocab_stats, frozen, scored, batch, statistics=("log_normalizer", "target_logit"))
         log_p = stats.log_prob()
         carry = carry.update(log_p, where)
         weights = token_weights(
@@ -152,9 +143,8 @@ class LhtsObjective:
         )
         hidden = self._hidden(params, batch)
         kl = self._kl(params, frozen, hidden, scored) if self.objective.kl_weight else None
-        loss = long_horizon_loss(
-            -self._nll(params, hidden, batch), weights, kl=kl, kl_weight=self.objective.kl_weight, where=where
-        )
+        log_q = -self._over_vocabulary(linear_cross_entropy, params, hidden, batch)
+        loss = long_horizon_loss(log_q, weights, kl=kl, kl_weight=self.objective.kl_weight, where=where)
         if self.objective.average == "sequence":
             shares = sequence_weights(where, batch["segment_ids"])
             return jnp.sum(shares * loss), (jnp.sum(shares), carry)
@@ -163,7 +153,7 @@ class LhtsObjective:
     def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
         """The `Objective` that evaluates the student: its negative log-likelihood."""
         where = batch["where"]
-        nll = self._nll(params, self._hidden(params, batch), batch)
+        nll = self._over_vocabulary(linear_cross_entropy, params, self._hidden(params, batch), batch)
         return jnp.sum(jnp.where(where, nll, 0.0)), jnp.sum(where).astype(jnp.float32)
 
     def _hidden(self, params: Any, batch: Mapping[str, Array]) -> Float[Array, "B T D"]:
@@ -181,8 +171,9 @@ class LhtsObjective:
             condition=condition,
         )
 
-    def _nll(self, params: Any, hidden: Array, batch: Mapping[str, Array]) -> Float[Array, "B T"]:
-        return linear_cross_entropy(
+    def _over_vocabulary(self, function: Any, params: Any, hidden: Array, batch: Mapping[str, Array], **options: Any):
+        """`function` is `vocab_stats` or `linear_cross_entropy`."""
+        return function(
             hidden,
             decoder.unembedding(self.model, params).astype(self.dtype),
             batch["targets"],
@@ -190,6 +181,7 @@ class LhtsObjective:
             softcap=self.model.logit_softcap,
             where=batch["where"],
             sharding=self.sharding,
+            **options,
         )
 
     def _kl(self, params: Any, frozen: Any, hidden: Array, scored: Array) -> Float[Array, "B T"]:

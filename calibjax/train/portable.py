@@ -18,10 +18,9 @@ from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.own import FrozenModel
-from calibjax.runtime.checksums import CHECKSUMS, array_digests, write_checksums
-from calibjax.runtime.distributed import on_first
+from calibjax.runtime.checksums import CHECKSUMS, write_directory
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import new_directory, read_json, write_file
+from calibjax.runtime.files import read_json
 
 HEAD_SCHEMA = 1  # of head.json
 PORTABLE = "head.safetensors"
@@ -80,17 +79,11 @@ def export_head(
     base = {name: getattr(lm.config, name) for name in ("family", "hidden_size", "vocab_size")}
     base |= {name: getattr(lm.config, name) for name in ("logit_softcap", "logit_divisor")}
     description = {**describe_head(head, notes), "constants": constants, "base": base}
-    digests = array_digests(head.params)
-
-    def write(fresh: Path) -> None:
-        write_file(fresh / PORTABLE, save(tensors, {"format": "calibjax-head"}))
-        write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
-        for name, content in (more or {}).items():
-            write_file(fresh / name, content)
-        write_checksums(fresh, digests)
-
-    with new_directory(Path(directory), replace=True) as fresh:
-        on_first(lambda: write(fresh))
+    files = {
+        PORTABLE: save(tensors, {"format": "calibjax-head"}),
+        "head.json": json.dumps(description, indent=2) + "\n",
+    }
+    write_directory(directory, {**files, **(more or {})}, head.params)
 
 
 def read_portable(file: Path, like: Any) -> Any:

