@@ -3,11 +3,9 @@
     python train/bench_sft.py                          # D 2,048, two layers, 2,048 tokens, V 128,256; some minutes
     python train/bench_sft.py --vocab-size 256000 --tie --dtype bfloat16
 
-The same decoder, data and AdamW in every contender; only the loss differs:
-- ours: `linear_cross_entropy` with label smoothing 0.1;
-- optax: `softmax_cross_entropy` of full logits and smoothed labels;
-- optax, plain: `softmax_cross_entropy_with_integer_labels` of full logits, without label smoothing.
-Each runs in a process of its own. Memory is what the compiler counts beyond weights, gradients and optimiser state.
+The same decoder, data and AdamW in every contender; only the loss differs: ours is `linear_cross_entropy` with label
+smoothing, optax `softmax_cross_entropy` of full logits and smoothed labels, "optax, plain" without smoothing. Each runs
+in a process of its own. Memory is what the compiler counts beyond weights, gradients and optimiser state.
 """
 
 import dataclasses

@@ -11,12 +11,10 @@ import dataclasses
 import gzip
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -54,7 +52,6 @@ class Pretrain:
         seq_len: tokens of a sequence, and the model's context.
         batch_size: sequences a step.
         learning_rate: peak.
-        dtype: of computation; weights are float32.
         seed: of the weights and of the order of the sequences.
     """
 
@@ -70,25 +67,22 @@ class Pretrain:
     seq_len: int = 256
     batch_size: int = 16
     learning_rate: float = 1e-3
-    dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
 
 
-def documents(assets: Path) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a book) of every story, then of every book."""
-    for directory in (_STORIES, _BOOKS):
-        for file in sorted((assets / directory).glob("*.jsonl.gz")):
-            with gzip.open(file, "rt") as lines:
-                for line in lines:
-                    yield json.loads(line)["text"], directory == _BOOKS
+def documents(directory: Path) -> list[str]:
+    texts = []
+    for file in sorted(directory.glob("*.jsonl.gz")):
+        with gzip.open(file, "rt") as lines:
+            texts += [json.loads(line)["text"] for line in lines]
+    return texts
 
 
 def passages(options: Pretrain) -> list[str]:
     """All of --data, or of stories and books about 5 bytes for each token that is wanted, of every book its start."""
     if options.data is not None:
         return [row["text"] for row in read_source(options.data)]
-    texts = list(documents(options.assets))
-    stories, books = ([text for text, is_book in texts if is_book is kind] for kind in (False, True))
+    stories, books = (documents(options.assets / name) for name in (_STORIES, _BOOKS))
     each = max(0, 5 * options.tokens - sum(map(len, stories))) // max(1, len(books))
     return [*stories, *(book[:each] for book in books if each)]
 
@@ -109,7 +103,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
-    """Writes the tokenizer and a model of random weights, in Hugging Face's layout."""
+    """The tokenizer and a model of random weights, in Hugging Face's layout."""
     like = options.out / "settings"
     train_tokenizer(texts, options.vocab_size).save_pretrained(like)
     own = {"query_pre_attn_scalar": 64} if options.family == "gemma2" else {}
@@ -143,7 +137,7 @@ def main(options: Pretrain) -> None:
     start = options.out / "start"
     if not start.is_dir():
         write_start(options, texts, start)
-    lm = dataclasses.replace(load_model(start), dtype=jnp.dtype(options.dtype))
+    lm = load_model(start)
     ids = [[0, *lm.tokenizer(text).input_ids, 0] for text in texts]
     sequences = load_text(ids, lm, seq_len=options.seq_len, max_sequences=options.tokens // options.seq_len)
     tokens = int(sequences.where.sum())

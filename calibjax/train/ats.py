@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,9 +149,10 @@ def _fit(
     temperature = _temperature_head(fit.log_scale, plan.head.hidden_size, tokens.fingerprint)
     report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
     fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
-    candidate, chosen, comparison = fitting.choose() if folds else (fitting.candidates()[0], None, None)
-    report["loss"] = "temperature scaling" if candidate is None else str(candidate)
-    if candidate is None:
+    chosen, comparison = fitting.choose() if folds else (None, None)
+    candidate = fitting.candidates()[0] if chosen is None else chosen.candidate
+    report["loss"] = str(candidate)
+    if not isinstance(candidate, Candidate):
         return AtsFit(temperature, temperature, report, comparison)
     params, log_factor = to_host(fitting.params(candidate)), 0.0
     if chosen is not None:
@@ -233,38 +234,37 @@ class _Fitting:
             for decay in (plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
         ]
 
-    def choose(self) -> tuple[Candidate | None, Score, dict[str, Any]]:
-        """The candidate to choose (None: temperature scaling, which no head beats), its score, and all as JSON.
+    def choose(self) -> tuple[Score, dict[str, Any]]:
+        """The score of the candidate to choose, or of temperature scaling, which no head beats; and all as JSON.
 
         First the head and its decay, with the first loss: the simplest whose NLL is as good as the lowest
         (`cross_fit.as_good`). Then the loss: of those whose NLL is as good, the one with the least calibration error.
         Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
         scaling = score(self._tokens, "temperature scaling", self._towards, refit=False)
-        tried: dict[str, tuple[Candidate, Score]] = {}
+        tried: dict[str, Score] = {}
 
         def try_out(candidate: Candidate) -> Score:
             name = str(candidate)
             if name not in tried:
                 most = len(self.candidates()) + len(self._plan.trials) - 1
                 self._context.log(f"fit {len(tried) + 1} of up to {most}: {name}")
-                tried[name] = candidate, self._cross_fit(candidate)
-            return tried[name][1]
+                tried[name] = self._cross_fit(candidate)
+            return tried[name]
 
         for _, group in itertools.groupby(self.candidates(), lambda candidate: candidate.head):
             scores: list[Score] = []
             for candidate in group:
-                if not candidate.is_solved and tried and not self._is_promising(candidate, tried):
+                if not candidate.is_solved and tried and not self._is_promising(candidate, tried.values()):
                     continue
                 scores.append(try_out(candidate))
                 if len(scores) > 1 and gain(scores[-1], scores[-2]) < _SMALL * gain(scores[-2], scaling):
                     break  # the optimal decay is near
-        heads = [scored for _, scored in tried.values()]
-        first = tried[as_good(heads, scaling)[0].name][0]
+        first = as_good([*tried.values()], scaling)[0].candidate
         losses = [try_out(first._replace(trial=trial)) for trial in self._plan.trials]
         best = min(as_good(losses, scaling), key=lambda scored: scored.calibration_error)
-        others = sorted((other for _, other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
-        rows = [scored.as_json(scaling) for scored in (scaling, *(scored for _, scored in tried.values()))]
+        others = sorted((other for other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
+        rows = [scored.as_json(scaling) for scored in (scaling, *tried.values())]
         comparison: dict[str, Any] = {"candidates": rows, "chosen": []}
         for chosen in (best, *others):
             if chosen.beats(scaling) or not self._plan.auto:
@@ -274,18 +274,18 @@ class _Fitting:
                     f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
                 )
                 comparison["chosen"] = [scaling.as_json(scaling), chosen.as_json(scaling)]
-                return tried[chosen.name][0], chosen, comparison
+                return chosen, comparison
         self._context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
-        return None, scaling, comparison
+        return scaling, comparison
 
-    def _is_promising(self, candidate: Candidate, tried: Mapping[str, tuple[Candidate, Score]]) -> bool:
+    def _is_promising(self, candidate: Candidate, tried: Iterable[Score]) -> bool:
         """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
-        best = min((scored for _, scored in tried.values()), key=lambda scored: scored.mean("nll"))
+        best = min(tried, key=lambda scored: scored.mean("nll"))
         fold = self._tokens.take(self._folds[0])
         mine = self._fold == 0
         towards = self._towards[mine]
         log_scale = shrunk(self._predict(candidate, 0), towards, SHRINKAGE)
-        here = score(fold, str(candidate), log_scale, refit=False)
+        here = score(fold, candidate, log_scale, refit=False)
         difference, error = here.difference(score(fold, best.name, best.log_scale[mine], refit=False), "nll")
         is_lower = difference < -error
         self._context.log(
@@ -318,7 +318,7 @@ class _Fitting:
             log_scale[self._fold == fold] = self._predict(candidate, fold)
         refit = self._plan.refit_temperature
         scores = [
-            score(self._tokens, str(candidate), shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
+            score(self._tokens, candidate, shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
             for part in (SHRINKAGES_OF_SETS if self._by_set else (SHRINKAGE,))
         ]
         best = min(scores, key=lambda scored: scored.mean("nll"))

@@ -33,18 +33,22 @@ class Score(NamedTuple):
     """Out-of-fold predictions of one candidate, and how good they are.
 
     Attributes:
-        name: of the candidate.
+        candidate: what predicted, or its name.
         log_scale: log 1/T of each token that counts, float32 `[N]`, with the shrinkage, without the refit.
         refit: the factor fitted on top; None without one.
         sums: of each sequence, with the refit if it is applied.
         shrinkage: fraction of the way to temperature scaling by which the log scales were moved.
     """
 
-    name: str
+    candidate: Any
     log_scale: Float[np.ndarray, " N"]
     refit: recalibrate.TemperatureFit | None
     sums: metrics.CalibrationSums
     shrinkage: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return str(self.candidate)
 
     @property
     def log_factor(self) -> float:
@@ -89,7 +93,7 @@ class Score(NamedTuple):
 
 
 def score(
-    tokens: TokenCurves, name: str, log_scale: Float[np.ndarray, " N"], *, refit: bool, shrinkage: float = 0.0
+    tokens: TokenCurves, candidate: Any, log_scale: Float[np.ndarray, " N"], *, refit: bool, shrinkage: float = 0.0
 ) -> Score:
     """Scores out-of-fold predictions, which were shrunk, with a temperature refitted on top if `refit`.
 
@@ -99,7 +103,7 @@ def score(
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))
     sums = to_host(_sums(curves_of(tokens.arrays, tokens.scales), refitted))
     sums = metrics.CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
-    return Score(name, log_scale, fit, sums, shrinkage)
+    return Score(candidate, log_scale, fit, sums, shrinkage)
 
 
 def _applied(refit: recalibrate.TemperatureFit | None) -> float:

@@ -119,8 +119,7 @@ def train(
     context: RunContext,
     identity: dict[str, Any],
     checkpoint_every: int = 200,
-    evaluate: Callable[[Any], dict[str, float]] | None = None,
-    evaluate_every: int = 1,
+    evaluation: tuple[Callable[[Any], dict[str, float]], int] | None = None,
 ) -> TrainState:
     """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
@@ -136,7 +135,7 @@ def train(
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-        evaluate: maps parameters to scalars to log, every `evaluate_every` steps and after the last.
+        evaluation: a map from parameters to scalars to log, and the steps between; also after the last step.
 
     Raises:
         NonFiniteLossError: a loss or gradient was not finite; checkpoints of earlier steps are kept.
@@ -165,13 +164,13 @@ def train(
                     settle(*pending)
                 pending = (number, metrics)
                 last, stopping = number == steps, stop_requested(number)
-                due = evaluate is not None and (last or number % evaluate_every == 0)
+                due = evaluation is not None and (last or number % evaluation[1] == 0)
                 keep = last or stopping or number % checkpoint_every == 0
                 if due or keep:
                     settle(*pending)
                     pending = None
-                if due and evaluate is not None:
-                    scalars = evaluate(state.params)
+                if due and evaluation is not None:
+                    scalars = evaluation[0](state.params)
                     log.write(number, scalars)
                     text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
                     if context.shows_progress:

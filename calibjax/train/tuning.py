@@ -185,8 +185,7 @@ def tune(
             context=context,
             identity={"options": options_identity(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
-            evaluate=evaluate,
-            evaluate_every=max(1, steps // options.epochs),
+            evaluation=(evaluate, max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
     validation = len(next(iter(validation_arrays.values())))
