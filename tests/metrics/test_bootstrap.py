@@ -69,14 +69,6 @@ def test_ece_of_arrays_is_that_of_sums():
     np.testing.assert_array_equal(l2, rms)
 
 
-def test_groups_that_agree_widen_the_interval():
-    c, y = (np.repeat(x, 10) for x in answers(200))
-    alone = metrics.metric_interval(metrics.calibration_bias, c, y, resamples=400)
-    together = metrics.metric_interval(metrics.calibration_bias, c, y, groups=np.arange(2000) // 10, resamples=400)
-    ratio = (together.high - together.low) / (alone.high - alone.low)
-    assert_within(ratio, 10**0.5, 0.5, "ten times the same answer")
-
-
 def test_sorting_metrics_have_intervals():
     rng = np.random.default_rng(1)
     c = rng.uniform(size=300).astype(np.float32)
