@@ -55,7 +55,6 @@ TASKS = {
 }
 """Our programs: title of the table, contender and task of `contenders`, their passes that add up to it."""
 MOST_TOKENS = 4096
-_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 _THEIRS = "tokamax._src.ops.linear_softmax_cross_entropy_loss"
 
 
@@ -68,21 +67,12 @@ class Shape(NamedTuple):
 
 
 class Time(NamedTuple):
-    """One time that tokamax's authors measured.
+    """One time that tokamax's authors measured. `extra_bytes` is peak memory beyond inputs and results."""
 
-    Attributes:
-        program: "xla", "chunked_xla" or "pallas_mosaic_tpu".
-        passes: "forward", or "backward" alone.
-        dtype: of the hidden states. The unembedding is in bfloat16.
-        blocks: the kernel's, (name, size).
-        milliseconds: of a call.
-        extra_bytes: peak memory beyond inputs and results.
-    """
-
-    program: str
-    passes: str
-    dtype: str
-    blocks: tuple[tuple[str, int], ...]
+    program: str  # "xla", "chunked_xla" or "pallas_mosaic_tpu"
+    passes: str  # "forward", or "backward" alone
+    dtype: str  # of the hidden states; the unembedding is in bfloat16
+    blocks: tuple[tuple[str, int], ...]  # the kernel's, (name, size)
     milliseconds: float
     extra_bytes: float
 
@@ -98,26 +88,20 @@ class Request(NamedTuple):
 def measurements(file: Path, chip: str) -> dict[Shape, list[Time]]:
     """The times measured on a chip, those of 4,096 tokens first, because longer ones use their profiles."""
     by_shape = collections.defaultdict(list)
-    try:
-        for row in read_json(file)["rows"]:
-            if row["chip"] == NAMES.get(chip):
-                by_shape[Shape(row["N"], row["D"], row["V"])].append(_time(row))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: expected the times that tokamax's authors measured, got {error!r}.") from None
+    for row in read_json(file)["rows"]:
+        if row["chip"] != NAMES.get(chip):
+            continue
+        shape, dtype = Shape(row["N"], row["D"], row["V"]), {"bf16": "bfloat16", "f32": "float32"}[row["x_dtype"]]
+        size = jnp.dtype(dtype).itemsize
+        known = shape.tokens * shape.width * size + 2 * shape.vocab * shape.width
+        if row["passes"] == "backward":  # gradients: the kernel's in float32, XLA's in the dtype of its product
+            known += (4 if row["implementation"] == PALLAS else size) * shape.width * (shape.tokens + shape.vocab)
+        extra = max(row["peak_memory_mb"] * 2**20 - known, 0.0)
+        blocks = tuple(sorted(json.loads(row["blocks"]).items()))
+        by_shape[shape].append(Time(row["implementation"], row["passes"], dtype, blocks, row["ms"], extra))
     if not by_shape:
         raise UserError(f"{file}: no times measured on {chip}; expected one of {', '.join(NAMES)}.")
     return dict(sorted(by_shape.items(), key=lambda item: (item[0].tokens != MOST_TOKENS, item[0])))
-
-
-def _time(row: dict[str, Any]) -> Time:
-    tokens, width, vocab, dtype = row["N"], row["D"], row["V"], _DTYPES[row["x_dtype"]]
-    size = jnp.dtype(dtype).itemsize
-    known = tokens * width * size + 2 * vocab * width
-    if row["passes"] == "backward":  # gradients: the kernel's in float32, XLA's in the dtype of its product
-        known += (4 if row["implementation"] == PALLAS else size) * width * (tokens + vocab)
-    extra = max(row["peak_memory_mb"] * 2**20 - known, 0.0)
-    blocks = tuple(sorted(json.loads(row["blocks"]).items()))
-    return Time(row["implementation"], row["passes"], dtype, blocks, row["ms"], extra)
 
 
 def build(what: Time | str, tokens: int, width: int, vocab: int) -> Program:
@@ -173,7 +157,7 @@ class Profiles:
         points, (tokens, width, vocab) = self._points(request), request.shape
 
         def cycles(n: int, v: int) -> float:
-            return self.stored.get(self._key(request, Shape(n, width, v)), {}).get("cycles", math.nan)
+            return self.entry(request, Shape(n, width, v)).get("cycles", math.nan)
 
         total = static_profile.at_full_size(cycles, (tokens, vocab), points)
         if len(points[0]) == 1:
@@ -187,6 +171,10 @@ class Profiles:
         tokens, vocab = self._points(request)
         return [Shape(n, request.shape.width, v) for n in tokens for v in vocab]
 
+    def entry(self, request: Request, size: Shape) -> dict[str, Any]:
+        """What the compiler found, or nothing."""
+        return self.stored.get(self._key(request, size), {})
+
     def _points(self, request: Request) -> static_profile.Points:
         what, (tokens, width, vocab) = request.what, request.shape
         if isinstance(what, str):
@@ -194,10 +182,6 @@ class Profiles:
             return contenders.profiled(TASKS[what][1], self.chip, TASKS[what][2], problem)
         block = dict(what.blocks).get("v_block_size", 4096)
         return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
-
-    def temporaries(self, request: Request) -> int | None:
-        """Bytes of the program at its full size."""
-        return self.stored.get(self._key(request, request.shape), {}).get("temporaries")
 
     def _key(self, request: Request, size: Shape) -> str:
         what = request.what
@@ -242,11 +226,12 @@ def requests(by_shape: dict[Shape, list[Time]], calibration: str) -> list[Reques
 def _row(profiles: Profiles, shape: Shape, task: str, parts: dict[str, list[Time]], calibration: str) -> dict[str, Any]:
     """Our task beside theirs at one shape; None is what is not known."""
     static = {time: profiles.milliseconds(Request(time, shape, True)) for time in parts.get(calibration, [])}
+    whole = Request(task, shape, False)
     return {
         "shape": shape._asdict(),
         "task": task,
         "static": profiles.milliseconds(Request(task, shape, True)),
-        "temporaries": profiles.temporaries(Request(task, shape, False)),
+        "temporaries": profiles.entry(whole, shape).get("temporaries"),
         "times": {program: _total(times) for program, times in parts.items()},
         "extra_bytes": {program: max(time.extra_bytes for time in times) for program, times in parts.items()},
         "factors": {time.passes: ms / time.milliseconds for time, ms in static.items() if ms is not None},

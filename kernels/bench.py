@@ -44,8 +44,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
 DEFAULT_PRESETS = {"tpu": ("gemma2-2b",), "gpu": ("gemma2-2b", "llama31-8b-4k", "tokens-32k")}
 TIMED = {"cpu": ("forward", "both", "hidden", "scale"), "gpu": ("statistics", "both", "forward", "scale", "hidden")}
-# On a GPU both values of each; all other defaults are those of the options.
-DEFAULT_OPTIONS = {"gpu": {"label_smoothing": [0.0, 0.1], "softcap": [None, 30.0]}}
 # Contenders on a GPU, where a compilation takes seconds.
 SHOWN = {"gpu": ("optax", "dense jnp", "tokamax", "vocab_stats chunked", "pallas_gpu", "linear_cross_entropy chunked")}
 
@@ -80,10 +78,10 @@ def softcap(text: str) -> float | None:
 def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
     sizes = {name: getattr(options, name) for name in ("tokens", "width", "vocab", "dtype")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
-    defaults = DEFAULT_OPTIONS.get(where, {"label_smoothing": [0.0], "softcap": [None]})
-    given = (options.label_smoothing or defaults["label_smoothing"], options.softcap or defaults["softcap"])
+    smoothings = options.label_smoothing or ([0.0, 0.1] if where == "gpu" else [0.0])
+    caps = options.softcap or ([None, 30.0] if where == "gpu" else [None])
     presets = options.preset or DEFAULT_PRESETS.get(where, ("cpu",))
-    for smoothing, cap, preset in itertools.product(*given, presets):
+    for smoothing, cap, preset in itertools.product(smoothings, caps, presets):
         own = {"label_smoothing": smoothing, "softcap": cap, "save_logits": options.save_logits}
         yield dataclasses.replace(PRESETS[preset], **sizes, **own)
 
@@ -130,13 +128,9 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("calibjax", "jax", "jaxlib", "libtpu", "tokamax", "optax"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    packages = ("calibjax", "jax", "jaxlib", "libtpu", "tokamax", "optax")
+    return {"python": platform.python_version()} | {name: installed.get(name, "not installed") for name in packages}
 
 
 def _progress(text: str) -> None:

@@ -54,15 +54,12 @@ PRESETS = {
 
 
 class Task(NamedTuple):
-    """What a program computes: gradients at some positions of (hidden, unembedding, targets, scale), by N·D·V products.
-
-    `recomputing` are the products of an operator that never holds the logits.
-    """
+    """What a program computes."""
 
     title: str
-    differentiated: tuple[int, ...]
-    products: int
-    recomputing: int
+    differentiated: tuple[int, ...]  # positions of (hidden, unembedding, targets, scale)
+    products: int  # N·D·V
+    recomputing: int  # products of an operator that never holds the logits
 
 
 TASKS = {
@@ -75,14 +72,11 @@ TASKS = {
 
 
 class Contender(NamedTuple):
-    """A loss `(hidden, unembedding, targets, scale or None)` -> loss per token [N], or their mean.
-
-    `transposed`: it takes the unembedding as [D, V]. `kernel`: it is a Pallas kernel for TPUs; else XLA code.
-    """
+    """A loss `(hidden, unembedding, targets, scale or None)` -> loss per token [N], or their mean."""
 
     loss: Callable[..., Array]
-    transposed: bool = False
-    kernel: bool = False
+    transposed: bool = False  # it takes the unembedding as [D, V]
+    kernel: bool = False  # it is a Pallas kernel for TPUs; else XLA code
 
 
 def _logits(problem: Problem, hidden: Array, unembedding: Array, scale: Array | None) -> Array:
@@ -121,19 +115,13 @@ def _scan(problem: Problem, hidden: Array, unembedding: Array, targets: Array, s
 
 def _refuse(problem: Problem, scale: Array | None) -> None:
     """Raises for options that tokamax's loss lacks."""
-    given = {"label smoothing": problem.label_smoothing, "soft-cap": problem.softcap, "scale": scale is not None}
-    for name, value in given.items():
-        if value:
-            raise NotImplementedError(f"has no {name}")
+    if problem.label_smoothing or problem.softcap or scale is not None:
+        raise NotImplementedError("has no label smoothing, soft-cap or scale")
 
 
 def _tokamax(problem: Problem, hidden: Array, unembedding: Array, targets: Array, scale: Array | None) -> Array:
     _refuse(problem, scale)
-    try:
-        import tokamax  # pyright: ignore[reportMissingImports]
-        from absl import flags  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise NotImplementedError("not installed") from None
+    tokamax, flags = importlib.import_module("tokamax"), importlib.import_module("absl.flags")
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(sys.argv[:1])  # else tokamax parses our command line, and fails
     # Its own choice: implementation=None looks at no platform and fails.
@@ -146,12 +134,9 @@ def _tokamax(problem: Problem, hidden: Array, unembedding: Array, targets: Array
 def _tokamax_kernel(problem: Problem, hidden: Array, unembedding: Array, targets: Array, scale: Array | None) -> Array:
     """tokamax's TPU kernels with its heuristic block sizes: its public function refuses to compile ahead of time."""
     _refuse(problem, scale)
-    try:
-        package = "tokamax._src.ops.linear_softmax_cross_entropy_loss"
-        blocks = importlib.import_module(f"{package}.pallas_mosaic_tpu")
-        kernel = importlib.import_module(f"{package}.pallas_mosaic_tpu_kernel")
-    except ImportError:
-        raise NotImplementedError("not installed") from None
+    package = "tokamax._src.ops.linear_softmax_cross_entropy_loss"
+    blocks = importlib.import_module(f"{package}.pallas_mosaic_tpu")
+    kernel = importlib.import_module(f"{package}.pallas_mosaic_tpu_kernel")
     config = dataclasses.asdict(blocks.get_tpu_specific_default_config(*hidden.shape, problem.vocab))
     options = {**config, "reduction": "mean"}
 

@@ -33,13 +33,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats pallas_gpu") -> dict[str, Any]:
-    """Compiler statistics of one of `contenders.program`.
-
-    Returns:
-        "temporaries", "compile_seconds", and a list "kernels": of each Mosaic kernel its "registers" (of a thread, at
-        the launch), "spilled" (bytes stored and loaded), "shared_memory" (bytes), "wgmma" (instructions in its text)
-        and "serialized": ptxas could not let products run beside other work.
-    """
+    """Compiler statistics of one of `contenders.program`, and of each Mosaic kernel in it."""
     mesh = Mesh(np.array(gpu_devices("h100", 1)), ("device",))
     importlib.import_module("jax.experimental.mosaic.gpu")  # sets the root below to a CUDA that need not be there
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="hopper_static_") as directory:
@@ -61,11 +55,11 @@ def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats palla
                 shared_memory = next(size for line in lines for size in _numbers(pattern, line))
             kernels.append(
                 {
-                    "registers": _numbers(r"Used (\d+) registers", output)[0],
+                    "registers": _numbers(r"Used (\d+) registers", output)[0],  # of a thread, at the launch
                     "spilled": sum(_numbers(r"(\d+) bytes spill", output)),
-                    "shared_memory": shared_memory,
+                    "shared_memory": shared_memory,  # bytes
                     "wgmma": file.with_suffix(".ptx").read_text().count("wgmma.mma_async"),
-                    "serialized": "serialized" in output,
+                    "serialized": "serialized" in output,  # ptxas could not let products run beside other work
                 }
             )
     memory: Any = compiled.memory_analysis()

@@ -20,23 +20,14 @@ from calibjax.runtime.hlo import executions
 
 
 class Chip(NamedTuple):
-    """What a program is compiled for: one device of JAX.
+    """What a program is compiled for: one device of JAX."""
 
-    Attributes:
-        topology: libtpu's name of a slice that has the chip.
-        kind: JAX's name of the device.
-        clock: Hz.
-        flops_per_cycle: bfloat16 flop of one core's matrix units.
-        cores: that one device runs at the same time; a Pallas grid with a "parallel" dimension is split between them.
-        trust: how the static estimate compares with time on the chip.
-    """
-
-    topology: str
-    kind: str
-    clock: float
-    flops_per_cycle: int
-    cores: int
-    trust: str
+    topology: str  # libtpu's name of a slice that has the chip
+    kind: str  # JAX's name of the device
+    clock: float  # Hz
+    flops_per_cycle: int  # bfloat16 flop of one core's matrix units
+    cores: int  # of a device; a Pallas grid with a "parallel" dimension is split between them
+    trust: str  # how the static estimate compares with time on the chip
 
 
 _NEARLY = "reads about 0.8x published measured times"
@@ -56,15 +47,11 @@ class Program(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Compiler statistics of one program on one device.
+    """Compiler statistics of one program on one device."""
 
-    `cycles` are those of each operation in the static profile, as often as it runs, empty unless requested;
-    `temporaries` bytes beyond arguments and outputs; `compile_seconds` with the simulation where profiled.
-    """
-
-    cycles: Mapping[str, int]
-    temporaries: int
-    compile_seconds: float
+    cycles: Mapping[str, int]  # of each operation, as often as it runs; empty unless profiled
+    temporaries: int  # bytes beyond arguments and outputs
+    compile_seconds: float  # with the simulation where profiled
 
 
 def compile_for(chip: str, build: Callable[..., Program], *args: Any, profile: bool = True) -> Compiled:
@@ -101,13 +88,7 @@ def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: 
     start = time.perf_counter()
     compiled = jax.jit(program.function).lower(*arguments).compile()
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
-    text = ""
-    try:
-        text = compiled.as_text() or ""
-    except jax.errors.JaxRuntimeError as error:  # libtpu may be newer than this jaxlib
-        if directory is not None:
-            raise RuntimeError(f"it compiles, but jaxlib cannot read what loops it has: {error}") from None
-    cycles = {} if directory is None else profiled_cycles(directory, text)
+    cycles = {} if directory is None else profiled_cycles(directory, compiled.as_text() or "")
     return Compiled(cycles, 0 if memory is None else memory.temp_size_in_bytes, seconds)
 
 
@@ -128,14 +109,11 @@ def profiled_cycles(directory: str, text: str) -> dict[str, int]:
 
 
 class Estimate(NamedTuple):
-    """A static estimate at the full size: cycles of one device, and seconds by its clock.
+    """A static estimate at the full size."""
 
-    `utilization`: flop over those that the device's matrix units could do in that time in bfloat16.
-    """
-
-    cycles: float
-    seconds: float
-    utilization: float
+    cycles: float  # of one device
+    seconds: float  # by its clock
+    utilization: float  # flop over those that the device's matrix units could do in that time in bfloat16
 
 
 Points = Sequence[tuple[int, ...]]  # of each axis of a program: its length, or two shorter ones
@@ -158,10 +136,7 @@ def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], 
     `kernels` are names in `blocks.PREFERENCES`, `inputs` N, D and the bytes of an entry; `saved`: it holds
     exponentials, of all tokens at a time.
     """
-    found = []
-    for kernel in kernels:
-        preferred = blocks.preferred(blocks.PREFERENCES, kernel, saved)
-        found.append(blocks.choose(preferred, kernel, inputs, CHIPS[chip].kind, saved))
+    found = [blocks.choose(blocks.PREFERENCES, kernel, inputs, CHIPS[chip].kind, saved) for kernel in kernels]
     height = CHIPS[chip].cores * math.lcm(*(x.tokens for x in found))
     columns = math.lcm(*(x.columns for x in found))
     while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block

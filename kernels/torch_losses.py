@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,13 +47,6 @@ def _refuse(problem: dict[str, Any], *lacking: str) -> None:
             raise NotImplementedError(f"has no {option.replace('_', ' ')}")
 
 
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise NotImplementedError(f"{error.name} is not installed") from None
-
-
 def _compiled(torch: Any, problem: dict[str, Any]) -> Callable:
     torch.compiler.reset()  # after eight graphs of one function it would run uncompiled
     return torch.compile(_plain(torch, problem), dynamic=False, fullgraph=True)
@@ -64,15 +56,14 @@ def _chunked(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable
     """PyTorch's own, by chunks of tokens; with label smoothing it would fall back to all logits."""
     _refuse(problem, "label_smoothing", "softcap")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-    return lambda h, w, y: torch.nn.functional.linear_cross_entropy(h, w, y, options=options)
+    return functools.partial(torch.nn.functional.linear_cross_entropy, options=options)
 
 
 def _cut_cross_entropy(filter_eps: str | None, torch: Any, problem: dict[str, Any]) -> Callable:
     """Apple's; `filter_eps` "auto" leaves out blocks of small gradients, None computes all."""
     _refuse(problem, "label_smoothing")
-    options = {"softcap": problem["softcap"], "reduction": "mean", "filter_eps": filter_eps, "impl": "cce"}
-    loss = _module("cut_cross_entropy").linear_cross_entropy
-    return lambda h, w, y: loss(h, w, y, **options)
+    loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return functools.partial(loss, softcap=problem["softcap"], reduction="mean", filter_eps=filter_eps, impl="cce")
 
 
 def _liger(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable:
@@ -81,21 +72,21 @@ def _liger(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable:
     if chunk is not None:
         chunks = math.ceil(problem["tokens"] / chunk)
         options["chunk_mem_const"] = math.ceil(problem["vocab"] / (problem["width"] * chunks))
-    loss = _module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return lambda h, w, y: loss(h, w, y, **options)
+    functions = importlib.import_module("liger_kernel.transformers.functional")
+    return functools.partial(functions.liger_fused_linear_cross_entropy, **options)
 
 
 def _liger_hopper(torch: Any, problem: dict[str, Any]) -> Callable:
     """Liger's in CuTe DSL for Hopper GPUs, which holds all logits in bfloat16."""
     _refuse(problem, "label_smoothing", "softcap")
-    liger = _module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    return lambda h, w, y: liger.liger_fused_linear_cross_entropy_sm90(h, w, y, reduction="mean")
+    liger = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return functools.partial(liger.liger_fused_linear_cross_entropy_sm90, reduction="mean")
 
 
 def _liger_scaled_hopper(torch: Any, problem: dict[str, Any]) -> Callable:
     """Liger's in CuTe DSL for Hopper GPUs that holds no logits, and computes them again for the gradients."""
     _refuse(problem, "label_smoothing", "softcap")
-    liger = _module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+    liger = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
     return lambda h, w, y: liger.LigerFusedScaledCrossEntropySM90Function.apply(h, w, y).mean()
 
 
@@ -104,8 +95,8 @@ def _quack(torch: Any, problem: dict[str, Any]) -> Callable:
     _refuse(problem, "label_smoothing", "softcap")
     # Version 0.6.5 refuses gradients by chunks of as many tokens as the hidden states are wide.
     chunk = CHUNK if min(CHUNK, problem["tokens"]) != problem["width"] else problem["width"] // 2
-    quack = _module("quack.linear_cross_entropy")
-    return lambda h, w, y: quack.chunked_linear_cross_entropy(h, w, y, chunk_size=chunk, reduction="mean")
+    quack = importlib.import_module("quack.linear_cross_entropy")
+    return functools.partial(quack.chunked_linear_cross_entropy, chunk_size=chunk, reduction="mean")
 
 
 LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
@@ -162,34 +153,23 @@ def main(
 
     `only`: losses whose names contain one of these; None: all.
     """
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        sys.exit("torch is not installed")
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} finds no GPU")
+    torch = importlib.import_module("torch")
     rows = []
     torch.backends.cuda.matmul.allow_tf32 = False
     for problem in problems:
-        inputs = expected = None
-        for name in LOSSES:
-            if only and not any(part in name for part in only):
-                continue
-            for task in tasks:
-                row = {"problem": problem, "task": task, "contender": name}
-                rows.append(row)
-                try:
-                    loss = LOSSES[name](torch, problem)
-                    if inputs is None:
-                        inputs = inputs_of(torch, problem, seed, device)
-                        expected = expected_of(torch, problem, inputs)
-                    row |= _timed(torch, loss, inputs, expected, DIFFERENTIATED[task], repeats, problem["dtype"])
-                except Exception as error:  # a failure of one loss does not stop the others
-                    text = (str(error).strip().splitlines() or [""])[0]
-                    kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
-                    row["note"] = f"{kind}{text}"[:80]
-                note = row.get("note") or f"{1e3 * row['seconds']:.2f} ms, error {row['error']:.1e}"
-                print(f"{problem}, {task}, {name}: {note}", flush=True)
+        inputs = inputs_of(torch, problem, seed, device)
+        expected = expected_of(torch, problem, inputs)
+        names = [name for name in LOSSES if not only or any(part in name for part in only)]
+        for name, task in itertools.product(names, tasks):
+            row = {"problem": problem, "task": task, "contender": name}
+            rows.append(row)
+            try:
+                loss = LOSSES[name](torch, problem)
+                row |= _timed(torch, loss, inputs, expected, DIFFERENTIATED[task], repeats, problem["dtype"])
+            except Exception as error:  # a failure of one loss does not stop the others
+                row["note"] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            note = row.get("note") or f"{1e3 * row['seconds']:.2f} ms, error {row['error']:.1e}"
+            print(f"{problem}, {task}, {name}: {note}", flush=True)
     return rows
 
 
@@ -237,30 +217,23 @@ def _timed(
     return row | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
 
 
-def _versions() -> dict[str, str]:
-    versions: dict[str, str] = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=SIZES, default="gpu")
-    parser.add_argument("--label-smoothing", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--softcap", type=lambda x: None if x == "none" else float(x), nargs="+", default=[None, 30.0])
-    parser.add_argument("--task", nargs="+", choices=DIFFERENTIATED, default=list(DIFFERENTIATED))
     parser.add_argument("--only", nargs="+", help="losses whose names contain one of these")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
     parser.add_argument("--json", type=argparse.FileType("w"), help="write everything there")
     given = parser.parse_args()
     dtype, device = ("bfloat16", "cuda") if given.platform == "gpu" else ("float32", "cpu")
-    every = itertools.product(SIZES[given.platform], given.label_smoothing, given.softcap)
     problems = [
         {"tokens": n, "width": d, "vocab": v, "dtype": dtype, "label_smoothing": smoothing, "softcap": cap}
-        for (n, d, v), smoothing, cap in every
+        for (n, d, v), smoothing, cap in itertools.product(SIZES[given.platform], (0.0, 0.1), (None, 30.0))
     ]
-    rows = main(problems, given.task, device, time.time_ns() % 2**31, given.repeats, given.only)
+    rows = main(problems, list(DIFFERENTIATED), device, time.time_ns() % 2**31, given.repeats, given.only)
     if given.json is not None:
-        json.dump({"versions": _versions(), "rows": rows}, given.json, indent=1)
+        json.dump({"versions": {name: _version(name) for name in PACKAGES}, "rows": rows}, given.json, indent=1)

@@ -22,15 +22,13 @@ SMALL = {
     "rows": (Blocks(128, 256, 128),),
     "d_hidden": (Blocks(128, 256, 128),),
     "unembedding": (Blocks(128, 128, 128),),
-    "fused": (Blocks(128, 256, 128),),
 }
-# No kernel for both gradients; of two units of saved exponentials each is read in two blocks.
-_APART = {kernel: sizes for kernel, sizes in SMALL.items() if kernel != "fused"}
-_APART |= {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}
+# Of two units of saved exponentials each is read in two blocks.
+_APART = SMALL | {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}
 IMPLEMENTATIONS = {
-    NAME: pallas_tpu.make(PARAMS, SMALL),
-    WITH_ITS_BLOCKS: pallas_tpu.make(PARAMS),
-    APART: pallas_tpu.make(PARAMS, _APART),
+    NAME: pallas_tpu.PallasTpu(PARAMS, SMALL),
+    WITH_ITS_BLOCKS: pallas_tpu.PallasTpu(PARAMS),
+    APART: pallas_tpu.PallasTpu(PARAMS, _APART),
 }
 
 _threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
@@ -65,7 +63,7 @@ def compile_threads_once(monkeypatch):
 def tpu(monkeypatch):
     """Lets `implementation=NAME` run the interpreted kernels, and fails the test if the last of them had a race.
 
-    `WITH_ITS_BLOCKS` runs them with the blocks that a chip gets; `APART` has a kernel each for dh and dW.
+    `WITH_ITS_BLOCKS` runs them with the blocks that a chip gets; `APART` has smaller ones for saved exponentials.
     """
     compile_threads_once(monkeypatch)
     for name, implementation in IMPLEMENTATIONS.items():

@@ -33,9 +33,9 @@ PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
 )
 # Each program is compiled anew for each of its warpgroups: one is enough but for one test.
 IMPLEMENTATIONS = {
-    NAME: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=2, programs=1)),
-    TWO_PROGRAMS: pallas_gpu.make(PARAMS, Blocks(columns=64, stages=3, programs=2)),
-    WITH_ITS_BLOCKS: pallas_gpu.make(PARAMS, Blocks(programs=1)),
+    NAME: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=2, programs=1)),
+    TWO_PROGRAMS: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    WITH_ITS_BLOCKS: pallas_gpu.PallasGpu(PARAMS, Blocks(programs=1)),
 }
 
 

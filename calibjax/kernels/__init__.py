@@ -1,10 +1,9 @@
 """The operator at the heart: statistics of the logits over the vocabulary, without the logits."""
 
-from calibjax.kernels.api import IMPLEMENTATIONS, vocab_stats
+from calibjax.kernels.api import IMPLEMENTATIONS, explain, vocab_stats
 from calibjax.kernels.cross_entropy import linear_cross_entropy
 from calibjax.kernels.curves import SCALES, VocabCurves, vocab_curves
 from calibjax.kernels.divergence import kl_divergences
-from calibjax.kernels.explain import explain
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import STATISTICS, VocabStats
 from calibjax.kernels.top_k import TopLogits, top_logits

@@ -1,4 +1,4 @@
-"""`vocab_stats`: one contract, several implementations, chosen by an ordered table."""
+"""`vocab_stats`: one contract, several implementations, chosen by an ordered table; `explain` returns the choice."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
@@ -63,7 +64,7 @@ def vocab_stats(
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode, through every float field but
     `logit_variance`. What is not differentiated costs nothing: a gradient in `scale` alone uses
     ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no product. `explain` returns
-    the cost of each statistic and gradient.
+    the products of each gradient.
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.
@@ -139,13 +140,14 @@ def evaluate(
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
         values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
     if "correct" in dispatch.wanted:
-        values["correct"] = (values["argmax"] == targets) & valid
+        values["correct"] = values["argmax"] == targets
+    return masked_statistics({name: value for name, value in values.items() if name in dispatch.wanted}, valid), valid
+
+
+def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> dict[str, Array]:
+    """Statistics by name with what `VocabStats` holds for tokens that do not count."""
     filler = {"argmax": -1, "correct": False}
-    return {
-        name: operator.masked(valid, value, filler.get(name, 0))
-        for name, value in values.items()
-        if name in dispatch.wanted
-    }, valid
+    return {name: operator.masked(valid, value, filler.get(name, 0)) for name, value in values.items()}
 
 
 def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
@@ -184,7 +186,7 @@ class Dispatch(NamedTuple):
         implementation = IMPLEMENTATIONS[name]
         if implementation is None or self.sharding is None:
             return implementation
-        return sharded.implementation(implementation, self.sharding)
+        return sharded.Sharded(implementation, self.sharding.without_trivial_axes())
 
     def platform(self) -> Platform:
         """Returns the platform that the call is compiled for."""
@@ -311,3 +313,94 @@ def _options(softcap: float | None, execution: Execution) -> Options:
     if options.chunk_size is not None and options.chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 or None, got {options.chunk_size}.")
     return options
+
+
+_ArrayOrShape = ArrayLike | jax.ShapeDtypeStruct
+
+
+def explain(
+    hidden: _ArrayOrShape,
+    unembedding: _ArrayOrShape,
+    targets: _ArrayOrShape | None = None,
+    *,
+    bias: _ArrayOrShape | None = None,
+    where: _ArrayOrShape | None = None,
+    softcap: float | None = None,
+    statistics: Sequence[str] | None = None,
+    scales: tuple[float, ...] | None = None,
+    sharding: VocabSharding | None = None,
+    **execution: Unpack[Execution],
+) -> str:
+    """Explains which implementation `vocab_stats`, or `vocab_curves`, chooses, why, and what the call costs.
+
+    Args:
+        hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each.
+        softcap, statistics, sharding, execution: as in `vocab_stats`.
+        scales: those of `vocab_curves`, to explain that operator instead.
+
+    Returns:
+        Text: the sizes; every implementation in order, with what it would do or why it cannot; the products N·D·V by
+        what is differentiated.
+
+    Raises:
+        ValueError: as `vocab_stats`, but not for a named implementation that cannot run the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 2304), (256000, 2304))]
+        >>> text = explain(*shapes, implementation="reference", chunk_size=128)
+        >>> print(text.splitlines()[-2].strip())
+        reference   cannot run this call here: it is dense and takes no chunk_size.
+    """
+    arrays = (hidden, unembedding, targets, bias, where)
+    called = "vocab_stats" if scales is None else "vocab_curves"
+    dispatch, _ = prepare(arrays, softcap, statistics, sharding, execution, scales)
+    try:
+        chosen = dispatch.choose()
+    except NotImplementedError:
+        chosen = None
+    options, shapes, machine = dispatch.options, dispatch.shapes, dispatch.platform()
+    tokens, (vocab_size, width) = shapes.hidden.shape[0], shapes.unembedding.shape
+    lines = [
+        f"{called}: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
+        f"for {machine.name} ({machine.device_kind})"
+    ]
+    lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
+    lines += ["implementations, best first:", *(_line(dispatch, name, chosen) for name in IMPLEMENTATIONS)]
+    if chosen is None:
+        return "\n".join([*lines, f"none that was requested can run: {called} raises NotImplementedError"])
+    if scales is not None:
+        return "\n".join([*lines, f"1 product N·D·V and, for each logit, three sums at each of {len(scales)} scales"])
+    call = dispatch.call(chosen)
+    implementation = call.implementation
+    if options.save_logits and implementation is not None:
+        size = implementation.saved_bytes(shapes.hidden.dtype.itemsize) * tokens * vocab_size / 2**20
+        lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
+    lines.append("products N·D·V, forward + backward, by what is differentiated:")
+    kinds = {"nothing, scale": (0, 0), "hidden": (1, 0), "unembedding": (0, 1), "hidden and unembedding": (1, 1)}
+    for what, (d_hidden, d_unembedding) in kinds.items():
+        forward, backward = _products(call, bool(d_hidden), bool(d_unembedding))
+        lines.append(f"  {what:<23} {forward} + {backward}")
+    return "\n".join(lines)
+
+
+def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
+    try:
+        note = dispatch.check(name)
+    except NotImplementedError as reason:
+        note = f"cannot run this call here: {reason}"
+    else:
+        later = "comes later" if dispatch.implementation in (None, name) else "not requested"
+        note = f"chosen: {note}" if name == chosen else f"{later} (could: {note})"
+    return f"  {name:<11} {note}"
+
+
+def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
+    """Products N·D·V of the forward and the backward pass; see `operator`."""
+    if call.implementation is None:
+        return 1, d_hidden + d_unembedding
+    rows = d_hidden and operator.takes_rows(call, alone=not d_unembedding)
+    gradients = (d_hidden and not rows) + d_unembedding
+    # One pass computes the logits again for both, or each gradient has a pass of its own.
+    again = min(gradients, 1) if call.implementation.shares_logits else gradients
+    return 1 + rows, gradients + (0 if call.options.save_logits else again)

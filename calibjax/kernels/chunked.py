@@ -39,6 +39,9 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     return min(max(min(factor * _COLUMNS, fitting) // 128 * 128, 128), vocab_size)
 
 
+_Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]
+
+
 def _chunk(options: Options, tokens: int, vocab_size: int) -> int:
     return min(options.chunk_size or choose_chunk_size(tokens, vocab_size), vocab_size)
 
@@ -57,7 +60,7 @@ def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: i
     return weights, softcapped(z, options.softcap)
 
 
-def fold(step: Callable, carry: Any, size: int, width: int, saved: "_Saved | None" = None) -> Any:
+def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None = None) -> Any:
     """The carry after `step(carry, start, width, z)` of all pieces of `size`; z is what `saved` holds of each, or None.
 
     The first piece is the ragged one, or a full one. Two programs at most: of the ragged piece, and of the loop.
@@ -87,110 +90,128 @@ def put(whole: Array | None, block: Array | None, start: Array | int, add: bool 
     return jax.lax.dynamic_update_slice_in_dim(whole, block.astype(whole.dtype), start, axis=0)
 
 
-def forward(options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, "_Saved | None"]:
-    """The moments of the whole vocabulary, chunk by chunk."""
-    inputs = inputs.masked()
-    hidden, unembedding, bias, _, targets, _ = inputs
-    scale, vocab_size = options.scale(inputs), unembedding.shape[0]
-    linear_mean = "total" in needed and options.softcap is None
-    per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
-
-    def piece(start: Array | int, width: int) -> tuple[Moments, Array | None]:
-        weights, z = _block_logits(options, inputs, start, width)
-        moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
-        if "rows" in needed:
-            e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
-            e = times_slope(e, z, options.softcap)
-            if targets is not None:
-                column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-                e = jnp.where(column == (targets - start)[:, None], 0.0, e)
-            summed = _product(options, e.astype(hidden.dtype), weights, (1, 0))
-            moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
-        return moments, z if save else None
-
-    def step(carry: Moments, start: Array) -> tuple[Moments, Array | None]:
-        moments, z = piece(start, chunk)
-        return stats.merge(carry, moments, scale), z
-
-    chunk = _chunk(options, hidden.shape[0], vocab_size)
-    # The ragged piece comes first and has its own program, so that nothing is padded or masked.
-    ragged = vocab_size % chunk
-    starts = jnp.arange(ragged, vocab_size, chunk, dtype=jnp.int32)
-    total, first = piece(0, ragged) if ragged else piece(starts[0], chunk)
-    starts = starts if ragged else starts[1:]
-    chunks = None
-    if starts.size:
-        total, chunks = jax.lax.scan(step, total, starts)
-    if linear_mean:
-        # Without a soft-cap the sum over v commutes with the product: one row instead of V.
-        row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
-        mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
-        total = total._replace(total=vocab_size * (mean if bias is None else mean + jnp.mean(bias)))
-    return total, (first, chunks) if save else None
-
-
-_Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]
-
-
-def backward(
-    options: Options,
-    wanted: frozenset[str],
-    inputs: Inputs,
-    cotangents: Cotangents,
-    saved: _Saved | None,
-    into: Gradients | None,
-) -> Gradients:
-    """Gradients by one more pass over the vocabulary; a chunk's logits are computed again, or taken from `saved`."""
-    inputs = inputs.masked()
+def first_gradients(inputs: Inputs, wanted: frozenset[str], into: Gradients | None) -> Gradients:
+    """What `add_gradients` adds the first chunk to."""
     hidden, unembedding = inputs.hidden, inputs.unembedding
-    if wanted == {"hidden"} and cotangents.hidden_is_closed(options):
-        return Gradients(hidden=closed_form_hidden(inputs, cotangents))
-
-    def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> Gradients:
-        if z is None:
-            weights, z = _block_logits(options, inputs, start, width)
-        else:
-            weights = take_rows(unembedding, start, width)
-        # At most 1: with logits or scales of 1e30 the rounding of s·z is large.
-        p = jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))
-        dz = jnp.zeros_like(z)
-        if cotangents.softmax is not None:
-            factor = cotangents.softmax[:, None]
-            if cotangents.centred is not None:
-                assert cotangents.expected_logit is not None
-                # The floor keeps 0·(z − E) = 0 where a bias of −inf removes an entry.
-                centred = jnp.maximum(z - cotangents.expected_logit[:, None], stats.FLOOR)
-                factor = stats.finite(factor + cotangents.centred[:, None] * centred)
-            dz = dz + factor * p
-        if cotangents.uniform is not None:
-            dz = dz + cotangents.uniform[:, None]
-        dz = times_slope(dz, z, options.softcap)
-        column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        for ids, g in cotangents.one_hots:
-            dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
-        narrow = dz.astype(hidden.dtype)
-        d_hidden = _product(options, narrow, weights, (1, 0)) if "hidden" in wanted else None
-        d_weights = _product(options, narrow, hidden, (0, 0)) if "unembedding" in wanted else None
-        d_bias = jnp.sum(dz, axis=0) if "bias" in wanted else None
-        return Gradients(
-            hidden=put(carry.hidden, d_hidden, 0, add=True),
-            unembedding=put(carry.unembedding, d_weights, start, add=into is not None),
-            bias=put(carry.bias, d_bias, start, add=into is not None),
-        )
-
     carry = into or Gradients(
         unembedding=jnp.zeros(unembedding.shape, unembedding.dtype) if "unembedding" in wanted else None,
         bias=jnp.zeros((len(unembedding),), jnp.float32) if "bias" in wanted else None,
     )
-    carry = carry._replace(hidden=jnp.zeros(hidden.shape, jnp.float32) if "hidden" in wanted else None)
-    return fold(step, carry, len(unembedding), _chunk(options, len(hidden), len(unembedding)), saved)
+    return carry._replace(hidden=jnp.zeros(hidden.shape, jnp.float32) if "hidden" in wanted else None)
 
 
-def check(options: Options, inputs: Inputs, platform: Platform) -> str:
-    """Runs anywhere."""
-    vocab_size = inputs.unembedding.shape[0]
-    chunk = _chunk(options, inputs.hidden.shape[0], vocab_size)
-    return f"{chunk} columns at a time, {-(-vocab_size // chunk)} chunks"
+def add_gradients(
+    options: Options, carry: Gradients, dz: Array, weights: Array, hidden: Array, start: Array | int, add: bool
+) -> Gradients:
+    """The gradients with those of a chunk of the vocabulary, from its dz [N, C] and rows of W, beginning at `start`.
+
+    `add`: those in unembedding and bias are added to what is there.
+    """
+    narrow = dz.astype(hidden.dtype)
+    d_hidden = None if carry.hidden is None else _product(options, narrow, weights, (1, 0))
+    d_weights = None if carry.unembedding is None else _product(options, narrow, hidden, (0, 0))
+    d_bias = None if carry.bias is None else jnp.sum(dz, axis=0, dtype=jnp.float32)
+    return Gradients(
+        hidden=put(carry.hidden, d_hidden, 0, add=True),
+        unembedding=put(carry.unembedding, d_weights, start, add=add),
+        bias=put(carry.bias, d_bias, start, add=add),
+    )
 
 
-IMPLEMENTATION = Implementation(forward=forward, backward=backward, check=check, accumulates=True)
+class Chunked(Implementation):
+    """Runs anywhere, with any options."""
+
+    accumulates = True
+
+    def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
+        vocab_size = inputs.unembedding.shape[0]
+        chunk = _chunk(options, inputs.hidden.shape[0], vocab_size)
+        return f"{chunk} columns at a time, {-(-vocab_size // chunk)} chunks"
+
+    def forward(
+        self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
+    ) -> tuple[Moments, _Saved | None]:
+        """The moments of the whole vocabulary, chunk by chunk."""
+        inputs = inputs.masked()
+        hidden, unembedding, bias, _, targets, _ = inputs
+        scale, vocab_size = options.scale(inputs), unembedding.shape[0]
+        linear_mean = "total" in needed and options.softcap is None
+        per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
+
+        def piece(start: Array | int, width: int) -> tuple[Moments, Array | None]:
+            weights, z = _block_logits(options, inputs, start, width)
+            moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
+            if "rows" in needed:
+                e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
+                e = times_slope(e, z, options.softcap)
+                if targets is not None:
+                    column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+                    e = jnp.where(column == (targets - start)[:, None], 0.0, e)
+                summed = _product(options, e.astype(hidden.dtype), weights, (1, 0))
+                moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
+            return moments, z if save else None
+
+        def step(carry: Moments, start: Array) -> tuple[Moments, Array | None]:
+            moments, z = piece(start, chunk)
+            return stats.merge(carry, moments, scale), z
+
+        chunk = _chunk(options, hidden.shape[0], vocab_size)
+        # The ragged piece comes first and has its own program, so that nothing is padded or masked.
+        ragged = vocab_size % chunk
+        starts = jnp.arange(ragged, vocab_size, chunk, dtype=jnp.int32)
+        total, first = piece(0, ragged) if ragged else piece(starts[0], chunk)
+        starts = starts if ragged else starts[1:]
+        chunks = None
+        if starts.size:
+            total, chunks = jax.lax.scan(step, total, starts)
+        if linear_mean:
+            # Without a soft-cap the sum over v commutes with the product: one row instead of V.
+            row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
+            mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
+            total = total._replace(total=vocab_size * (mean if bias is None else mean + jnp.mean(bias)))
+        return total, (first, chunks) if save else None
+
+    def backward(
+        self,
+        options: Options,
+        wanted: frozenset[str],
+        inputs: Inputs,
+        cotangents: Cotangents,
+        saved: _Saved | None,
+        into: Gradients | None,
+    ) -> Gradients:
+        """By one more pass over the vocabulary; a chunk's logits are computed again, or taken from `saved`."""
+        inputs = inputs.masked()
+        hidden, unembedding = inputs.hidden, inputs.unembedding
+        if wanted == {"hidden"} and cotangents.hidden_is_closed(options):
+            return Gradients(hidden=closed_form_hidden(inputs, cotangents))
+
+        def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> Gradients:
+            if z is None:
+                weights, z = _block_logits(options, inputs, start, width)
+            else:
+                weights = take_rows(unembedding, start, width)
+            # At most 1: with logits or scales of 1e30 the rounding of s·z is large.
+            p = jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))
+            dz = jnp.zeros_like(z)
+            if cotangents.softmax is not None:
+                factor = cotangents.softmax[:, None]
+                if cotangents.centred is not None:
+                    assert cotangents.expected_logit is not None
+                    # The floor keeps 0·(z − E) = 0 where a bias of −inf removes an entry.
+                    centred = jnp.maximum(z - cotangents.expected_logit[:, None], stats.FLOOR)
+                    factor = stats.finite(factor + cotangents.centred[:, None] * centred)
+                dz = dz + factor * p
+            if cotangents.uniform is not None:
+                dz = dz + cotangents.uniform[:, None]
+            dz = times_slope(dz, z, options.softcap)
+            column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+            for ids, g in cotangents.one_hots:
+                dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
+            return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None)
+
+        carry = first_gradients(inputs, wanted, into)
+        return fold(step, carry, len(unembedding), _chunk(options, len(hidden), len(unembedding)), saved)
+
+
+IMPLEMENTATION = Chunked()

@@ -33,23 +33,14 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """N tokens and the unembedding that scores them. In `Implementation.check` all are `jax.ShapeDtypeStruct`.
+    """N tokens and the unembedding that scores them. In `Implementation.check` all are `jax.ShapeDtypeStruct`."""
 
-    Attributes:
-        hidden: [N, D].
-        unembedding: [V, D], of the dtype of `hidden`.
-        bias: float32 [V] or None.
-        scale: float32 [N], s.
-        targets: int32 [N] or None. Those outside [0, V) match nothing.
-        valid: bool [N], False for tokens that do not count, whose hidden states may hold anything; None: all count.
-    """
-
-    hidden: Array
-    unembedding: Array
-    bias: Array | None
-    scale: Array
-    targets: Array | None
-    valid: Array | None
+    hidden: Array  # [N, D]
+    unembedding: Array  # [V, D], of the dtype of `hidden`
+    bias: Array | None  # float32 [V]
+    scale: Array  # float32 [N], s
+    targets: Array | None  # int32 [N]; those outside [0, V) match nothing
+    valid: Array | None  # bool [N], False for tokens that do not count, which may hold anything; None: all count
 
     def masked(self) -> "Inputs":
         """The same with hidden states of 0 where a token does not count."""
@@ -95,49 +86,71 @@ class Gradients(NamedTuple):
     bias: Array | None = None
 
 
-class Implementation(NamedTuple):
-    """Two passes over the vocabulary.
+class Implementation:
+    """Two passes over the vocabulary; hashable, because it is a static argument.
 
     Attributes:
-        forward: `(options, needed, save, inputs) -> (moments, saved)`. The moments are those of the whole vocabulary,
-            of invalid tokens any value; `needed` names their optional fields. `saved` is None, or with `save` what
-            `backward` uses instead of computing the logits again.
-        backward: `(options, wanted, inputs, cotangents, saved, into) -> Gradients`, those that `wanted` names. Invalid
-            tokens add nothing, even with NaN in `hidden`. `into`, for implementations with `accumulates`: None, or
-            float32 gradients in unembedding and bias from other tokens, to which those of these tokens are added.
-        check: `(options, inputs, platform)` -> how a call runs, for `explain`; raises NotImplementedError with the
-            reason if it cannot run.
+        has_rows: `forward` gives `Moments.rows` where they are needed.
         rows_first: where hidden and unembedding are both differentiated and no logits are saved, the gradient in hidden
             comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
-        shares_logits: where both gradients are left to the backward pass, whether it computes the logits once for both;
-            for `explain`.
-        saved_bytes: size of `saved` per logit, from the bytes of a hidden state's number.
+        shares_logits: where both gradients are left to the backward pass, it computes the logits once for both.
         accumulates: `backward` takes `into`.
     """
 
-    forward: Callable[..., tuple[Moments, Any]]
-    backward: Callable[..., Gradients]
-    check: Callable[[Options, Inputs, Platform], str]
-    rows_first: bool = False
-    shares_logits: Callable[[Options, Inputs, Platform], bool] = lambda options, inputs, platform: True
-    saved_bytes: Callable[[int], float] = lambda itemsize: 4.0
-    accumulates: bool = False
+    has_rows = True
+    rows_first = False
+    shares_logits = True
+    accumulates = False
+
+    def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
+        """How a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
+        raise NotImplementedError
+
+    def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
+        """The moments of the whole vocabulary, of invalid tokens any value; `needed` names their optional fields.
+
+        The second is None, or with `save` what `backward` uses instead of computing the logits again.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        options: Options,
+        wanted: frozenset[str],
+        inputs: Inputs,
+        cotangents: Cotangents,
+        saved: Any,
+        into: Gradients | None,
+    ) -> Gradients:
+        """The gradients that `wanted` names. Invalid tokens add nothing, even with NaN in `hidden`.
+
+        `into`: None, or float32 gradients in unembedding and bias from other tokens, to which those of these are added.
+        """
+        raise NotImplementedError
+
+    def saved_bytes(self, itemsize: int) -> float:
+        """Size of what `forward` saves per logit, from the bytes of a hidden state's number."""
+        return 4.0
 
 
-def first_order(run: Callable[..., Any], static: int) -> Callable[..., Any]:
+def first_order(static: int) -> Callable[..., Any]:
     """A pass by kernels that JAX cannot differentiate: one error where a second derivative would need it.
 
     The first `static` arguments are static; the others are pytrees of arrays.
     """
-    checked = jax.custom_jvp(run, nondiff_argnums=tuple(range(static)))
 
-    @checked.defjvp
-    def _differentiated(*_: Any) -> Any:
-        raise NotImplementedError(
-            "second derivatives: the Pallas kernels have a first one only. Pass implementation='chunked'."
-        )
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        checked = jax.custom_jvp(run, nondiff_argnums=tuple(range(static)))
 
-    return checked
+        @checked.defjvp
+        def _differentiated(*_: Any) -> Any:
+            raise NotImplementedError(
+                "second derivatives: the Pallas kernels have a first one only. Pass implementation='chunked'."
+            )
+
+        return lambda *arguments: checked(*arguments)
+
+    return decorate
 
 
 class Refs(dict[str, Any]):

@@ -13,7 +13,8 @@ c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the statistic
 | hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass by an online softmax |
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
-| hidden and unembedding | 1 + 3, or 1 + 2 with `save_logits`; 1 + 4 without `Implementation.shares_logits` |
+| hidden and unembedding | 1 + 3 (or 2 + 2: `Implementation.rows_first`), or 1 + 2 with `save_logits` |
+| the same without `Implementation.shares_logits`, with `expected_logit`, or a soft-cap and `mean_logit` | 1 + 4 |
 """
 
 import functools
@@ -85,10 +86,11 @@ def takes_rows(call: Call, alone: bool) -> bool:
 
     With saved logits one product in the backward pass does the same, and each product has its kernel.
     """
-    assert call.implementation is not None
-    options = call.options
+    implementation, options = call.implementation, call.options
+    assert implementation is not None
     second_weight = "expected_logit" in call.wanted or (options.softcap is not None and "mean_logit" in call.wanted)
-    return (alone or (call.implementation.rows_first and not options.save_logits)) and not second_weight
+    first = alone or (implementation.rows_first and not options.save_logits)
+    return implementation.has_rows and first and not second_weight
 
 
 def masked(valid: Array, x: Array, filler: Any = 0) -> Array:

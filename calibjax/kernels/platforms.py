@@ -7,15 +7,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 class Platform(NamedTuple):
-    """A kind of device.
+    """A kind of device."""
 
-    Attributes:
-        name: "cpu", "gpu" or "tpu".
-        device_kind: the vendor's name of the chip, such as "TPU v5 lite".
-    """
-
-    name: str
-    device_kind: str
+    name: str  # "cpu", "gpu" or "tpu"
+    device_kind: str  # the vendor's name of the chip, such as "TPU v5 lite"
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> Platform:

@@ -3,9 +3,11 @@
 Memory: several `[N, V]` arrays. For tests and tiny vocabularies.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from calibjax.kernels.contract import Inputs, Options
 from calibjax.kernels.operator import Call
@@ -34,18 +36,27 @@ def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
     z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=call.options.precision)
     if bias is not None:
         z = z + bias.astype(dtype)[None, :]
-    z = softcapped(z, call.options.softcap)
+    everything = of_logits(softcapped(z, call.options.softcap), scale.astype(dtype), targets, call.options.scales)
+    return {name: everything[name] for name in call.wanted}
+
+
+def of_logits(
+    z: Float[Array, "... V"],
+    s: Float[Array, "..."],
+    targets: Int[Array, "..."] | None,
+    scales: tuple[float, ...] | None,
+) -> dict[str, Array]:
+    """All statistics but `correct` of logits z at hand; see `compute`."""
     finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
-    s = scale.astype(dtype)
     # Relative to the largest logit m: s·m may exceed the dtype, and so may s·(z − m), whose exponential is 0 then.
     m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
-    difference = jnp.maximum(finite - m[:, None], FLOOR)
-    if call.options.scales is None:
+    difference = jnp.maximum(finite - m[..., None], FLOOR)
+    if scales is None:
         log_weight, shift, variance = cumulants(difference, s)
         log_weight, shift = s * m + log_weight, m + shift
     else:
-        every = [cumulants(difference, jnp.full_like(s, node)) for node in call.options.scales]
-        log_weight, shift, variance = (jnp.stack(x, axis=-1) for x in zip(*every, strict=True))
+        every = jax.lax.map(functools.partial(cumulants, difference), jnp.asarray(scales, z.dtype))
+        log_weight, shift, variance = (jnp.moveaxis(x, 0, -1) for x in every)
     everything = {
         "log_normalizer": log_weight,
         "mean_logit": jnp.mean(z, axis=-1),
@@ -55,5 +66,6 @@ def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
         "logit_variance": variance,
     }
     if targets is not None:
-        everything["target_logit"] = jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
-    return {name: everything[name] for name in call.wanted}
+        found = jnp.take_along_axis(z, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
+        everything["target_logit"] = found[..., 0]
+    return everything

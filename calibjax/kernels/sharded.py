@@ -6,7 +6,7 @@ shards, for N local tokens:
 
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
-| forward | all-gather of the `Moments`, 2 to 6 numbers a token, merged by `stats.merge` | up to 24 N S |
+| forward | all-gather of the `Moments`, 2 to 6 numbers a token (`argmax` apart), for `stats.merge` | up to 24 N S |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
 Where W is frozen, each shard keeps its term of `Moments.rows` for the backward pass, whose one psum sums it too. dh has
@@ -141,32 +141,6 @@ def leading_spec(hidden: Array) -> tuple[Any, ...]:
     return tuple(jax.typeof(hidden).sharding.spec)[: hidden.ndim - 1]
 
 
-@functools.cache
-def implementation(inner: Implementation, sharding: VocabSharding) -> Implementation:
-    """`inner` on every device's part of the vocabulary. Equal arguments give the same object, so nothing recompiles.
-
-    The number of tokens must divide into their shards.
-    """
-    sharding = sharding.without_trivial_axes()
-
-    def check(options: Options, inputs: Inputs, platform: Platform) -> str:
-        main, *rest = _parts(sharding, inputs)
-        for part in rest:
-            inner.check(options, part, platform)
-        return inner.check(options, main, platform)
-
-    def shares_logits(options: Options, inputs: Inputs, platform: Platform) -> bool:
-        return inner.shares_logits(options, _parts(sharding, inputs)[0], platform)
-
-    return inner._replace(
-        forward=functools.partial(_forward, inner, sharding),
-        backward=functools.partial(_backward, inner, sharding),
-        check=check,
-        shares_logits=shares_logits,
-        accumulates=False,
-    )
-
-
 def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
     """Shapes of the parts of the vocabulary that a device takes: the main one, and what does not divide, if any."""
     tokens = -(-inputs.hidden.shape[0] // sharding.count(sharding.tokens))
@@ -284,37 +258,6 @@ def sum_over_vocab(
     return spread(head, tail, per_token)[:tokens]
 
 
-@functools.partial(jax.jit, static_argnums=range(5))
-def _forward(
-    inner: Implementation, sharding: VocabSharding, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
-) -> tuple[Moments, Any]:
-    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
-    tail_start = head.unembedding.shape[0]
-
-    def local(inputs: Inputs, tail: _Tail | None) -> tuple[Moments, Any]:
-        def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
-            targets = None if part.targets is None else part.targets - start
-            moments, saved = inner.forward(options, needed, save, part._replace(targets=targets))
-            moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
-            return moments if total is None else stats.merge(total, moments, scale), saved
-
-        scale = options.scale(inputs)
-        nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
-        total, saved = _over_pieces(sharding, inputs, step, nothing)
-        total, saved_tail = _merge_shards(sharding, total, scale), None
-        if tail is not None:
-            tail_moments, saved_tail = step(None, inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, None)
-            if tail_moments.rows is not None and sharding.vocab:
-                once = jax.lax.axis_index(sharding.vocab) == 0
-                tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
-            total = stats.merge(total, tail_moments, scale)
-        return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
-
-    out_specs = (P(sharding.tokens), _own_specs(sharding))
-    moments, (rows, saved) = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
-    return moments._replace(rows=rows), saved
-
-
 def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: int) -> Moments:
     """The moments of an empty vocabulary: merging with them changes nothing."""
     zeros = jnp.zeros((tokens,), jnp.float32)
@@ -329,35 +272,20 @@ def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: in
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather_bits(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
-    """`mine` of every shard.
+def _gather(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
+    """`mine` of every shard, all but `argmax` in one collective."""
+    floats, structure = jax.tree.flatten(mine._replace(argmax=None))
+    rows = [x.reshape(len(x), -1).T for x in floats]
+    ends = np.cumsum([len(x) for x in rows])[:-1]
+    gathered = jax.lax.all_gather(jnp.concatenate(rows), axes)
+    argmax = None if mine.argmax is None else jax.lax.all_gather(mine.argmax, axes)
 
-    As integers, in one collective: their bits pass any device unchanged, which small ones as floats would not.
-    """
-    leaves, structure = jax.tree.flatten(mine)
-    bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(len(x), -1).T for x in leaves]
-    ends = np.cumsum([len(x) for x in bits])[:-1]
+    def shard(k: int) -> Moments:
+        parts = zip(jnp.split(gathered[k], ends), floats, strict=True)
+        moments = structure.unflatten([x.T.reshape(y.shape) for x, y in parts])
+        return moments._replace(argmax=None if argmax is None else argmax[k])
 
-    def floats(shard: Array) -> Moments:
-        parts = zip(jnp.split(shard, ends), leaves, strict=True)
-        return structure.unflatten([jax.lax.bitcast_convert_type(x.T.reshape(y.shape), y.dtype) for x, y in parts])
-
-    return [floats(shard) for shard in jax.lax.all_gather(jnp.concatenate(bits), axes)]
-
-
-@_gather_bits.defjvp
-def _gather_bits_jvp(axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[list[Moments], list[Moments]]:
-    """The second derivatives of the operator pass through here; bits have no derivative, and floats do."""
-
-    def gather(x: Any) -> Any:
-        if x.dtype == jax.dtypes.float0:
-            return np.zeros((jax.lax.axis_size(axes), *x.shape), x.dtype)
-        return jax.lax.all_gather(x, axes)
-
-    gathered: Moments = jax.tree.map(gather, *tangents)
-    shards = [jax.tree.map(lambda x, k=k: x[k], gathered) for k in range(jax.lax.axis_size(axes))]
-    return _gather_bits(axes, *primals), shards
+    return [shard(k) for k in range(len(gathered))]
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Moments:
@@ -367,7 +295,7 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
     """
     if not sharding.vocab:
         return mine
-    shards: list[Moments] = _gather_bits(sharding.vocab, mine._replace(rows=None))
+    shards = _gather(sharding.vocab, mine._replace(rows=None))
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
     if mine.rows is None:
         return total
@@ -375,70 +303,119 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
     return total._replace(rows=fraction[:, None] * mine.rows.astype(jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnums=range(4))
-def _backward(
-    inner: Implementation,
-    sharding: VocabSharding,
-    options: Options,
-    wanted: frozenset[str],
-    inputs: Inputs,
-    cotangents: Cotangents,
-    saved: Any,
-    into: None,
-) -> Gradients:
-    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
-    tail_start = head.unembedding.shape[0]
-    rows, softmax = cotangents.rows, cotangents.softmax
-    if rows is not None:
-        cotangents = cotangents._replace(rows=None, softmax=None)
-
-    def over_tokens(x: Array | None) -> Array | None:
-        return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
-
-    def stored(x: Array | None) -> Array | None:
-        """Sums [rows, D] over all tokens and returns the columns that this device stores."""
-        if x is None or not sharding.width:
-            return over_tokens(x)
-        mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
-
-    def local(
-        inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, softmax: Array | None, own: Any
-    ) -> tuple[Gradients, Gradients]:
-        rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], own)
-
-        def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
-            shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
-            return inner.backward(options, wanted, part, shifted, saved, None)
-
-        def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
-            part_gradients = gradients(part, start, saved)
-            return _add(d_hidden, part_gradients.hidden), (stored(part_gradients.unembedding), part_gradients.bias)
-
-        needs_zeros = sharding.width and "hidden" in wanted
-        zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
-        d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
-        d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
-        if rows is not None and softmax is not None:
-            summed = softmax[:, None] * rows.astype(jnp.float32)
-            summed = summed if inputs.valid is None else jnp.where(inputs.valid[:, None], summed, 0.0)
-            d_hidden = _add(d_hidden, summed)
-        if d_hidden is not None:
-            d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
-        rest = Gradients()
-        if tail is not None:
-            rest = gradients(inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, saved_tail)
-            d_hidden = _add(d_hidden, rest.hidden)
-            rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
-        return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
-
-    specs = _input_specs(sharding)
-    in_specs = (specs, P(), P(sharding.tokens), P(sharding.tokens), _own_specs(sharding))
-    spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-    whole, rest = spread(head, tail, cotangents, softmax, (rows, saved))
-    joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
-    return Gradients(*joined)
-
-
 def _add(x: Array | None, y: Array | None) -> Array | None:
     return y if x is None else x if y is None else x + y
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Implementation):
+    """`inner` on every device's part of the vocabulary; the number of tokens divides into their shards."""
+
+    inner: Implementation
+    sharding: VocabSharding
+
+    def __post_init__(self) -> None:
+        for name in ("has_rows", "rows_first", "shares_logits"):
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
+        notes = [self.inner.check(options, part, platform) for part in _parts(self.sharding, inputs)]
+        return notes[0]
+
+    def saved_bytes(self, itemsize: int) -> float:
+        return self.inner.saved_bytes(itemsize)
+
+    @functools.partial(jax.jit, static_argnums=range(4))
+    def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
+        sharding = self.sharding
+        head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+        tail_start = head.unembedding.shape[0]
+
+        def local(inputs: Inputs, tail: _Tail | None) -> tuple[Moments, Any]:
+            def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
+                targets = None if part.targets is None else part.targets - start
+                moments, saved = self.inner.forward(options, needed, save, part._replace(targets=targets))
+                moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
+                return moments if total is None else stats.merge(total, moments, scale), saved
+
+            scale = options.scale(inputs)
+            nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
+            total, saved = _over_pieces(sharding, inputs, step, nothing)
+            total, saved_tail = _merge_shards(sharding, total, scale), None
+            if tail is not None:
+                tail_moments, saved_tail = step(
+                    None, inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, None
+                )
+                if tail_moments.rows is not None and sharding.vocab:
+                    once = jax.lax.axis_index(sharding.vocab) == 0
+                    tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
+                total = stats.merge(total, tail_moments, scale)
+            return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
+
+        out_specs = (P(sharding.tokens), _own_specs(sharding))
+        moments, (rows, saved) = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
+        return moments._replace(rows=rows), saved
+
+    @functools.partial(jax.jit, static_argnums=range(3))
+    def backward(
+        self,
+        options: Options,
+        wanted: frozenset[str],
+        inputs: Inputs,
+        cotangents: Cotangents,
+        saved: Any,
+        into: Gradients | None,
+    ) -> Gradients:
+        sharding = self.sharding
+        head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+        tail_start = head.unembedding.shape[0]
+        rows, softmax = cotangents.rows, cotangents.softmax
+        if rows is not None:
+            cotangents = cotangents._replace(rows=None, softmax=None)
+
+        def over_tokens(x: Array | None) -> Array | None:
+            return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
+
+        def stored(x: Array | None) -> Array | None:
+            """Sums [rows, D] over all tokens and returns the columns that this device stores."""
+            if x is None or not sharding.width:
+                return over_tokens(x)
+            mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
+
+        def local(
+            inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, softmax: Array | None, own: Any
+        ) -> tuple[Gradients, Gradients]:
+            rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], own)
+
+            def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
+                shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
+                return self.inner.backward(options, wanted, part, shifted, saved, None)
+
+            def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
+                part_gradients = gradients(part, start, saved)
+                return _add(d_hidden, part_gradients.hidden), (stored(part_gradients.unembedding), part_gradients.bias)
+
+            needs_zeros = sharding.width and "hidden" in wanted
+            zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
+            d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
+            d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
+            if rows is not None and softmax is not None:
+                summed = softmax[:, None] * rows.astype(jnp.float32)
+                summed = summed if inputs.valid is None else jnp.where(inputs.valid[:, None], summed, 0.0)
+                d_hidden = _add(d_hidden, summed)
+            if d_hidden is not None:
+                d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
+            rest = Gradients()
+            if tail is not None:
+                rest = gradients(inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, saved_tail)
+                d_hidden = _add(d_hidden, rest.hidden)
+                rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
+            return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
+
+        specs = _input_specs(sharding)
+        in_specs = (specs, P(), P(sharding.tokens), P(sharding.tokens), _own_specs(sharding))
+        spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
+        whole, rest = spread(head, tail, cotangents, softmax, (rows, saved))
+        joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
+        return Gradients(*joined)

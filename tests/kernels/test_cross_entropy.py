@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` against the float64 oracle, its reductions, its blocks, and blocks left out by a filter."""
+"""`linear_cross_entropy` against the float64 oracle, its reductions and its blocks."""
 
 import functools
 from typing import NamedTuple
@@ -82,21 +82,18 @@ def make(case, seed=0):
     return hidden, unembedding, bias, scale, jnp.asarray(targets, jnp.int32)
 
 
-def expected(case, hidden, unembedding, bias, scale, targets, cotangent=1.0, softmax=True, uniform=True):
-    """Loss per token, weights, gradients and a bound on what rounding adds to them; all in float64.
-
-    `softmax` and `uniform` say whether the gradients have the part of p and, beside it, that of the mean logit.
-    """
+def expected(case, hidden, unembedding, bias, scale, targets):
+    """Loss per token, weights, gradients and a bound on what rounding adds to them; all in float64."""
     valid = np.asarray(targets) != -100
     safe, s = np.where(valid, targets, 0), f64(scale)
     stats = oracle.statistics(hidden, unembedding, safe, s, bias, case.softcap)
     lse, target, mean, b = stats["log_normalizer"], stats["target_logit"], stats["mean_logit"], case.smoothing
     loss = (1 - b) * (lse - s * target) + b * (lse - s * mean) + case.z_loss * lse**2
-    weights = valid * cotangent / (max(valid.sum(), 1) if case.reduction == "mean" else 1)
+    weights = valid / (max(valid.sum(), 1) if case.reduction == "mean" else 1)
     g = {
-        "log_normalizer": weights * (1 + 2 * case.z_loss * lse) * softmax,
+        "log_normalizer": weights * (1 + 2 * case.z_loss * lse),
         "target_logit": -(1 - b) * s * weights,
-        "mean_logit": -b * s * weights * uniform,
+        "mean_logit": -b * s * weights,
     }
     gradients, _ = oracle.gradients(g, hidden, unembedding, safe, s, bias, case.softcap)
     d_scale = gradients[3] - weights * ((1 - b) * target + b * mean)
@@ -263,35 +260,23 @@ def test_settings_of_jax(reduction):
         ({"reduction": "total"}, "reduction: expected one of"),
         ({"label_smoothing": 1.5}, "label_smoothing: expected"),
         ({"z_loss": -1.0}, "z_loss: expected"),
-        ({"softcap": 0.0}, "softcap: expected"),
-        ({"chunk_size": 0}, "chunk_size: expected"),
-        ({"implementation": "fastest"}, "implementation: expected one of"),
-        ({"targets": np.zeros(3, np.int32)}, "targets: expected shape"),
     ],
 )
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_errors_teach(change, message, reduction):
+def test_errors_teach(change, message):
     hidden, unembedding, _, _, targets = make(BASE)
-    arguments = {"hidden": hidden, "unembedding": unembedding, "targets": targets, "reduction": reduction, **change}
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**arguments)
+        linear_cross_entropy(hidden, unembedding, targets, **change)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 100_000])
 @pytest.mark.parametrize("vocab", [1, 32_000, 256_000])
-def test_choose_block_size(tokens, vocab):
+def test_choose_block_size(tokens, vocab, monkeypatch):
     block = cross_entropy.choose_block_size(tokens, vocab)
     assert 1 <= block <= max(tokens, 1)
-    bytes_allowed = max(24 * 2**20, 4 * vocab * max(128, tokens // 32))
-    assert 4 * vocab * block <= bytes_allowed
-
-
-def test_blocks_of_a_gpu(monkeypatch):
+    assert 4 * vocab * block <= max(24 * 2**20, 4 * vocab * max(128, tokens // 32))
     monkeypatch.setattr(cross_entropy, "platform", lambda: Platform("gpu", "NVIDIA H200"))
-    assert [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)] == [
-        2048,
-        4096,
-    ]
+    found = [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)]
+    assert found == [2048, 4096]
 
 
 @pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])

@@ -19,16 +19,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 NODES = tuple(2.0 ** (k / 2) for k in range(-4, 4))  # four octaves of two
 DENSE = (0.3, 0.5, 1.3, 2.0)  # no octaves
 tpu = interpreted.tpu
-ALL = (
-    "log_normalizer",
-    "target_logit",
-    "mean_logit",
-    "max_logit",
-    "argmax",
-    "expected_logit",
-    "logit_variance",
-    "correct",
-)
 
 
 def rows_of_logits(vocab, seed=0):
@@ -126,16 +116,6 @@ def test_errors_of_the_interpolant_are_within_the_law(distance):
         for i, (x, y, bound) in enumerate(zip(got, want, bounds, strict=True)):
             worst[i] = max(worst[i], assert_within(x, y, bound + 1e-13, f"derivative {i} at {scale}"))
     assert (worst > 1e-3).all(), worst  # the law is of the right order
-
-
-def test_polynomials_of_degree_five_are_exact():
-    polynomial = np.polynomial.Polynomial([1.0, -2.0, 0.5, 3.0, -1.5, 0.7])
-    derivatives = [polynomial, polynomial.deriv(), polynomial.deriv(2)]
-    nodes = (0.5, 0.8, 1.7)
-    values = [d(np.asarray(nodes))[None] for d in derivatives]
-    for scale in np.linspace(0.5, 1.7, 25):
-        for x, d in zip(interpolated(nodes, values, scale), derivatives, strict=True):
-            np.testing.assert_allclose(x[0], d(scale), atol=1e-12)
 
 
 def levels(vocab=2**18):
@@ -324,16 +304,6 @@ def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
     for name in ("argmax", "correct", "valid"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
-
-
-def test_the_tpu_kernel_over_a_mesh(tpu):
-    """75 rows of the vocabulary on each of two devices, 21 and 20 tokens on each of two."""
-    hidden, unembedding, targets, bias = problem()
-    split = VocabSharding(make_mesh((2, 1, 2), jax.devices()[:4]))
-    run = functools.partial(vocab_curves, softcap=5.0, bias=bias, scales=NODES)
-    got = jax.jit(functools.partial(run, implementation=tpu, sharding=split))(hidden, unembedding, targets)
-    want = run(hidden, unembedding, targets, implementation="reference")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), got, want)
 
 
 def test_explain_names_the_operator():

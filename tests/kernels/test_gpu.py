@@ -55,12 +55,11 @@ def test_every_tile_is_computed_once(tokens, vocab_size):
     assert work.max() <= max(1.04 * ideal, np.ceil(ideal))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_pieces_merge_to_the_whole(count):
+def test_pieces_merge_to_the_whole():
     rng = np.random.default_rng(6)
     logits, scale = rng.normal(size=(9, 70)).astype(np.float32) * 20, np.geomspace(0.1, 3, 9).astype(np.float32)
     wanted = frozenset({"argmax", "first", "second", "total"})
-    starts = [70 * i // count for i in range(count + 1)]
+    starts = [0, 23, 46, 70]
 
     @jax.jit
     def run(logits):
@@ -98,19 +97,15 @@ def test_nothing_chooses_it_until_it_is_measured():
     assert "  chunked     chosen: " in text
     assert "  pallas_gpu  comes later (could: statistics by tiles of 128 tokens by 256 columns in 35 pieces" in text
     assert "gradients by dz of 8192 columns at a time" in text
-    assert "by the exponentials of 2048 tokens at a time" in text
     assert "not timed on a GPU yet" in text
     named = explain(*shapes(), sharding=on("NVIDIA H200"), implementation="pallas_gpu")
     assert "  pallas_gpu  chosen: " in named
-    # dh alone comes out of the forward pass; else the logits are computed anew, once for both gradients.
+    # The logits are computed anew, once for both gradients.
     assert [line[-5:] for line in named.splitlines()[-4:]] == ["1 + 0", "1 + 2", "1 + 2", "1 + 3"]
-    alone = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", statistics=["log_normalizer"])
-    assert [line[-5:] for line in alone.splitlines()[-4:]] == ["1 + 0", "2 + 0", "1 + 2", "1 + 3"]
     saved = explain(*shapes(), sharding=on(H100), implementation="pallas_gpu", save_logits=True)
     assert "4125 MiB" in saved
-    assert "from saved exponentials; dh that comes" in saved
+    assert "from saved exponentials" in saved
     assert saved.endswith("1 + 2")
-    assert "252 MiB to pad W" in explain(*shapes(vocab_size=50_257, width=2570), sharding=on(H100))
 
 
 @pytest.mark.parametrize(
@@ -136,31 +131,10 @@ def test_it_never_falls_back():
 
 
 @pytest.mark.slow
-def test_soft_capped_logits_at_any_scale(gpu):
-    rng = np.random.default_rng(3)
-    hidden = jnp.asarray(rng.normal(size=(5, 64)) * 20, jnp.bfloat16)
-    weights = jnp.asarray(rng.normal(size=(70, 64)) / 8, jnp.bfloat16)
-    targets = rng.integers(0, 70, 5).astype(np.int32)
-
-    @jax.jit
-    def run(scale):
-        return vocab_stats(hidden, weights, targets, scale=scale, softcap=30.0, implementation=gpu)
-
-    for largest in (2.2, 500.0):
-        scale = np.geomspace(0.01, largest, 5).astype(np.float32)
-        got, want = run(scale), oracle.statistics(hidden, weights, targets, scale, softcap=30.0)
-        for name in ("log_normalizer", "target_logit", "mean_logit", "max_logit", "expected_logit"):
-            # A logit carries a few roundings of the cap, s·z as many of itself.
-            tolerance = 20 * EPS * 30 * (1 + (scale if name == "log_normalizer" else 0))
-            print(name, assert_within(getattr(got, name), want[name], tolerance, name))
-        np.testing.assert_array_equal(got.argmax, want["argmax"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("save", [False, True])
 def test_gradients_by_several_chunks(gpu, save, monkeypatch):
     """Three chunks of the vocabulary, the last ragged; a masked token of NaN, and a bias of −inf that removes a row."""
-    small = pallas_gpu.make(interpreted_gpu.PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64))
+    small = pallas_gpu.PallasGpu(interpreted_gpu.PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64))
     monkeypatch.setitem(api.IMPLEMENTATIONS, "by chunks", small)
     rng, removed = np.random.default_rng(4), 7
     hidden = jnp.asarray(rng.normal(size=(5, 64)), jnp.bfloat16)
@@ -202,62 +176,12 @@ def test_gradients_by_several_chunks(gpu, save, monkeypatch):
     np.testing.assert_array_equal(np.asarray(got[0], np.float32)[2], 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("softcap", "largest"), [(None, 1.5), (20.0, 1.5), (20.0, 100.0)])
-def test_gradient_in_hidden_by_blocks_of_tokens(gpu, softcap, largest, monkeypatch):
-    """Out of the forward pass: two blocks of tokens, three chunks of the vocabulary; a masked token, a removed row."""
-    monkeypatch.setattr(schedule, "_EXPONENTIALS_BYTES", 1)
-    small = pallas_gpu.make(interpreted_gpu.PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64))
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "by blocks", small)
-    rng, removed, tokens = np.random.default_rng(4), 7, 130
-    hidden = jnp.asarray(rng.normal(size=(tokens, 64)) * 2, jnp.bfloat16)
-    weights = jnp.asarray(rng.normal(size=(150, 64)) / 4, jnp.bfloat16)
-    bias = jnp.asarray(rng.normal(size=150), jnp.float32).at[removed].set(-jnp.inf)
-    targets, scale = rng.integers(8, 150, tokens), np.geomspace(0.5, largest, tokens).astype(np.float32)
-    targets[2] = -100
-    names = ("log_normalizer", "target_logit")
-    g = {name: rng.normal(size=tokens).astype(np.float32) for name in names}
-
-    @jax.jit
-    def run(hidden):
-        def value(h):
-            options = {"scale": scale, "bias": bias, "softcap": softcap, "implementation": "by blocks"}
-            got = vocab_stats(h, weights, targets, statistics=names, **options)
-            return sum(jnp.sum(g[name] * getattr(got, name)) for name in names), got
-
-        return jax.grad(value, has_aux=True)(hidden)
-
-    d_hidden, got = run(hidden.at[2].set(jnp.nan))
-    kept, counted = np.arange(150) != removed, targets >= 0
-    places = np.where(counted, targets - 1, 0)
-    inputs = [np.asarray(x, np.float64) for x in (hidden, weights[kept], bias[kept])]
-    of_logits = 20 * EPS * (1 + np.abs(oracle.logits(*inputs)).max())
-    statistics = oracle.statistics(inputs[0], inputs[1], places, scale, inputs[2], softcap)
-    for name in names:
-        size = of_logits * (1 + scale * (name == "log_normalizer"))
-        print(name, assert_within(getattr(got, name), counted * statistics[name], size, name))
-    counted_g = {name: x * counted for name, x in g.items()}
-    (want, *_), dz = oracle.gradients(counted_g, inputs[0], inputs[1], places, scale, inputs[2], softcap)
-    # All but the target's part is rounded twice; the error in z moves the soft-cap's slope.
-    part = np.abs(dz) * (np.arange(149) != places[:, None])
-    slope = 2.0**-8 / (scale[:, None] * softcap) if softcap else 0.0
-    p = (
-        oracle.probabilities(oracle.logits(*inputs, softcap), scale)
-        * np.abs(scale * counted_g["log_normalizer"])[:, None]
-    )
-    size = 2.0**-7 * part + p * slope + np.abs(p) * of_logits * scale[:, None] + 100 * EPS * np.abs(dz)
-    print("hidden", assert_within(d_hidden, want, size @ np.abs(inputs[1]) + 2.0**-8 * np.abs(want), "hidden"))
-    np.testing.assert_array_equal(np.asarray(d_hidden, np.float32)[2], 0.0)
-
-
 @pytest.mark.parametrize(
     ("argnums", "reduction", "softcap", "again", "products"),
     [
-        ((0,), "mean", None, 0, 1),  # with the statistics in one pass
-        ((0,), "mean", 30.0, 0, 1),  # the mean logit is a second weight: gradients formed block by block
+        ((0,), "mean", 30.0, 0, 1),  # gradients formed block by block
         ((0, 1), "mean", None, 0, 2),
-        ((0,), "none", None, 0, 1),
-        ((0,), "none", 30.0, 1, 1),
+        ((0,), "none", None, 1, 1),
         ((0, 1), "none", None, 1, 2),
     ],
 )
@@ -287,12 +211,10 @@ def test_logits_computed_again(gpu, argnums, reduction, softcap, again, products
         ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 3, STATS),  # dz of full chunks, and the last
         ("llama31-8b-4k", {"label_smoothing": 0.1}, "both", 3, STATS),
         ("llama31-8b-4k", {"softcap": 30.0}, "both", 1, f"{STATS}, logits saved"),
-        ("llama31-8b-4k", {"label_smoothing": 0.1}, "hidden", 1, STATS),
         ("gemma2-2b", {"softcap": 30.0, "label_smoothing": 0.1}, "hidden", 2, "linear_cross_entropy pallas_gpu"),
         ("tokens-32k", {"softcap": 30.0, "label_smoothing": 0.1}, "both", 2, "linear_cross_entropy pallas_gpu"),
         ("tokens-32k", {"label_smoothing": 0.1}, "both", 3, STATS),
         ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "statistics", 1, STATS),
-        ("tokens-32k", {"dtype": "float16", "vocab": 50_257, "width": 1000}, "hidden", 1, STATS),
     ],
 )
 def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, name, monkeypatch):

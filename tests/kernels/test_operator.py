@@ -31,8 +31,8 @@ class Case(NamedTuple):
     """A row of the table: V, N, D, chunk, options, dtype, size of the logits.
 
     chunk: None: reference; "tpu": its kernels with small blocks; "tpu blocks": with those that a chip gets; "apart":
-    with dh and dW a kernel each; "gpu": the Hopper kernel with small blocks; "gpu programs": the same by two programs;
-    "gpu blocks": with those that a GPU gets.
+    with smaller ones for saved exponentials; "gpu": the Hopper kernel with small blocks; "gpu programs": the same by
+    two programs; "gpu blocks": with those that a GPU gets.
     """
 
     vocab: int
@@ -91,26 +91,20 @@ CASES = [
     Case(2049, 7, 100, 4096, dtype="bfloat16", bias=True),
     Case(2, 7, 100, "tpu", scale=True, softcap=2.0),
     Case(129, 7, 100, "tpu", dtype="bfloat16", save=True),
-    Case(300, 400, 8, "tpu", bias=True, scale=True, size=30.0),  # four blocks of tokens: dh goes through HBM
+    Case(300, 260, 8, "tpu", bias=True, scale=True, size=30.0),  # three blocks of tokens
     Case(150, 130, 128, "tpu", bias=True),  # W as it is: the rows of width 8 have it transposed
     Case(130, 130, 100, "gpu", dtype="bfloat16", bias=True, scale=True),  # two tiles of tokens, all three sizes ragged
     Case(150, 7, 64, "gpu", dtype="bfloat16", softcap=20.0, save=True),
     slow(Case(2049, 7, 100, 500, size=0.01, dtype="bfloat16", scale=True)),
     slow(Case(2049, 7, 100, 2048, softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
-    slow(Case(32000, 128, 100, 2048, scale=True)),
-    slow(Case(1, 1, 8, "tpu", bias=True)),
-    slow(Case(129, 7, 8, "tpu", size=0.01, bias=True)),
     slow(Case(2049, 7, 100, "apart", size=0.01, dtype="bfloat16", scale=True)),
-    slow(Case(2049, 130, 128, "tpu", size=30.0, scale=True, bias=True)),
     slow(Case(2049, 7, 8, "tpu", softcap=20.0, bias=True, scale=True, dtype="bfloat16")),
-    Case(300, 130, 8, "apart", bias=True, softcap=5.0, scale=True),  # a kernel each for dh and dW
+    Case(300, 130, 8, "apart", bias=True, softcap=5.0, scale=True),
     slow(Case(300, 260, 128, "apart", scale=True)),  # three blocks of tokens and several of the vocabulary, both ragged
     slow(Case(300, 130, 128, "tpu", bias=True, softcap=20.0, scale=True, size=30.0, save=True)),
     slow(Case(700, 130, 8, "apart", bias=True, scale=True, size=30.0, save=True)),
     slow(Case(700, 130, 8, "apart", dtype="bfloat16", softcap=20.0, bias=True, save=True)),
     slow(Case(380, 260, 840, "apart", scale=True, bias=True)),
-    slow(Case(380, 130, 840, "tpu", dtype="bfloat16", softcap=20.0, scale=True)),
-    slow(Case(760, 130, 840, "apart", dtype="bfloat16", bias=True, save=True)),
     slow(Case(2200, 7, 72, "tpu blocks", dtype="bfloat16")),
     slow(Case(1100, 7, 128, "tpu blocks", dtype="bfloat16", softcap=20.0)),
     slow(Case(2200, 7, 128, "tpu blocks", dtype="bfloat16", save=True)),
@@ -152,14 +146,13 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     relative error rel = 2 s zerr + ε (4 + |s max z| + |log_normalizer|), the products of the backward pass ε Σ|dz||W|,
     and where the inputs are of 16 bits dz and the result are rounded to them (`ROUNDING`). A saved exponential adds
     its rounding to p_v, and over s to z_v. `root` stands for the random walk of the roundings of a sum over
-    V. The Pallas kernels, and the row with the largest vocabulary, have twice the error of a logit and a longer walk:
-    one large term in the running sum, rounded again at every addition.
+    V. The Pallas kernels have twice the error of a logit and a longer walk: one large term in the running sum, rounded
+    again at every addition.
     """
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()
     zabs = (h @ w.T).max(axis=1) + extra
-    wide = case.kernel or case.vocab == 32000
-    zerr = (4 if wide else 2) * EPS * (zabs + (case.softcap or 0.0))
+    zerr = (4 if case.kernel else 2) * EPS * (zabs + (case.softcap or 0.0))
     z = oracle.logits(hidden, unembedding, bias, case.softcap)
     p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
     top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
@@ -169,7 +162,7 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     spread = (p * centred).sum(axis=1)
     below = want["max_logit"] - want["expected_logit"]
     far = (p * (z - want["max_logit"][:, None]) ** 2).sum(axis=1)
-    root = 1 + (0.25 if wide else 0.1) * np.sqrt(case.vocab)
+    root = 1 + (0.25 if case.kernel else 0.1) * np.sqrt(case.vocab)
     forward = {
         "log_normalizer": s * zerr + EPS * (top + root),
         "target_logit": zerr,
@@ -215,7 +208,7 @@ def test_statistics_and_gradients_match_float64(case):
     dirty = [jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan) for x in (hidden, scale)]
     arguments = (dirty[0], unembedding, bias, dirty[1], targets, cotangents)
     got, grads = evaluate(options, *arguments)
-    if case.chunk == "apart":  # two cores, sums of several blocks of tokens; `fused` has one
+    if case.chunk == "apart":  # two cores, sums of several blocks of tokens
         chex.assert_trees_all_equal(evaluate(options, *arguments), (got, grads))
 
     safe = np.where(valid, targets, 0)
@@ -388,33 +381,6 @@ def test_merge_is_associative_and_commutative():
         np.testing.assert_array_equal(x, y, name)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference", slow(interpreted.NAME)])
-def test_masked_tokens_give_exact_zeros_whatever_they_hold(implementation):
-    """NaN and infinity in a masked token's hidden state and scale reach no other value and no gradient."""
-    case, (hidden, unembedding, bias, scale, targets) = small()
-    options = {**case.options} if implementation == "chunked" else {"implementation": implementation}
-    options = tuple(options.items())
-    g = {name: np.ones(5, np.float32) for name in FLOATS}
-    clean, clean_grads = evaluate(options, hidden, unembedding, bias, scale, targets, g)
-    hidden, scale = hidden.copy(), scale.copy()
-    hidden[-1] = [np.nan, np.inf, -np.inf, 1e38]
-    scale[-1] = np.nan
-    got, grads = evaluate(options, hidden, unembedding, bias, scale, targets, g)
-    for name in FLOATS:
-        np.testing.assert_array_equal(getattr(got, name), getattr(clean, name), name)
-        assert getattr(got, name)[-1] == 0
-    assert not got.valid[-1]
-    assert not got.correct[-1]
-    assert got.argmax[-1] == -1
-    for name, x, y in zip(("h", "W", "b", "s"), grads, clean_grads, strict=True):
-        np.testing.assert_array_equal(x, y, name)
-    np.testing.assert_array_equal(grads[0][-1], 0.0)
-    assert grads[3][-1] == 0
-    for method in (got.log_prob, got.confidence, got.entropy):
-        assert np.isfinite(method()).all()
-        assert method()[-1] == 0
-
-
 @pytest.mark.parametrize("tokens", [250, 100])
 def test_dw_of_blocks_of_tokens_with_and_without_masked_ones(tokens):
     """Two blocks of tokens, of which the last has masked ones, and one block, which every block of W uses."""
@@ -434,22 +400,6 @@ def test_dw_of_blocks_of_tokens_with_and_without_masked_ones(tokens):
     assert_within(got, f64(want), 1e-5 * np.abs(f64(want)).max(), "d_unembedding")
 
 
-def test_all_masked():
-    case, (hidden, unembedding, bias, scale, targets) = small()
-    g = {name: np.ones(5, np.float32) for name in FLOATS}
-    got, grads = evaluate(
-        tuple(case.options.items()),
-        np.full_like(hidden, np.nan),
-        unembedding,
-        bias,
-        scale,
-        np.full_like(targets, -100),
-        g,
-    )
-    for x in (*(getattr(got, name) for name in FLOATS), *grads):
-        np.testing.assert_array_equal(x, 0.0)
-
-
 def test_where_and_ignore_index_are_the_same_mask():
     _, (hidden, unembedding, bias, scale, targets) = small()
     run = jax.jit(functools.partial(vocab_stats, chunk_size=4, ignore_index=7))
@@ -462,24 +412,17 @@ def test_where_and_ignore_index_are_the_same_mask():
             np.testing.assert_array_equal(x, y, name)
 
 
-@pytest.mark.parametrize("bad", [-1, 11, 1000])
+@pytest.mark.parametrize("bad", [-1, 11, 1000, 2**32 + 1, -(2**32) + 1, 2**63 - 1])
 def test_a_target_outside_the_vocabulary_is_nan(bad):
+    """Also one that would wrap to a class in 32 bits; not where the token does not count."""
     _, (hidden, unembedding, *_) = small()
-    run = jax.jit(vocab_stats)
-    got = run(hidden, unembedding, np.array([0, bad, 2, -100, bad]), where=np.array([True] * 4 + [False]))
+    targets, where = np.array([0, bad, 2, -100, bad], np.int64), np.array([True] * 4 + [False])
+    got = vocab_stats(hidden, unembedding, targets, where=where)
     np.testing.assert_array_equal(np.isnan(got.target_logit), [False, True, False, False, False])
     assert np.isfinite(got.log_normalizer).all()
     assert not got.correct[1]
-
-
-@pytest.mark.parametrize("bad", [2**32 + 1, -(2**32) + 1, 2**63 - 1])
-def test_a_target_does_not_wrap_to_a_class(bad):
-    _, (hidden, unembedding, *_) = small()
-    targets = np.array([0, bad, 2, -100, 1], np.int64)
-    got = vocab_stats(hidden, unembedding, targets)
-    np.testing.assert_array_equal(np.isnan(got.target_logit), targets == bad)
-    loss = linear_cross_entropy(hidden, unembedding, targets, reduction="none")
-    np.testing.assert_array_equal(np.isnan(loss), targets == bad)
+    loss = linear_cross_entropy(hidden, unembedding, targets, where=where, reduction="none")
+    np.testing.assert_array_equal(np.isnan(loss), np.isnan(got.target_logit))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, None, "tpu"])
@@ -690,7 +633,7 @@ def test_errors_teach(change, message):
 
 
 def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match=r"unexpected keyword arguments \['chunks'\]; expected some of \['implement"):
+    with pytest.raises(TypeError, match=r"\['chunks'\]"):
         vocab_stats(np.ones((5, 4)), np.ones((3, 4)), chunks=4)
 
 

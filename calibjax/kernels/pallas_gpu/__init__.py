@@ -6,13 +6,12 @@
 | with `save_logits` | the same | 1 | the same and the exponentials in 16 bits, 2.06 bytes a logit |
 | gradients, backward | a kernel for dz, and XLA: `backward` | one per gradient + 1 | chunks of dz, W and dW; dh |
 | the same from saved exponentials | XLA | one per gradient | the same |
-| statistics and dh, W frozen | the kernel and XLA: `forward` | 2 | exponentials of a block of tokens, 1 GiB; dh |
 
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
 
 They are compiled for an H100 and interpreted on a CPU (`kernels/HOPPER.md`). `implementation=None` chooses "chunked".
 """
 
-from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, make
+from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, PallasGpu
 
-__all__ = ["IMPLEMENTATION", "make"]
+__all__ = ["IMPLEMENTATION", "PallasGpu"]

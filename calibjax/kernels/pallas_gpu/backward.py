@@ -20,6 +20,7 @@ from calibjax.kernels.logit_cotangents import dz_of_logits, token_values
 from calibjax.kernels.pallas_gpu.forward import Exponentials
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size, over_chunks
 from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
+from calibjax.kernels.platforms import platform
 
 _SLICE = 32  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 _STAGED = (plgpu.TilingTransform((8, _SLICE)), plgpu.SwizzleTransform(2 * _SLICE))
@@ -33,7 +34,6 @@ def _dz(
     values: dict[str, Array],
     ids: list[Array],
     blocks: Blocks,
-    device_kind: str,
     interpret: Any,
 ) -> Float[Array, "N C"]:
     """dz of a chunk of the vocabulary by the kernel, C padded to whole tiles.
@@ -41,7 +41,7 @@ def _dz(
     `values` are those of the tokens, see `logit_cotangents.token_values`; `ids` those of the one-hots, counted from the
     first column of the chunk.
     """
-    schedule = choose(hidden.shape[0], weights.shape[0], blocks, device_kind)
+    schedule = choose(hidden.shape[0], weights.shape[0], blocks, platform().device_kind)
     columns, count = schedule.blocks.columns, weights.shape[0]
     size = schedule.vocab_tiles * columns
     names = list(values)
@@ -112,7 +112,6 @@ def gradients(
     saved: Exponentials | None,
     into: Gradients | None,
     blocks: Blocks,
-    device_kind: str,
     interpret: Any,
 ) -> Gradients:
     """Computes the wanted gradients: float32 dh [N, D] and db [V], dW [V, D] in the dtype of the unembedding.
@@ -121,7 +120,7 @@ def gradients(
     products.
     """
     hidden, unembedding, bias = inputs.masked()[:3]
-    tokens, (vocab_size, width) = hidden.shape[0], unembedding.shape
+    tokens = hidden.shape[0]
 
     def padded(x: Array, value: float = 0) -> Array:
         padding = ((0, -tokens % TOKENS), *((0, 0),) * (x.ndim - 1))
@@ -133,38 +132,17 @@ def gradients(
     values = {name: padded(x, padding_values.get(name, 0.0)) for name, x in values.items()}
     ids = [padded(ids) for ids, _ in cotangents.one_hots]
 
-    def product(dz: Array, factor: Array, contract: int) -> Array:
-        """dz·factor, or over the first axis of dz, dzᵀ·factor."""
-        dimensions = (((contract,), (0,)), ((), ()))
-        return jax.lax.dot_general(dz, factor, dimensions, preferred_element_type=jnp.float32)
-
-    def add(whole: Array, part: Array, start: Array | int) -> Array:
-        return chunked.put(whole, part, start, add=into is not None)  # pyright: ignore[reportReturnType]
-
     def step(carry: Gradients, start: Array | int, count: int) -> Gradients:
         weights = chunked.take_rows(unembedding, start, count)
         shifted = [x - start for x in ids]
         if saved is None:
             own_bias = None if bias is None else chunked.take_rows(bias, start, count)
-            machine = (blocks, device_kind, interpret)
-            dz = _dz(options, hidden, weights, own_bias, values, shifted, *machine)
+            dz = _dz(options, hidden, weights, own_bias, values, shifted, blocks, interpret)
         else:
             whole = -(-count // blocks.columns) * blocks.columns
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
-        d_hidden, d_weights, d_bias = carry
-        if d_hidden is not None:
-            weights = jnp.pad(weights, ((0, dz.shape[1] - count), (0, 0)))
-            d_hidden = d_hidden + product(dz, weights, 1)
-        if d_weights is not None:
-            d_weights = add(d_weights, product(dz, hidden, 0)[:count], start)
-        if d_bias is not None:
-            d_bias = add(d_bias, jnp.sum(dz, axis=0, dtype=jnp.float32)[:count], start)
-        return Gradients(d_hidden, d_weights, d_bias)
+        return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
-    others = into or Gradients(
-        unembedding=jnp.zeros((vocab_size, width), unembedding.dtype) if "unembedding" in wanted else None,
-        bias=jnp.zeros((vocab_size,), jnp.float32) if "bias" in wanted else None,
-    )
-    zeros = jnp.zeros(hidden.shape, jnp.float32) if "hidden" in wanted else None
-    total = over_chunks(step, others._replace(hidden=zeros), vocab_size, chunk_size(tokens, vocab_size, blocks))
+    carry = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into)
+    total = over_chunks(step, carry, unembedding.shape[0], chunk_size(tokens, unembedding.shape[0], blocks))
     return total if total.hidden is None else total._replace(hidden=total.hidden[:tokens])

@@ -5,10 +5,8 @@ base 2, Σz, argmax; of 8 parts of the columns apart, so that its threads do not
 per token and piece of the vocabulary leave the chip; the pieces are merged by `stats.merge`. Columns beyond V are
 logits of 0, which add nothing to Σz and are masked in the other statistics.
 
-The exponentials can be saved, as they were formed, in 16 bits, for later products that then need no logits
-(`Exponentials`). bfloat16 has the range of float32, and rounds by up to 2⁻⁸, as dz in bfloat16 is rounded for its
-products once more. At a one-hot that is not enough: in p − 1 all digits of p can cancel. There p and z are those of the
-statistics.
+The exponentials can be saved in 16 bits, for later products that then need no logits (`Exponentials`), as on TPUs
+(`pallas_tpu.backward`). At a one-hot p and z are those of the statistics.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from calibjax.kernels import chunked, stats
+from calibjax.kernels import stats
 from calibjax.kernels.contract import Inputs, Options, Refs
 from calibjax.kernels.logit_cotangents import LOG2_E
 from calibjax.kernels.pallas_gpu.schedule import (
@@ -29,12 +27,10 @@ from calibjax.kernels.pallas_gpu.schedule import (
     Blocks,
     Schedule,
     choose,
-    chunk_size,
-    over_chunks,
-    token_blocks,
 )
 from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcapped
-from calibjax.kernels.stats import FLOOR, Moments, slope_in_units, softcap_unit
+from calibjax.kernels.platforms import platform
+from calibjax.kernels.stats import FLOOR, Moments, softcap_unit
 from calibjax.kernels.stats import softcapped as exactly_softcapped
 
 _LEAST = 2.0**-120  # of the exponentials that are kept as such: of smaller ones, under a soft-cap, its slope is
@@ -260,9 +256,10 @@ def _target_logits(softcap: float | None, inputs: Inputs, targets: Int[Array, " 
 
 
 def moments(
-    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, schedule: Schedule, interpret: Any
+    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, blocks: Blocks, interpret: Any
 ) -> tuple[Moments, Exponentials | None]:
-    """The moments of the whole vocabulary, but for `rows`; with `save` the `Exponentials` of all logits."""
+    """The moments of the whole vocabulary; with `save` the `Exponentials` of all logits."""
+    schedule = choose(inputs.hidden.shape[0], inputs.unembedding.shape[0], blocks, platform().device_kind)
     scale, targets, unit = inputs.scale, inputs.targets, softcap_unit(options.softcap)
     power = scale * (LOG2_E * unit)
     inputs = inputs.masked() if save else inputs  # NaN would be saved
@@ -278,51 +275,3 @@ def moments(
     known = ((targets, merged.target), (merged.argmax, merged.max_logit))
     pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
     return merged, Exponentials(exponentials, references, power, pairs)
-
-
-def moments_and_rows(
-    options: Options, needed: frozenset[str], inputs: Inputs, blocks: Blocks, device_kind: str, interpret: Any
-) -> Moments:
-    """The moments of the whole vocabulary, with `rows` in float32: two products for each block of tokens.
-
-    The exponentials of a block are saved. Then their maximum is known, and one product with W gives Σ_v p_v c_v W_v. On
-    TPUs a running sum of D columns stays on chip beside the logits; the registers of a Hopper multiprocessor hold 128
-    columns of it, so the exponentials go through memory, in 16 bits.
-    """
-    inputs = inputs.masked()
-    (tokens, width), (vocab_size, _), dtype = inputs.hidden.shape, inputs.unembedding.shape, inputs.hidden.dtype
-    count, size = token_blocks(tokens, vocab_size)
-    schedule = choose(size, vocab_size, blocks, device_kind)
-
-    def moments_of_block(part: tuple[Array, Array, Array | None]) -> Moments:
-        hidden, scale, targets = part
-        block = Inputs(hidden, inputs.unembedding, inputs.bias, scale, targets, valid=None)
-        block_moments, saved = moments(options, needed - {"rows"}, True, block, schedule, interpret)
-        assert saved is not None
-        largest = jnp.pad(block_moments.max_logit * scale * LOG2_E, (0, schedule.padded_tokens - size))
-
-        def step(total: Array, start: Array | int, count: int) -> Array:
-            whole = -(-count // blocks.columns) * blocks.columns
-            z, e = saved.read(options, largest, start, whole)
-            if options.softcap is not None:
-                e = e * slope_in_units(z, options.softcap)
-            if targets is not None:
-                column = jax.lax.broadcasted_iota(jnp.int32, e.shape, 1)
-                places = jnp.pad(targets - start, (0, len(e) - size))
-                e = jnp.where(column == places[:, None], 0.0, e)
-            weights = chunked.take_rows(inputs.unembedding, start, count)
-            return total + jnp.matmul(e[:size, :count].astype(dtype), weights, preferred_element_type=jnp.float32)
-
-        zeros = jnp.zeros((size, width), jnp.float32)
-        total = over_chunks(step, zeros, vocab_size, chunk_size(size, vocab_size, blocks))
-        return block_moments._replace(rows=total * stats.inverse_weight(block_moments.weight)[:, None])
-
-    def split(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        return jnp.pad(x, ((0, count * size - tokens), *((0, 0),) * (x.ndim - 1))).reshape(count, size, *x.shape[1:])
-
-    blocks_of_moments = jax.lax.map(
-        moments_of_block, (split(inputs.hidden), split(inputs.scale), split(inputs.targets))
-    )
-    return jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:tokens], blocks_of_moments)

@@ -21,27 +21,18 @@ _GROUP = 16
 _PARTIAL_BYTES = 16 * 2**20
 _DZ_BYTES = 512 * 2**20
 SLICE = 64  # columns of a tile of logits that the statistics take at a time: with more, registers spill
-_EXPONENTIALS_BYTES = 2**30
 _BYTES_A_TOKEN = 28  # of a piece, with all statistics
 _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabulary
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernel.
+    """Sizes of the kernel."""
 
-    Attributes:
-        columns: of the vocabulary in a tile of logits.
-        depth: of D in a block of the ring.
-        stages: blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory.
-        programs: that run at once, one for each multiprocessor; None: those of the device.
-        chunk: columns of dz that the backward pass holds at a time, at most.
-    """
-
-    columns: int = 256
-    depth: int = 64
-    stages: int = 4
-    programs: int | None = None
-    chunk: int = 8192
+    columns: int = 256  # of the vocabulary in a tile of logits
+    depth: int = 64  # of D in a block of the ring
+    stages: int = 4  # blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory
+    programs: int | None = None  # that run at once, one for each multiprocessor; None: those of the device
+    chunk: int = 8192  # columns of dz that the backward pass holds at a time, at most
 
 
 class Schedule(NamedTuple):
@@ -85,19 +76,6 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     return max(-(-columns // blocks.columns), 1) * blocks.columns
 
 
-def saved_bytes(itemsize: int) -> float:
-    """Of an exponential, with its part of a float32 reference."""
-    return itemsize + 4 / SLICE
-
-
-def token_blocks(tokens: int, vocab_size: int) -> tuple[int, int]:
-    """Number and size of the blocks of tokens whose exponentials take at most 1 GiB, or are those of one tile."""
-    tiles = -(-tokens // TOKENS)
-    fitting = max(_EXPONENTIALS_BYTES // (2 * vocab_size * TOKENS), 1)
-    count = -(-tiles // fitting)
-    return count, -(-tiles // count) * TOKENS
-
-
 def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
     """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower.
 
@@ -106,12 +84,6 @@ def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: 
     whole, left = divmod(size, width)
     carry = step(carry, whole * width, left) if left else carry
     return jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
-
-
-def copied_bytes(vocab_size: int, width: int) -> int:
-    """Returns the bytes of the copy of an unembedding that does not fill whole tiles; 0 if it does."""
-    rows, columns = (-(-size // tile) * tile for size, tile in zip((vocab_size, width), TILE, strict=True))
-    return 0 if (rows, columns) == (vocab_size, width) else 2 * rows * columns
 
 
 def multiprocessors(device_kind: str) -> int:

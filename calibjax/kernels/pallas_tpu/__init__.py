@@ -7,7 +7,6 @@
 | statistics with the rows that dh needs | 2 | the same, float32 sums [tokens, D] and the block of W before |
 | dh for any cotangents (two weights on the rows) | 2, with saved exponentials 1 | the same |
 | dW, db | 2, with saved exponentials 1 | [columns, D] with float32 sums, and a block of tokens |
-| dh, dW and db together | 3 | the same, and float32 blocks of dh |
 | rows W[ids] of a transposed W | - | a block of W and 128 rows |
 
 At a D that is no multiple of 128, as 2,880, XLA stores W with the vocabulary along lanes (`common.Axes`). The kernels
@@ -15,16 +14,13 @@ then have Wᵀ and form dWᵀ, so that W is not copied; hidden states and dh are
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
 differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all. Where there is
-`expected_logit`, or `mean_logit` under a soft-cap, dh has to wait for the backward pass, and the last kernel forms
-both: four products too, and 4·N·D bytes for dh in float32. dh and dW are a pass each, five products and no such memory,
-on v4 and v5p, whose two cores could not share that dh; where it would take more than 512 MiB; and where D is so large
-that fewer than 1,024 columns (256 in float32) fit on the chip. `explain` counts the products.
+`expected_logit`, or `mean_logit` under a soft-cap, dh has to wait for the backward pass: five products.
 
 With `save_logits`, and in the scalar `linear_cross_entropy`, a block of tokens at a time, it is three products for
 everything: the exponentials are saved in the inputs' dtype (2.1·N·V bytes in bfloat16), and dh and dW come out of a
 pass each.
 """
 
-from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION, make
+from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION, PallasTpu
 
-__all__ = ["IMPLEMENTATION", "make"]
+__all__ = ["IMPLEMENTATION", "PallasTpu"]

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import Options, Refs
+from calibjax.kernels.contract import Inputs, Options, Refs
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, UNPLANNED
 
 NEVER = -(2**30)  # an index that no column of the vocabulary has
@@ -92,6 +92,12 @@ def column(ref, row: int) -> Array:
     return jnp.broadcast_to(ref[row : row + 1, :], (LANES, ref.shape[1])).T
 
 
+def turned_bias(bias: Array, tokens: int) -> Array:
+    """The bias [1, columns] of transposed logits, [columns, tokens]."""
+    turned = jnp.broadcast_to(bias, (LANES, bias.shape[1])).T
+    return jnp.concatenate([turned] * (tokens // LANES), axis=1)
+
+
 def softcapped(options: Options, z: Array) -> Array:
     """The logits in units of the soft-cap, tanh(z/cap), so that no step multiplies by it; without one, unchanged."""
     return z if options.softcap is None else jnp.tanh(z * (1.0 / options.softcap))
@@ -119,38 +125,25 @@ def walk_blocks(total: int, size: int, step: Array, walk: Callable[[int], None])
     return last
 
 
-class Launch(NamedTuple):
-    """How a kernel runs, and what it costs.
-
-    `vmem`: planned bytes on chip. `split`: the first grid dimension may be divided over the cores of a chip (v5p has
-    two).
-    """
-
-    name: str
-    grid: tuple[int, int]
-    vmem: int
-    flops: int
-    bytes_accessed: int
-    exponentials: int
-    interpret: Any
-    split: bool = True
-
-
 Operands = dict[str, tuple[Any, Any]]  # name -> (array or shape, its BlockSpec)
 
 
 def pallas(
     kernel: Callable[[Refs], None],
-    launch: Launch,
     inputs: Operands,
     outputs: Operands,
     scratch: Mapping[str, Any],
+    vmem: int,
+    split: bool = True,
     aliases: Mapping[str, str] | None = None,
+    **call: Any,
 ) -> dict[str, Array]:
     """The outputs of `kernel`, the program of a grid step, by name.
 
     The kernel takes the references of inputs, outputs and scratch (name -> memory on chip) by their names; those called
-    "state_..." are also the dictionary `state`. `aliases`: input -> the output that takes its place.
+    "state_..." are also the dictionary `state`. `vmem`: planned bytes on chip. `split`: the first grid dimension may be
+    divided over the cores of a chip (v5p has two). `aliases`: input -> the output that takes its place. `call`: further
+    arguments of `pl.pallas_call`.
     """
 
     def run(*references: Any) -> None:
@@ -162,25 +155,27 @@ def pallas(
     order = {name: place for operands in (inputs, outputs) for place, name in enumerate(operands)}
     results = pl.pallas_call(
         run,
-        name=launch.name,
-        grid=launch.grid,
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
         out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=list(scratch.values()),
-        interpret=launch.interpret,
         input_output_aliases={order[a]: order[b] for a, b in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if launch.split else "arbitrary", "arbitrary"),
-            vmem_limit_bytes=launch.vmem * 9 // 8 + UNPLANNED,
+            dimension_semantics=("parallel" if split else "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=launch.flops, bytes_accessed=launch.bytes_accessed, transcendentals=launch.exponentials
-        ),
+        **call,
     )(*(array for array, _ in inputs.values()))
     return dict(zip(outputs, results, strict=True))
 
 
-def exponentials(options: Options, tokens: int, vocab_size: int) -> int:
-    """Transcendental functions that a kernel computes for all logits."""
-    return tokens * vocab_size * (1 if options.softcap is None else 2)
+def cost(
+    options: Options, inputs: Inputs, products: int, rows: int, other_bytes: int = 0, exponentials: int = 1
+) -> pl.CostEstimate:
+    """Of a kernel of some products N·D·V that moves `rows` of D entries and `other_bytes`; `exponentials` a logit."""
+    (tokens, width), vocab_size = inputs.hidden.shape, inputs.unembedding.shape[0]
+    return pl.CostEstimate(
+        flops=2 * products * tokens * width * vocab_size,
+        bytes_accessed=rows * width * inputs.hidden.dtype.itemsize + other_bytes,
+        transcendentals=exponentials * tokens * vocab_size * (1 if options.softcap is None else 2),
+    )

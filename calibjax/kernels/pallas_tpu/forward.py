@@ -17,18 +17,19 @@ from jaxtyping import Array
 
 from calibjax.kernels.contract import Inputs, Options
 from calibjax.kernels.logit_cotangents import LOG2_E
-from calibjax.kernels.pallas_tpu import common, curves, rows, running, statistics
+from calibjax.kernels.pallas_tpu import common, rows, statistics
 from calibjax.kernels.pallas_tpu.backward import Exponentials
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
+from calibjax.kernels.pallas_tpu.statistics import OUTPUTS, SUMS
 from calibjax.kernels.stats import Moments, octaves, softcap_unit
 
 
 def moments(
-    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, blocks: Blocks, interpret: Any
+    options: Options, needed: frozenset[str], save: bool, inputs: Inputs, kind: str, blocks: Blocks, interpret: Any
 ) -> tuple[Moments, Exponentials | None]:
-    """The moments of the whole vocabulary by one kernel: with "rows" needed two products, else one.
+    """The moments of the whole vocabulary by the kernel `kind`, a key of `blocks.PREFERENCES`.
 
-    With `save`, which rules out "rows" and scales, also the `Exponentials` of all logits.
+    With `save`, of "statistics" only, also the `Exponentials` of all logits.
     """
     inputs = inputs.masked() if save else inputs  # NaN would be saved
     hidden, unembedding, bias, scale, targets, _ = inputs
@@ -37,7 +38,6 @@ def moments(
     blocks = blocks._replace(columns=columns)
     block, in_logits = blocks.tokens, softcap_unit(options.softcap)
     powers = tuple(s * (LOG2_E * in_logits) for s in options.scales or ())
-    kind = "curves" if powers else "rows" if "rows" in needed else "statistics"
     values = [scale * (LOG2_E * in_logits), *([] if targets is None else [common.pack_ids(targets)])]
     count = pl.cdiv(vocab_size, columns)
     grid = (pl.cdiv(tokens, block), count + (kind != "statistics"))
@@ -49,10 +49,11 @@ def moments(
     axes = common.Axes.of(vocab_size, width)
     buffers = {"pipeline_mode": pl.Buffered(1)} if kind == "rows" else {}
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0), **buffers)
+    w_spec = axes.block(columns, width, lambda i, j: vocab_block(j))
     operands: common.Operands = {
         "tokens": (common.pack(values), per_token),
         "hidden": (hidden, x_spec),
-        "unembedding": (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: vocab_block(j))),
+        "unembedding": (axes.ordered(unembedding), w_spec),
     }
     if bias is not None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, vocab_block(j))))
@@ -60,7 +61,7 @@ def moments(
     if kind == "rows":
         outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
     if kind == "curves":
-        height = -(-len(curves.SUMS) * len(powers) // 8) * 8
+        height = -(-len(SUMS) * len(powers) // 8) * 8
         at_scales = jax.ShapeDtypeStruct((height, tokens), jnp.float32)
         outputs["at_scales"] = (at_scales, pl.BlockSpec((height, block), lambda i, j: (0, i)))
     if save:
@@ -69,23 +70,25 @@ def moments(
         height = 8 * columns // blocks.unit
         references_shape = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
         outputs["references"] = (references_shape, pl.BlockSpec((height, block), lambda i, j: (j, i)))
-    kernel: Any = {"statistics": statistics, "rows": rows, "curves": curves}[kind].kernel
+    kernel: Any = {"statistics": statistics.kernel, "rows": rows.kernel, "curves": statistics.at_scales}[kind]
     own: dict[str, Any] = {"powers": powers} if kind == "curves" else {"blocks": blocks}
-    w_block = operands["unembedding"][1].block_shape
     results = common.pallas(
         functools.partial(kernel, options=options, vocab_size=vocab_size, **own),
-        common.Launch(
-            name="calibjax_statistics_rows" if kind == "rows" else f"calibjax_{kind}",
-            grid=grid,
-            vmem=vmem_bytes(kind, blocks, width, itemsize, saved=save, count=max(len(powers), 1)),
-            flops=(4 if kind == "rows" else 2) * tokens * width * vocab_size,
-            bytes_accessed=((tokens + grid[0] * vocab_size) * width + save * tokens * vocab_size) * itemsize,
-            exponentials=common.exponentials(options, tokens, vocab_size) * max(len(powers), 1) // octaves(powers),
-            interpret=interpret,
-        ),
         operands,
         outputs,
-        _scratch(kind, needed, blocks, w_block, hidden.dtype, targets is not None, len(powers)),
+        _scratch(kind, needed, blocks, w_spec.block_shape, hidden.dtype, targets is not None, len(powers)),
+        vmem_bytes(kind, blocks, width, itemsize, saved=save, count=max(len(powers), 1)),
+        name="calibjax_statistics_rows" if kind == "rows" else f"calibjax_{kind}",
+        grid=grid,
+        interpret=interpret,
+        cost_estimate=common.cost(
+            options,
+            inputs,
+            products=2 if kind == "rows" else 1,
+            rows=tokens + grid[0] * vocab_size,
+            other_bytes=save * tokens * vocab_size * itemsize,
+            exponentials=max(len(powers), 1) // octaves(powers),
+        ),
     )
     moments = _unpacked(results, needed, in_logits, len(powers))
     if not save:
@@ -100,14 +103,14 @@ def _scratch(
 ) -> dict[str, Any]:
     """Memory on chip of a kernel."""
     block, columns, unit = blocks
-    names, state = running.states(needed), (block, LANES) if kind == "rows" else (8, block)
+    names, state = statistics.running(needed), (block, LANES) if kind == "rows" else (8, block)
     if kind == "statistics":
         scratch = {"z": pltpu.VMEM((2, unit, block), jnp.float32)}
     elif kind == "curves":
-        names = tuple(name for name in names if name not in curves.SUMS)
+        names = tuple(name for name in names if name not in SUMS)
         scratch = {
             "z": pltpu.VMEM((2, columns, block), jnp.float32),  # of this block and of the one before
-            "sums": pltpu.VMEM((len(curves.SUMS), nodes, 8, block), jnp.float32),
+            "sums": pltpu.VMEM((len(SUMS), nodes, 8, block), jnp.float32),
         }
     else:
         names = (*names, "top")
@@ -120,15 +123,15 @@ def _scratch(
             "scale": pltpu.VMEM((block, LANES), jnp.float32),
         }
         scratch |= {"target": pltpu.VMEM((block, LANES), jnp.int32)} if target else {}
-    return scratch | {f"state_{name}": pltpu.VMEM(state, running.dtype(name)) for name in names}
+    return scratch | {f"state_{name}": pltpu.VMEM(state, statistics.dtype(name)) for name in names}
 
 
 def _unpacked(results: dict[str, Array], needed: frozenset[str], in_logits: float, nodes: int) -> Moments:
     """The moments from the results of a kernel, which are in units of the soft-cap."""
-    named: dict[str, Array] = dict(zip(running.OUTPUTS, results["moments"], strict=False))
+    named: dict[str, Array] = dict(zip(OUTPUTS, results["moments"], strict=False))
     if nodes:
-        at_scales = results["at_scales"][: len(curves.SUMS) * nodes].reshape(len(curves.SUMS), nodes, -1)
-        named |= {name: x.T for name, x in zip(curves.SUMS, at_scales, strict=True)}
+        at_scales = results["at_scales"][: len(SUMS) * nodes].reshape(len(SUMS), nodes, -1)
+        named |= {name: x.T for name, x in zip(SUMS, at_scales, strict=True)}
     powers = {"first": 1, "second": 2, "total": 1, "target": 1}
     return Moments(
         max_logit=named["max_logit"] * in_logits,

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from calibjax.kernels.contract import Options, Refs
-from calibjax.kernels.pallas_tpu import common, running
+from calibjax.kernels.pallas_tpu import common, statistics
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
 from calibjax.kernels.stats import FLOOR, slope_in_units
 
@@ -56,7 +56,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
         for part in groups:
             pieces, _, places = pieces_of(c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name in _BEST}
-            for name, x in running.with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
+            for name, x in statistics.with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
                 state[name][part, :] = x
 
     def absorb(c: int, count: Array | int):
@@ -65,7 +65,9 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             target = None if refs.target is None else refs.target[part, :] - (step - 1) * columns
             pieces, raw, places = pieces_of(c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name not in (*_BEST, "top")}
-            new, weights = running.added(old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :])
+            new, weights = statistics.added(
+                old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :]
+            )
             for name, x in new.items():
                 state[name][part, :] = x
             for i, (e, z, k) in enumerate(zip(weights, pieces, places, strict=True)):
@@ -119,7 +121,7 @@ def _rescale(refs: Refs):
     def walk(part: Any):
         old = {name: ref[part, :] for name, ref in refs.state.items()}
         top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
-        new, ratio = running.moved(old, old["top"] - top, refs.scale[part, :])
+        new, ratio = statistics.moved(old, old["top"] - top, refs.scale[part, :])
         for name, x in (new | {"top": top}).items():
             refs.state[name][part, :] = x
         refs.sums[part, :] *= ratio[:, :1]
@@ -130,7 +132,7 @@ def _rescale(refs: Refs):
 def _begin(refs: Refs) -> None:
     """Initial values, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
     for name, ref in refs.state.items():
-        ref[...] = running.initial(name, ref.shape)
+        ref[...] = statistics.initial(name, ref.shape)
     for ref in (refs.z, refs.previous, refs.sums):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
     lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
@@ -147,7 +149,7 @@ def _begin_sums(refs: Refs):
     """Initial values of what is summed."""
     for name, ref in refs.state.items():
         if name not in _BEST:
-            ref[...] = running.initial(name, ref.shape)
+            ref[...] = statistics.initial(name, ref.shape)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
 
 
@@ -162,12 +164,12 @@ def _write(refs: Refs, vocab_size: int) -> None:
         summed = ("weight", "first", "second", "total", "target")
         sums = {name: jnp.sum(state[name], axis=1, keepdims=True) for name in summed if name in state}
         refs.rows[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.rows.dtype)
-        moments, _ = running.moved(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
+        moments, _ = statistics.moved(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
         moments["max_logit"] = best
         if "argmax" in state:
             index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))
             moments["argmax"] = jnp.min(index, axis=1, keepdims=True)
-        for row, name in enumerate(running.OUTPUTS):
+        for row, name in enumerate(statistics.OUTPUTS):
             if name in moments:
                 turned = jnp.where(diagonal, moments[name], 0.0)
                 refs.moments[row : row + 1, part] = jnp.sum(turned, axis=0, keepdims=True)
