@@ -21,7 +21,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,22 +66,14 @@ class Shape(NamedTuple):
 
 
 class Time(NamedTuple):
-    """One time that tokamax's authors measured. `extra_bytes` is peak memory beyond inputs and results."""
+    """One time that tokamax's authors measured."""
 
     program: str  # "xla", "chunked_xla" or "pallas_mosaic_tpu"
     passes: str  # "forward", or "backward" alone
     dtype: str  # of the hidden states; the unembedding is in bfloat16
     blocks: tuple[tuple[str, int], ...]  # the kernel's, (name, size)
     milliseconds: float
-    extra_bytes: float
-
-
-class Request(NamedTuple):
-    """A program to compile: a task of ours or a measurement of theirs; for its cycles, or at its full size."""
-
-    what: Time | str
-    shape: Shape
-    profile: bool
+    extra_bytes: float  # peak memory beyond inputs and results
 
 
 def measurements(file: Path, chip: str) -> dict[Shape, list[Time]]:
@@ -123,79 +114,51 @@ def build(what: Time | str, tokens: int, width: int, vocab: int) -> Program:
 
 
 class Profiles:
-    """Results of a chip's compiler for programs, stored in a file."""
+    """What a chip's compiler finds for programs, stored in a file; nothing is compiled after `end`."""
 
-    def __init__(self, file: Path, chip: str) -> None:
-        self.file, self.chip = file, chip
+    def __init__(self, file: Path, chip: str, end: float = math.inf) -> None:
+        self.file, self.chip, self.end = file, chip, end
         sources = sorted(Path(kernels.__file__).parent.rglob("*.py"))
-        ours = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-        self._sources = {True: f"calibjax {ours}", False: f"tokamax {_version('tokamax')}"}
-        self._compiler = f"jax {jax.__version__}, {compiler_version()}"
+        self.ours = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+        self.theirs = next((each.version for each in importlib.metadata.distributions(name="tokamax")), None)
         self.stored: dict[str, dict[str, Any]] = read_json(file) if file.exists() else {}
 
-    def compile(self, requests: Iterable[Request], minutes: float) -> None:
-        """Compiles what is not stored yet; starts nothing after some minutes."""
-        end = time.monotonic() + 60 * minutes
-        for request in requests:
-            for size in self.sizes(request):
-                if (key := self._key(request, size)) in self.stored:
-                    continue
-                if time.monotonic() >= end:
-                    return
-                if _version("tokamax") is None and isinstance(request.what, Time):
-                    raise UserError("--against profiles the programs of tokamax, which is not installed.")
-                try:
-                    found = static_profile.compile_for(self.chip, build, request.what, *size, profile=request.profile)
-                    entry = {"temporaries": found.temporaries, "cycles": sum(found.cycles.values())}
-                except DoesNotCompile as error:
-                    entry = {"note": str(error)[:300]}
-                self.stored[key] = entry
-                write_file(self.file, json.dumps(self.stored, indent=1) + "\n")
+    def entry(self, what: Time | str, shape: Shape, profile: bool) -> dict[str, Any]:
+        """Temporaries and, with `profile`, cycles of a program; a note where it does not compile; or nothing."""
+        if isinstance(what, str):
+            name, source = what, f"calibjax {self.ours}"
+        else:
+            name = " ".join(map(str, (*what[:3], dict(what.blocks))))
+            source = f"tokamax {self.theirs}"
+        compiler = f"jax {jax.__version__}, {compiler_version()}"
+        sizes = f"N={shape.tokens} D={shape.width} V={shape.vocab}, {'profile' if profile else 'whole'}"
+        key = f"{self.chip}, {compiler}, {source}: {name}, {sizes}"
+        if key not in self.stored and time.monotonic() < self.end:
+            try:
+                found = static_profile.compile_for(self.chip, build, what, *shape, profile=profile)
+                self.stored[key] = {"temporaries": found.temporaries, "cycles": sum(found.cycles.values())}
+            except DoesNotCompile as error:
+                self.stored[key] = {"note": str(error)[:300]}
+            write_file(self.file, json.dumps(self.stored, indent=1) + "\n")
+        return self.stored.get(key, {})
 
-    def milliseconds(self, request: Request) -> float | None:
+    def milliseconds(self, what: Time | str, shape: Shape) -> float | None:
         """Static estimate; None where the compiler refuses the program, or it is not known yet."""
-        points, (tokens, width, vocab) = self._points(request), request.shape
+        tokens, width, vocab = shape
+        if isinstance(what, str):
+            problem = Problem(min(tokens, MOST_TOKENS) if what == "saved" else tokens, width, vocab, "bfloat16")
+            points = contenders.profiled(TASKS[what][1], self.chip, TASKS[what][2], problem)
+        else:
+            block = dict(what.blocks).get("v_block_size", 4096)
+            points = (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
 
         def cycles(n: int, v: int) -> float:
-            return self.entry(request, Shape(n, width, v)).get("cycles", math.nan)
+            return self.entry(what, Shape(n, width, v), True).get("cycles", math.nan)
 
         total = static_profile.at_full_size(cycles, (tokens, vocab), points)
         if len(points[0]) == 1:
             total *= tokens / points[0][0]
         return None if math.isnan(total) else 1e3 * total / CHIPS[self.chip].clock
-
-    def sizes(self, request: Request) -> list[Shape]:
-        """What is compiled."""
-        if not request.profile:
-            return [request.shape]
-        tokens, vocab = self._points(request)
-        return [Shape(n, request.shape.width, v) for n in tokens for v in vocab]
-
-    def entry(self, request: Request, size: Shape) -> dict[str, Any]:
-        """What the compiler found, or nothing."""
-        return self.stored.get(self._key(request, size), {})
-
-    def _points(self, request: Request) -> static_profile.Points:
-        what, (tokens, width, vocab) = request.what, request.shape
-        if isinstance(what, str):
-            problem = Problem(min(tokens, MOST_TOKENS) if what == "saved" else tokens, width, vocab, "bfloat16")
-            return contenders.profiled(TASKS[what][1], self.chip, TASKS[what][2], problem)
-        block = dict(what.blocks).get("v_block_size", 4096)
-        return (min(tokens, MOST_TOKENS),), (2 * block, 4 * block)
-
-    def _key(self, request: Request, size: Shape) -> str:
-        what = request.what
-        name = what if isinstance(what, str) else " ".join(map(str, (*what[:3], dict(what.blocks))))
-        source, kind = self._sources[isinstance(what, str)], "profile" if request.profile else "whole"
-        sizes = f"N={size.tokens} D={size.width} V={size.vocab}"
-        return f"{self.chip}, {self._compiler}, {source}: {name}, {sizes}, {kind}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def parts_of(task: str, times: list[Time]) -> dict[str, list[Time]]:
@@ -212,26 +175,14 @@ def _total(parts: list[Time]) -> float:
     return sum(time.milliseconds for time in parts)
 
 
-def requests(by_shape: dict[Shape, list[Time]], calibration: str) -> list[Request]:
-    """Everything to compile, shape by shape."""
-    found = []
-    for shape, times in by_shape.items():
-        for task in TASKS:
-            if parts := parts_of(task, times):
-                found += [Request(task, shape, True), Request(task, shape, False)]
-                found += [Request(time, shape, True) for time in parts.get(calibration, [])]
-    return found
-
-
 def _row(profiles: Profiles, shape: Shape, task: str, parts: dict[str, list[Time]], calibration: str) -> dict[str, Any]:
     """Our task beside theirs at one shape; None is what is not known."""
-    static = {time: profiles.milliseconds(Request(time, shape, True)) for time in parts.get(calibration, [])}
-    whole = Request(task, shape, False)
+    static = {time: profiles.milliseconds(time, shape) for time in parts.get(calibration, [])}
     return {
         "shape": shape._asdict(),
         "task": task,
-        "static": profiles.milliseconds(Request(task, shape, True)),
-        "temporaries": profiles.entry(whole, shape).get("temporaries"),
+        "static": profiles.milliseconds(task, shape),
+        "temporaries": profiles.entry(task, shape, False).get("temporaries"),
         "times": {program: _total(times) for program, times in parts.items()},
         "extra_bytes": {program: max(time.extra_bytes for time in times) for program, times in parts.items()},
         "factors": {time.passes: ms / time.milliseconds for time, ms in static.items() if ms is not None},
@@ -244,14 +195,19 @@ def main(console: Console, options: argparse.Namespace, record: dict[str, Any]) 
     by_shape = measurements(file, chip)
     # The program whose profiles calibrate a chip: the kernel where it was measured, else XLA's.
     calibration = PALLAS if any(time.program == PALLAS for times in by_shape.values() for time in times) else XLA
-    profiles = Profiles(options.profiles, chip)
-    profiles.compile(requests(by_shape, calibration), math.inf if options.minutes is None else options.minutes)
+    minutes = math.inf if options.minutes is None else options.minutes
+    profiles = Profiles(options.profiles, chip, time.monotonic() + 60 * minutes)
+    found = {
+        (task, shape): _row(profiles, shape, task, parts, calibration)
+        for shape, times in by_shape.items()
+        for task in TASKS
+        if (parts := parts_of(task, times))
+    }
     notes = sorted({entry["note"] for entry in profiles.stored.values() if "note" in entry})
     source = json.loads(file.read_text())["source"]
     record["against"] = {"measurements": source, "calibrated by": calibration, "refused by the compiler": notes}
     for task in TASKS:
-        shapes = {shape: parts for shape, times in sorted(by_shape.items()) if (parts := parts_of(task, times))}
-        rows = [_row(profiles, shape, task, parts, calibration) for shape, parts in shapes.items()]
+        rows = [found[key] for key in sorted(found) if key[0] == task]
         factors = [factor for row in rows for factor in row["factors"].values()]
         if factors:
             console.print(f"{chip}, profile over measured time of {calibration}, {len(factors)} programs:")

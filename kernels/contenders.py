@@ -261,11 +261,12 @@ class Oracle:
     """The dense loss and its gradients in float64, on a sample of tokens and of rows of the unembedding."""
 
     def __init__(self, problem: Problem, arguments: tuple[Array, Array, Array, Array], sample: int) -> None:
-        self.problem, self._arguments, self._values = problem, arguments, {}
+        self.problem, self._arguments = problem, arguments
         choose = np.random.default_rng(0).choice
         self.tokens = choose(problem.tokens, min(sample, problem.tokens), replace=False)
         rows = choose(problem.vocab, min(sample, problem.vocab), replace=False)
         self.rows = np.union1d(rows, np.asarray(arguments[2])[:sample])
+        self._expected = functools.cache(self._expect)
 
     def _sums(self, tokens: np.ndarray, scaled: bool) -> list[np.ndarray]:
         """Losses of some tokens, and the gradients of their sum in hidden, rows of the unembedding, and scale."""
@@ -280,16 +281,14 @@ class Oracle:
             (d_hidden, d_unembedding, d_scale), losses = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*inputs)
             return [np.asarray(x) for x in (losses, d_hidden, d_unembedding[self.rows], d_scale)]
 
-    def _expected(self, scaled: bool) -> dict[Any, Any]:
+    def _expect(self, scaled: bool) -> dict[Any, Any]:
         """The losses of the sample, the mean loss, and its gradients by position."""
-        if scaled not in self._values:
-            count, mean, d_rows = self.problem.tokens, 0.0, 0.0
-            for tokens in np.array_split(np.arange(count), max(count // 256, 1)):
-                losses, _, d_part, _ = self._sums(tokens, scaled)
-                mean, d_rows = mean + losses.sum() / count, d_rows + d_part / count
-            losses, d_hidden, _, d_scale = self._sums(self.tokens, scaled)
-            self._values[scaled] = {"losses": losses, "mean": mean, 0: d_hidden / count, 1: d_rows, 3: d_scale / count}
-        return self._values[scaled]
+        count, mean, d_rows = self.problem.tokens, 0.0, 0.0
+        for tokens in np.array_split(np.arange(count), max(count // 256, 1)):
+            losses, _, d_part, _ = self._sums(tokens, scaled)
+            mean, d_rows = mean + losses.sum() / count, d_rows + d_part / count
+        losses, d_hidden, _, d_scale = self._sums(self.tokens, scaled)
+        return {"losses": losses, "mean": mean, 0: d_hidden / count, 1: d_rows, 3: d_scale / count}
 
     def error(self, task: str, outputs: Any, transposed: bool) -> float:
         """Largest error of all outputs on the sample, each relative to the largest magnitude expected of its array."""
@@ -298,15 +297,14 @@ class Oracle:
         if task == "statistics":
             beta, s = self.problem.label_smoothing, outputs.scale
             mixed = (1 - beta) * outputs.target_logit + beta * outputs.mean_logit
-            found = {"losses": outputs.log_normalizer - s * mixed, 3: outputs.expected_logit - mixed}
-            pairs = [(np.asarray(found["losses"])[self.tokens], expected["losses"])]
-            pairs += [(np.asarray(found[3])[self.tokens] / self.problem.tokens, expected[3])]
+            d_scale = (outputs.expected_logit - mixed) / self.problem.tokens
+            value, gradients, differentiated = outputs.log_normalizer - s * mixed, (d_scale,), (3,)
         else:
             value, gradients = outputs if differentiated else (outputs, ())
-            value = np.asarray(value)
-            pairs = [(value, expected["mean"]) if value.ndim == 0 else (value[self.tokens], expected["losses"])]
-            for position, gradient in zip(differentiated, gradients, strict=True):
-                if position == 1:
-                    gradient = gradient[:, self.rows].T if transposed else gradient[self.rows]
-                pairs.append((np.asarray(gradient if position == 1 else gradient[self.tokens]), expected[position]))
+        value = np.asarray(value)
+        pairs = [(value, expected["mean"]) if value.ndim == 0 else (value[self.tokens], expected["losses"])]
+        for position, gradient in zip(differentiated, gradients, strict=True):
+            if position == 1:
+                gradient = gradient[:, self.rows].T if transposed else gradient[self.rows]
+            pairs.append((np.asarray(gradient if position == 1 else gradient[self.tokens]), expected[position]))
         return float(np.max([np.abs(got.astype(np.float64) - x).max() / np.abs(x).max() for got, x in pairs]))

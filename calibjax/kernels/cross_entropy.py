@@ -131,7 +131,8 @@ def _with_gradients_fwd(loss: _Loss, arrays, scale):
     scale = scale.value
     in_one_pass = operator.takes_rows(loss.dispatch.call(), alone=True)
     if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
-        value, gradients = _by_blocks(loss, arrays, scale, differentiated)
+        value, flat = _by_blocks(loss, arrays, scale, differentiated)
+        gradients = {name: flat[name].reshape(named[name].value.shape) for name in differentiated}
     else:  # one pass gives both
 
         def scalar(active):
@@ -167,12 +168,11 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
 
 def _by_blocks(
     loss: _Loss, arrays: tuple[Any, ...], scale: Array, differentiated: list[str]
-) -> tuple[Array, dict[str, Array]]:
-    """The reduced loss and its gradients in `differentiated`, formed block by block."""
+) -> tuple[Array, dict[str, Any]]:
+    """The reduced loss and its gradients in `differentiated` for flat inputs, formed block by block."""
     inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
     inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
-    hidden_shape, (vocab_size, width) = arrays[0].shape, inputs.unembedding.shape
-    shapes = {"hidden": hidden_shape, "unembedding": (vocab_size, width), "bias": (vocab_size,)}
+    tokens, vocab_size = inputs.hidden.shape[0], inputs.unembedding.shape[0]
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
     wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
@@ -205,14 +205,10 @@ def _by_blocks(
         added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
         return total + value, added, d_scale
 
-    tokens = inputs.hidden.shape[0]
-    flat = {**shapes, "hidden": (tokens, width), "scale": (tokens,)}
-    zeros = {name: jnp.zeros(flat[name], jnp.float32) for name in differentiated}
+    zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
     assert call.implementation is not None
     size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(inputs.hidden.dtype.itemsize))
     size = tokens if call.options.save_logits else size
     value, gradients, d_scale = chunked.fold(step, carry, tokens, max(size, 1))
-    totals: dict[str, Any] = {**gradients._asdict(), "scale": d_scale}
-    shapes["scale"] = hidden_shape[:-1]
-    return value, {name: totals[name].reshape(shapes[name]) for name in differentiated}
+    return value, gradients._asdict() | {"scale": d_scale}

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -97,12 +96,3 @@ def test_a_wrong_loss_of_pytorch_is_marked(torch_losses, monkeypatch):
         right = row["contender"] == "right" or (row["contender"], row["task"]) == ("NaN", "forward")
         assert row.get("note") == (None if right else "WRONG"), row
         assert ("seconds" in row) == right, row
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_torch_compile_compiles_every_problem(torch_losses):
-    """Dynamo by itself goes on without compiling after eight."""
-    problems = [{"dtype": "float32", "width": width} for width in range(16, 25)]
-    rows = pytorch_rows(torch_losses, problems, tasks=["forward"], only=["torch.compile"])
-    assert [row["error"] < 1e-5 for row in rows] == [True] * 9, rows
