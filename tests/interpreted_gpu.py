@@ -23,6 +23,7 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 NAME = "pallas_gpu_interpreted"
 TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
+BY_CHUNKS = "pallas_gpu_interpreted_by_chunks"
 
 _PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
@@ -35,6 +36,7 @@ PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
 IMPLEMENTATIONS = {
     NAME: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=2, programs=1)),
     TWO_PROGRAMS: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=3, programs=2)),
+    BY_CHUNKS: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64)),
     WITH_ITS_BLOCKS: pallas_gpu.PallasGpu(PARAMS, Blocks(programs=1)),
 }
 
