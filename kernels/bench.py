@@ -114,12 +114,8 @@ def main(options: argparse.Namespace) -> None:
         record |= {"device": f"{device.platform} ({device.device_kind})", "seed": seed, "kind": "measured"}
         minutes = (9.0 if options.platform == "gpu" else float("inf")) if options.minutes is None else options.minutes
         end = time.monotonic() + 60 * minutes
+        tasks = options.task or TIMED["gpu" if device.platform == "gpu" else "cpu"]
         for problem in _problems(options, device.platform):
-            if time.monotonic() >= end:
-                console.print(f"{problem}: not run, time limit reached")
-                rows.append({**dataclasses.asdict(problem), "note": "not run: time limit reached"})
-                continue
-            tasks = options.task or TIMED["gpu" if device.platform == "gpu" else "cpu"]
             measured = _measured(problem, tasks, _names(options, problem), seed, options.repeats, end)
             rows += _print(console, problem, measured, MEASURED_COLUMNS)
     if options.json is not None:
@@ -137,18 +133,11 @@ def _progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def _seconds(function: Any, *arguments: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - start
-
-
 def _measured(
     problem: Problem, tasks: list[str], names: list[str], seed: int, repeats: int, end: float
 ) -> Iterator[dict[str, Any]]:
     """A row for each task and contender, checked and timed task by task; nothing is compiled after `end`."""
     inputs = contenders.random_arguments(problem, seed)
-    _progress("float64 values on a sample")
     oracle, transposed = contenders.Oracle(problem, inputs, SAMPLE), jnp.array(inputs[1].T)
     for task in tasks:
         rows: list[dict[str, Any]] = [{"task": task, "contender": name} for name in names]
@@ -167,9 +156,7 @@ def _measured(
                 row["extra_bytes"] = memory.temp_size_in_bytes
                 outputs = jax.block_until_ready(compiled(*own))
             except Exception as error:  # a failure of one contender does not stop the others
-                line = (str(error).strip().splitlines() or [""])[0]
-                kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
-                row["note"] = f"{kind}{line}"[:80]
+                row["note"] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
                 continue
             row["error"] = oracle.error(task, outputs, turned)
             if row["error"] <= TOLERANCE[problem.dtype]:  # not so with NaN
@@ -179,7 +166,9 @@ def _measured(
         _progress(f"{TASKS[task].title}: {repeats} rounds of {len(ready)} contenders")
         for _ in range(1 + repeats):
             for _, run, times in ready.values():
-                times.append(_seconds(run))
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                times.append(time.perf_counter() - start)
         for row, _, times in ready.values():  # the first round warms up
             row |= {"seconds": statistics.median(times[1:]), "fastest_seconds": min(times[1:])}
         yield from _with_ratio(rows, ("optax", "dense jnp"))

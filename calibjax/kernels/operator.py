@@ -10,7 +10,7 @@ c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the statistic
 | differentiated | products N·D·V (2 N·D·V flop each), forward + backward |
 |---|---|
 | nothing, or the scale alone | 1 + 0 |
-| hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass by an online softmax |
+| hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass (`has_rows`) |
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
 | hidden and unembedding | 1 + 3 (or 2 + 2: `Implementation.rows_first`), or 1 + 2 with `save_logits` |

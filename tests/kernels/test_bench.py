@@ -60,7 +60,7 @@ def test_a_wrong_contender_is_marked_and_not_timed(bench, run, monkeypatch):
 
 def test_what_the_time_limit_skips_is_listed(run):
     table, record = run("--task", "forward", "--only", "dense", "--softcap", "none", "30", "--minutes", "0")
-    assert table.count("not run, time limit reached") == 2
+    assert table.count("not run: time limit reached") == 2
     assert [row["note"] for row in record["results"]] == ["not run: time limit reached"] * 2
 
 
