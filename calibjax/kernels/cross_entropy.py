@@ -74,7 +74,8 @@ def linear_cross_entropy(
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
     on one device, every implementation but "reference" forms the gradients in the forward pass and computes no logit
     twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`) and gradients in
-    float32. With "none" neither is held, and both gradients take one product more.
+    float32. With "none" neither is held, and both gradients take one product more; on TPUs two under a soft-cap with
+    label smoothing.
 
     Args:
         hidden, unembedding, scale, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
