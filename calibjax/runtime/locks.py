@@ -62,30 +62,24 @@ def _acquire(file: Path, target: Path) -> int:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same(descriptor, file):
-                return descriptor
-            os.close(descriptor)  # the holder has removed the file in between
+        except BlockingIOError:
+            owner = _read(descriptor)
+            os.close(descriptor)
+            who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            raise UserError(
+                f"{target}: in use by {who}. Wait until it has ended, or choose another directory."
+            ) from None
         except OSError as error:
-            if isinstance(error, BlockingIOError):
-                owner = _read(descriptor)
-                os.close(descriptor)
-                who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-                raise UserError(
-                    f"{target}: in use by {who}. Wait until it has ended, or choose another directory."
-                ) from None
             if error.errno not in _UNSUPPORTED:
                 os.close(descriptor)
                 raise
             _log.warning("%s: this file system has no locks (%s); do not write there twice at once.", target, error)
             os.ftruncate(descriptor, 0)  # without locks, nothing is known of an earlier owner
             return descriptor
-
-
-def _is_same(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(file))
-    except FileNotFoundError:
-        return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(file)):
+                return descriptor
+        os.close(descriptor)  # the holder has removed the file in between
 
 
 def _read(descriptor: int) -> dict[str, Any]:

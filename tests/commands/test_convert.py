@@ -1,6 +1,5 @@
 """`calibjax convert` and `calibjax generate`: a model's files in another form and back, and text from a model."""
 
-import dataclasses
 import gc
 import json
 import shutil
@@ -24,7 +23,7 @@ from calibjax import (
 )
 from calibjax.cli import main
 from calibjax.models.fingerprint import dotted_leaves
-from calibjax.models.hf_export import copy_settings, save_model, settings_files
+from calibjax.models.hf_export import copy_settings, settings_files
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime.checksums import write_checksums
 from calibjax.runtime.sharding import make_mesh, param_sharding
@@ -175,18 +174,6 @@ def test_convert_refuses_to_write_into_its_model(tmp_path, source, capsys):
     assert main(["convert", "--model", str(model), "--out", str(tmp_path / "empty")]) == 2
     assert "is a symbolic link" in capsys.readouterr().err
     assert files_in(tmp_path) == before
-
-
-def test_a_model_is_replaced_only_where_that_is_asked_for(tmp_path, source):
-    """As a resumed run writes its model again."""
-    model, out = load_model(source), tmp_path / "out"
-    save_model(out, model.config, model.params, like=source)
-    with pytest.raises(UserError, match="expected a new or an empty directory"):
-        save_model(out, model.config, model.params, like=source)
-    doubled = jax.tree.map(lambda x: 2 * x, model.params)
-    save_model(out, model.config, doubled, like=source, replace=True)
-    same_params(load_model(out), dataclasses.replace(model, params=doubled))
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def files_in(folder):

@@ -28,7 +28,7 @@ from calibjax.eval.layers.layers import (
     make_readout,
     settled_layer,
 )
-from calibjax.eval.layers.neurons import CONTROLS, ablate, entropy_neurons, equal_norm, rotated
+from calibjax.eval.layers.neurons import CONTROLS, ablate, entropy_neurons, equal_norm
 from calibjax.kernels import kl_divergences, vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
@@ -403,15 +403,6 @@ def test_neurons_of_equal_norm():
     others = np.delete(norms, [3, 7])
     assert np.abs(norms[sets[0][0]] - norms[3]) == np.abs(others - norms[3]).min()
     assert equal_norm(norms[:2], np.array([0, 1])) == []
-
-
-def test_what_lies_in_the_null_space_is_left_out():
-    space = null_space(LM, energy=0.2)
-    vectors = np.stack([space.basis[:, 0], np.random.default_rng(0).normal(size=16)])
-    turned = rotated(vectors, space)
-    np.testing.assert_array_equal(turned[0], 0.0)
-    np.testing.assert_allclose(turned[1] @ space.basis, 0.0, atol=1e-12)
-    np.testing.assert_allclose(np.linalg.norm(turned[1]), np.linalg.norm(vectors[1]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

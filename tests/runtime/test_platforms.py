@@ -27,20 +27,14 @@ def test_without_a_tpu(installed, tmp_path):
 
 
 @pytest.mark.parametrize("node", ["accel0", "accel_x", "vfio/0", "vfio/devices/vfio0"])
-def test_a_tpu_vm_is_left_alone(installed, tmp_path, node):
+@pytest.mark.parametrize("name", ["JAX_PLATFORMS", "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"])
+def test_a_tpu_and_what_the_user_sets_are_left_alone(installed, monkeypatch, tmp_path, node, name):
+    assert platforms_without_tpu({name: "1"}, tmp_path) is None
     (tmp_path / node).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / node).touch()
     assert platforms_without_tpu({}, tmp_path) is None
-
-
-@pytest.mark.parametrize("name", ["JAX_PLATFORMS", "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"])
-def test_what_the_user_sets_is_left_alone(installed, tmp_path, name):
-    assert platforms_without_tpu({name: "1"}, tmp_path) is None
-
-
-def test_without_libtpu_there_is_nothing_to_leave_out(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert platforms_without_tpu({}, tmp_path) is None
+    assert platforms_without_tpu({}, tmp_path / "none") is None
 
 
 @pytest.mark.slow

@@ -7,16 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calibjax import UserError
-from calibjax.runtime.sharding import batch_sharding, lookup, make_mesh, mesh_shape, param_sharding
+from calibjax.runtime.sharding import batch_sharding, lookup, make_mesh, param_sharding
 
 V, D = 24, 16
-
-
-@pytest.mark.parametrize("text", ["data=2,data=1", "data=1,data=2", "fsdp=2,tensor=1,fsdp=2"])
-def test_an_axis_is_given_once(text):
-    with pytest.raises(UserError, match=f"--mesh {text}: expected every axis once, got"):
-        mesh_shape(text, 2)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def test_failures_of_the_storage_and_others(error, number):
     assert (found and found.errno) == number
 
 
+def test_the_middle_of_a_long_message_is_left_out():
+    message = f"--model {'x' * 10_000} does not exist. Give a directory."
+    shown = str(UserError(message))
+    assert len(shown) < 4000
+    assert shown.startswith("--model xxx")
+    assert shown.endswith("xxx does not exist. Give a directory.")
+
+
 @pytest.fixture
 def file_size():
     """Sets the largest size of a file that this process can write, in bytes."""
