@@ -138,13 +138,8 @@ def reliability_curve(
     and 1 (Błasiok and Nakkiran 2024). σ is smooth ECE, their choice, but at least 0.02, and at most 0.05, since a wider
     kernel would flatten the curve of a model that is far from calibrated. Confidences lie on a grid of 1/256.
 
-    Args:
-        confidence, correct: see `expected_calibration_error`.
-        groups: labels `[N]`; points of one group are resampled together.
-        resamples, seed: of the band, a percentile interval over resamples of the groups.
-
-    Raises:
-        ValueError: for invalid points, or none.
+    `groups`: labels `[N]`; points of one group are resampled together. `resamples` and `seed`: of the band, a
+    percentile interval. For the other arguments see `expected_calibration_error`. ValueError for invalid points.
     """
     check({"confidence": confidence, "correct": correct})
     if not len(confidence):

@@ -56,11 +56,6 @@ def pass_at_k(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."], k:
 
     Returns:
         float32, the shape of `successes`; NaN where n < k.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> print(pass_at_k(jnp.array([0, 1, 2]), 4, k=2))
-        [0.        0.5       0.8333333]
     """
     _check(k)
     c = jnp.asarray(successes)

@@ -50,10 +50,8 @@ class Interval(NamedTuple):
 class ErrorInterval(NamedTuple):
     """A binned calibration error and its interval, low <= value <= high.
 
-    Attributes:
-        value: plug-in estimate, the error of all points.
-        low, high: interval of the population's error in the same bins.
-        debiased: median-unbiased estimate (the error whose median estimate is `value`), in [low, high].
+    `value` is the plug-in estimate, the error of all points; `low` and `high` bound the population's error in the same
+    bins; `debiased` is the median-unbiased estimate (the error whose median estimate is `value`), in [low, high].
     """
 
     value: float
@@ -118,14 +116,6 @@ def error_interval(
 
     Raises:
         ValueError: for no group, no draw, or an invalid `level` or `norm`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.metrics import calibration_sums
-        >>> confidence, correct = jnp.full((400, 1), 0.75), jnp.arange(400)[:, None] % 10 < 7
-        >>> value, low, high, debiased = error_interval(calibration_sums(confidence, correct))
-        >>> f"{value:.2f} [{low:.2f}, {high:.2f}]"
-        '0.05 [0.01, 0.09]'
     """
     observed = _observe([sums], [1.0], norm, resamples, level, seed)
     if observed is None:

@@ -129,12 +129,6 @@ def calibration_sums(
         log_prob: `[..., N]`, log-probability of the target, nats. None: unknown, `nll` is NaN.
         bins, closed: see `bin_index`.
         where: `[..., N]`, False for points that do not count; or weights >= 0.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> batches = [calibration_sums(jnp.array([0.75, 0.25]), jnp.array([1, 0]), bins=4) for _ in range(3)]
-        >>> print(total(CalibrationSums(*map(jnp.stack, zip(*batches)))).count)
-        [3. 0. 3. 0.]
     """
     confidence = jnp.asarray(confidence)
     return sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, where, log_prob)

@@ -22,12 +22,6 @@ def sample_agreement(
 
     Returns:
         The answer, int32 `[N]`, of several as frequent ones the first; its fraction, float32 `[N]`, 0 without samples.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> answer, confidence = sample_agreement(jnp.array([[7, 3, 3, 3], [1, 2, 2, 1]]))
-        >>> answer.tolist(), confidence.tolist()
-        ([3, 1], [0.75, 0.5])
     """
     counts = jnp.ones(answers.shape, bool) if where is None else where
 

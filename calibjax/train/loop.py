@@ -130,7 +130,7 @@ def train(
         step_fn: result of `make_train_step`.
         state: before the first step; donated.
         frozen, hyper: arrays and scalars that the objective reads.
-        batches: iterator over this process's rows of each batch, dicts of arrays; has `get_state` and `set_state`.
+        batches: iterator over this process's rows of each batch, dicts of arrays.
         steps: in all, from the state before the first.
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.

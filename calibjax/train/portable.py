@@ -53,12 +53,8 @@ def export_head(
     hidden states of `lm` on a few tokens and their rows of the unembedding, by which other frameworks recognise the
     base model. `head.json` describes both. `load_head` reads the directory back to the same bits.
 
-    Args:
-        directory: new, empty, or an earlier export, which is replaced as a whole.
-        head: a fitted head.
-        lm: its base model.
-        notes: JSON-able; kept in head.json.
-        more: content of further files by name.
+    The directory is new, empty, or an earlier export, which is replaced as a whole. `notes` are JSON-able and stored in
+    head.json; `more` is the content of further files by name.
 
     Raises:
         UserError: `lm` is not the base model of `head`, or the directory holds anything else.

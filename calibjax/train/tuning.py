@@ -127,22 +127,11 @@ def tune(
     reduction: Literal["mean", "sum"] = "mean",
     consume: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Trains parameters in float32, with checkpoints and logs in `context.directory`.
+    """Trains parameters in float32 on the training arrays; returns them and the report.
 
-    Args:
-        objective: minimised on the training sequences.
-        likelihood: negative log-likelihood, evaluated on the validation sequences.
-        source: a list of one tree, the initial parameters, placed on `context.mesh`. It is emptied, so that they can be
-            freed.
-        frozen: arrays that objective and likelihood read.
-        train_arrays, validation_arrays: arrays of the sequences, one row each.
-        context, identity: see `train`; the seed determines the order of the sequences.
-        carry: initial state of a `CarryingObjective`; None for other objectives.
-        reduction: see `make_train_step`.
-        consume: donate the initial parameters instead of copying them.
-
-    Returns:
-        The parameters, and the report: options, steps, numbers of sequences, and the last evaluation.
+    `likelihood`, the negative log-likelihood, is evaluated on the validation arrays; one row is a sequence. `source` is
+    a list of one tree, the initial parameters, placed on `context.mesh`; it is emptied, so that they can be freed, and
+    they are donated if `consume`. `carry`: initial state of a `CarryingObjective`. For the others see `train`.
     """
     rows = len(next(iter(train_arrays.values())))
     steps = max(1, options.epochs * rows // options.batch_size)
