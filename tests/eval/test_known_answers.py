@@ -10,7 +10,6 @@ import scipy.stats
 from known_answers import MEANINGS, answer_meanings, answer_probabilities, judged_answers
 from tiny import make_lm
 
-from calibjax import metrics
 from calibjax.commands.quickstart import LanguageModelObjective
 from calibjax.data import batches
 from calibjax.data.synthetic import as_sequences, make_language, sample
@@ -60,21 +59,6 @@ def test_semantic_entropy_tends_to_the_entropy_of_the_meanings(known):
     error = entropy + (found - 1) / (2 * count) - want
     print(f"largest error {np.abs(error).max():.4f} nats of up to {want.max():.2f}")
     assert (np.abs(error) < 4.5 * deviation + 3 / count).all()
-
-
-def test_capability_without_the_noise_of_the_samples(known):
-    """Of a confidence off by d in every question, the mean `capability_error` is d²; Brier adds the noise."""
-    _, p, meanings = known
-    right = meanings.argmax(axis=1)
-    successes = (MEANING[drawn(p, K, 3)] == right[:, None]).sum(axis=1)
-    truth = meanings.max(axis=1)
-    for shift in (0.0, -0.2):
-        each = np.asarray(metrics.capability_error(jnp.asarray(truth + shift), successes, K), np.float64)
-        z = (each.mean() - shift**2) / (each.std() / np.sqrt(N))
-        print(f"shift {shift}: {each.mean():.5f} against {shift**2:.5f}, z {z:.2f}")
-        assert abs(z) < 4
-    noise = np.square(truth - successes / K).mean()
-    assert noise == pytest.approx((truth * (1 - truth)).mean() / K, rel=0.2)
 
 
 @pytest.mark.slow

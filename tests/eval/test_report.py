@@ -17,9 +17,8 @@ from report_documents import document
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.commands.common import finish
 from calibjax.eval.figures_json import subject_rows
-from calibjax.eval.report import Run, page, save_report
+from calibjax.eval.report import Run, page
 from calibjax.eval.report.notes import usage
 from calibjax.eval.report.schema import read_metrics
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
@@ -245,32 +244,6 @@ def test_report_of_several_runs(runs, capsys, tmp_path):
     (tmp_path / "metrics.json").write_text("{}")
     assert main(["report", str(tmp_path)]) == 2
     assert "expected metrics of schema 1" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_nothing_is_written_through_links(runs, tmp_path):
-    """Of `calibjax report`, and of the end of a run: every file that is a link to one of the user's."""
-    folder, _ = runs
-    text = (folder / "text" / "metrics.json").read_text()
-    document = json.loads(text)
-    for number, write in enumerate(
-        (lambda out: save_report([Run("x", document)], out), lambda out: finish(document, out, show=False))
-    ):
-        plain, linked, outside = (tmp_path / f"{name}{number}" for name in ("plain", "linked", "outside"))
-        for directory in (plain, linked, outside):
-            directory.mkdir()
-        write(plain)
-        names = sorted(entry.name for entry in plain.iterdir())
-        assert "report.html" in names
-        for name in names:
-            (outside / name).write_text("mine")
-            (linked / name).symlink_to(outside / name)
-        write(linked)
-        assert {entry.read_text() for entry in outside.iterdir()} == {"mine"}
-        assert sorted(entry.name for entry in linked.iterdir()) == names
-        for name in names:
-            assert not (linked / name).is_symlink()
-            assert (linked / name).stat().st_size == (plain / name).stat().st_size > 0, name
 
 
 def test_the_page_of_compare_shows_commands_that_run(tmp_path, monkeypatch, capsys):

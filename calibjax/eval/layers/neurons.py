@@ -76,7 +76,10 @@ def entropy_neurons(
 
 
 def output_weights(lm: LanguageModel, layer: int) -> Float[np.ndarray, "neurons D"]:
-    """What each neuron of the MLP of block `layer` (from 0) writes, float64; centred where the final norm is one."""
+    """What each neuron of the MLP of block `layer` (from 0) writes, float64.
+
+    Times the scale of a norm of the MLP's output, if there is one; centred for a LayerNorm, which removes the mean.
+    """
     written = np.asarray(to_host(lm.params["layers"]["mlp"]["down"]["kernel"][layer]), np.float64)
     if lm.config.norm_placement != "pre":
         after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]

@@ -119,19 +119,10 @@ def _splits(**splits: Iterable[Mapping[str, Any]]) -> "DatasetDict":
     return DatasetDict({name: Dataset.from_list([dict(row) for row in rows]) for name, rows in splits.items()})
 
 
-@functools.lru_cache(maxsize=4)
-def _subjects(path: Path) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """The rows of each subject and split."""
-    subjects: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in _rows(path):
-        subjects.setdefault((row["subject"], row["split"]), []).append(row)
-    return subjects
-
-
 def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
     """One subject of MMLU: 5 questions in dev, the others in test."""
-    rows = _subjects(find("mmlu/mmlu.jsonl.gz", assets))
-    return _splits(**{split: rows.get((subject, split), []) for split in ("dev", "test")})
+    rows = [row for row in _rows(find("mmlu/mmlu.jsonl.gz", assets)) if row["subject"] == subject]
+    return _splits(**{split: [row for row in rows if row["split"] == split] for split in ("dev", "test")})
 
 
 def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
