@@ -7,10 +7,12 @@ not beat temperature scaling, it says so.
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import yaml
 
 from calibjax.eval.figures_json import wilson_interval
@@ -452,7 +454,8 @@ def model_card(document: Document, subject: Subject) -> str:
     }
     if subject.base is not None:
         metadata |= {"base_model": subject.base, "base_model_relation": "adapter"}
-    base = _plain(subject.base or subject.name) + (f" at revision {subject.revision}" if subject.revision else "")
+    name = _plain(subject.base or subject.name)
+    base = name + (f" at revision {subject.revision}" if subject.revision else "")
     facts = {
         "Base model": f"{base}; frozen",
         "Fingerprint": f"`{subject.fingerprint}`",
@@ -464,54 +467,23 @@ def model_card(document: Document, subject: Subject) -> str:
     }
     results = held_out_table(document, intervals=True)
     groups = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
-    rows = [[group + name, *cells] for group, (name, *cells) in zip(groups, results.rows, strict=True)]
-    parts = [
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
-        f"# Calibrated confidence for {_plain(subject.base or subject.name)}",
-        verdict(document),
-        _table(("", ""), ((title, value) for title, value in facts.items() if value)),
-        "## Results",
-        _table(results.columns, rows),
-        *(line.replace("<", "&lt;") for line in notes_of(document)),
-        "![Reliability diagram](reliability.png)",
-        "## Use",
-        _code(subject),
-        "The most likely token of every position is that of the base model. The head belongs to this base model: both "
-        "functions compare it and refuse another one. `org/name@revision` pins a revision of the head.",
-        "## Limitations",
-        "\n".join(f"- {line}" for line in limitations(document)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _code(subject: Subject) -> str:
-    base = subject.base or "path/to/base-model"
-    pinned = f"{base}@{subject.revision}" if subject.revision else base
-    revision = f", revision={subject.revision!r}" if subject.revision else ""
-    return f"""```python
-import calibjax
-
-lm = calibjax.load_model({pinned!r})
-head = calibjax.load_head({subject.repository!r}, lm)
-generated = calibjax.generate(lm, ["Once upon a time"], head=head, max_new_tokens=20)
-print(generated.texts(lm.tokenizer), generated.confidence)
-```
-
-With PyTorch and transformers, without JAX:
-
-```python
-import calibjax.torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({base!r}{revision})
-calibjax.torch.attach(model, {subject.repository!r})
-```"""
-
-
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [[_cell(cell) for cell in row] for row in (columns, *rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    path = subject.base or "path/to/base-model"
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"cell": _cell, "repr": repr}
+    template = resources.files("calibjax.eval.report").joinpath("card.md.jinja").read_text("utf-8")
+    return environment.from_string(template).render(
+        subject=subject,
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        name=name,
+        verdict=verdict(document),
+        facts=[(title, value) for title, value in facts.items() if value],
+        columns=results.columns,
+        rows=[[group + method, *cells] for group, (method, *cells) in zip(groups, results.rows, strict=True)],
+        remarks=notes_of(document),
+        base=path,
+        pinned=f"{path}@{subject.revision}" if subject.revision else path,
+        limitations=limitations(document),
+    )
 
 
 def _cell(text: str) -> str:
