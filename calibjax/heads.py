@@ -62,9 +62,8 @@ def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
         -stats.log_confidence(),
         jnp.log1p(jnp.maximum(largest - stats.require("expected_logit"), 0.0)),
         jnp.log1p(stats.require("logit_variance")),
-        jnp.maximum(
-            stats.require("mean_logit") - largest, -1e3
-        ),  # a bias of −inf, which removes an entry, makes it −inf
+        # A bias of −inf, which removes an entry, makes it −inf.
+        jnp.maximum(stats.require("mean_logit") - largest, -1e3),
     )
     return jnp.where(stats.valid[..., None], jnp.stack(numbers, axis=-1), 0.0)
 
@@ -211,22 +210,21 @@ class TransformerHead(_Head):
             width = self.block.hidden_size
             features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
         block = Block(self.block, dtype=self.dtype, name="block", **starts)
-        if cache is None and not keep:
-            if segment_ids is None:
-                positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
-            else:
-                positions = segment_positions(segment_ids)
-            context = sequence_context(self.block, positions, segment_ids)
+        if segment_ids is None:
+            positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
+        elif cache is None:
+            positions = segment_positions(segment_ids)
+        else:
+            cache, positions = reserve(cache, segment_ids)
+            context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
+            mixed, new = block(features, context, cache.past)
+            return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
+        context = sequence_context(self.block, positions, segment_ids)
+        if not keep:
             return self._output_log_scale(block(features, context), where, segment_ids)
         assert segment_ids is not None
-        if cache is None:
-            context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
-            mixed, new = block(features, context, None, keep)
-            return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
-        cache, positions = reserve(cache, segment_ids)
-        context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
-        mixed, new = block(features, context, cache.past)
-        return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
+        mixed, new = block(features, context, None, keep)
+        return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
 
 
 class HeadEntry(NamedTuple):
