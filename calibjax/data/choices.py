@@ -14,7 +14,6 @@ from calibjax.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_COLUMNS = ("question", "choices", "answer")
 # Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 
@@ -32,7 +31,7 @@ class Choices(NamedTuple):
 
 def is_multiple_choice(rows: Rows) -> bool:
     """Whether rows have the columns question, choices (a list) and answer (the index of the right one)."""
-    return all(name in rows.first for name in _COLUMNS)
+    return all(name in rows.first for name in ("question", "choices", "answer"))
 
 
 def choice_sequences(

@@ -7,14 +7,14 @@ loop over blocks of rows that have one expert, because XLA multiplies every row 
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from calibjax.kernels.platforms import platform
 from calibjax.runtime.errors import UserError, check_fields
@@ -71,43 +71,6 @@ def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "
     return jnp.exp(top - jax.nn.logsumexp(base, axis=-1, keepdims=True)), chosen
 
 
-class _Slots(NamedTuple):
-    """The order in which copies of tokens are multiplied. All slots of a block have one expert."""
-
-    token: Int[Array, " S"]  # any token in a slot that is not used
-    expert: Int[Array, " S"]
-    slot: Int[Array, "N K"]  # of each token's copies
-    held: Bool[Array, "N K"]  # whether a copy is for one of the E experts
-    sizes: Int[Array, " E"]  # slots of each expert; the last slots may belong to none
-    block: int | None  # slots in a block; None if the experts' slots follow each other without gaps
-
-
-def _arrange(chosen: Int[Array, "N K"], experts: int, blocked: bool) -> _Slots:
-    """Assigns slots to the copies of tokens. Copies for experts outside `[0, experts)` are not held."""
-    tokens, copies = chosen.shape
-    rows = tokens * copies
-    held = (chosen >= 0) & (chosen < experts)
-    flat = jnp.where(held, chosen, experts).reshape(rows)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
-    starts = jnp.cumsum(sizes) - sizes
-    ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
-    if not blocked:
-        expert = jnp.minimum(flat[order], experts - 1)
-        return _Slots(order // copies, expert, ranks.reshape(chosen.shape), held, sizes[:-1], None)
-    block = min(max(8, 1 << (rows // experts).bit_length() >> 1), _LARGEST_BLOCK)
-    # Every group that is not empty has at most one block that is not full.
-    count = min(rows, rows // block + min(experts, rows))
-    blocks = -(-sizes[:-1] // block)
-    ends = jnp.cumsum(blocks)
-    first = jnp.append(ends - blocks, count) * block
-    slot = jnp.where(flat < experts, first[flat] + ranks - starts[flat], count * block)
-    token = jnp.zeros(count * block, jnp.int32).at[slot].set(jnp.arange(rows, dtype=jnp.int32) // copies, mode="drop")
-    owner = jnp.searchsorted(ends, jnp.arange(count, dtype=ends.dtype), side="right", method="compare_all")
-    expert = jnp.repeat(jnp.minimum(owner, experts - 1), block)
-    return _Slots(token, expert, slot.reshape(chosen.shape), held, sizes[:-1], block)
-
-
 def mix(
     hidden: Float[Array, "N D"],
     weights: Float[Array, "N K"],
@@ -120,25 +83,48 @@ def mix(
     `weights` and `chosen` come from `route`; an index outside `[0, E)` contributes zero. `params` has for `gate`, `up`
     and `down` a `kernel` `[E, in, out]` and optionally a `bias` `[E, out]`; `activation` is a function of gate and up.
     """
-    blocked = platform().name != "tpu" and not use_ragged_dot.value
-    slots = _arrange(chosen, params["up"]["kernel"].shape[0], blocked)
+    # The copies of tokens are assigned to slots, of which `token`, `expert` and the inverse `slot` say what is where.
+    experts, (tokens, copies) = params["up"]["kernel"].shape[0], chosen.shape
+    rows = tokens * copies
+    held = (chosen >= 0) & (chosen < experts)
+    flat = jnp.where(held, chosen, experts).reshape(rows)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+    starts = jnp.cumsum(sizes) - sizes
+    ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
+    if platform().name == "tpu" or use_ragged_dot.value:  # the slots of the experts follow each other without gaps
+        token, expert, slot = order // copies, jnp.minimum(flat[order], experts - 1), ranks
 
-    def project(name: str, rows: Array) -> Array:
+        def multiply(x: Array, kernels: Array) -> Array:
+            return jax.lax.ragged_dot(x, kernels, sizes[:-1])
+    else:  # blocks of slots, each of one expert; the token of a slot that is not used is any
+        block = min(max(8, 1 << (rows // experts).bit_length() >> 1), _LARGEST_BLOCK)
+        # Every group that is not empty has at most one block that is not full.
+        count = min(rows, rows // block + min(experts, rows))
+        blocks = -(-sizes[:-1] // block)
+        ends = jnp.cumsum(blocks)
+        first = jnp.append(ends - blocks, count) * block
+        slot = jnp.where(flat < experts, first[flat] + ranks - starts[flat], count * block)
+        owners = jnp.arange(rows, dtype=jnp.int32) // copies
+        token = jnp.zeros(count * block, jnp.int32).at[slot].set(owners, mode="drop")
+        owner = jnp.searchsorted(ends, jnp.arange(count, dtype=ends.dtype), side="right", method="compare_all")
+        expert = jnp.repeat(jnp.minimum(owner, experts - 1), block)
+
+        def multiply(x: Array, kernels: Array) -> Array:
+            pairs = (x.reshape(-1, block, x.shape[-1]), expert[::block])
+            return jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], pairs).reshape(-1, kernels.shape[-1])
+
+    def project(name: str, x: Array) -> Array:
         """Multiplies each slot with the kernel of its expert."""
-        kernels = params[name]["kernel"]
-        if slots.block is None:
-            out = jax.lax.ragged_dot(rows, kernels, slots.sizes)
-        else:
-            blocks = rows.reshape(-1, slots.block, rows.shape[-1])
-            out = jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], (blocks, slots.expert[:: slots.block]))
-            out = out.reshape(-1, kernels.shape[-1])
-        return out + params[name]["bias"][slots.expert] if "bias" in params[name] else out
+        out = multiply(x, params[name]["kernel"])
+        return out + params[name]["bias"][expert] if "bias" in params[name] else out
 
-    rows = hidden[slots.token]
-    out = project("down", activation(project("gate", rows), project("up", rows)))
+    inputs = hidden[token]
+    out = project("down", activation(project("gate", inputs), project("up", inputs)))
     # By selection: a slot without an expert may hold anything.
-    copies = jnp.where(slots.held[..., None], out.at[slots.slot].get(mode="clip"), 0).astype(jnp.float32)
-    return jnp.einsum("nkd,nk->nd", copies, weights, precision="highest")
+    out = out.at[slot.reshape(chosen.shape)].get(mode="clip")
+    copied = jnp.where(held[..., None], out, 0).astype(jnp.float32)
+    return jnp.einsum("nkd,nk->nd", copied, weights, precision="highest")
 
 
 class Experts(nn.Module):
