@@ -220,8 +220,7 @@ def test_features_against_dense_logits(dtype, with_bias):
 def test_soft_capped_features():
     """max_logit after the soft-cap, the standard deviation before it, as documented."""
     hidden, unembedding = inputs(size=4.0)
-    run = jax.jit(functools.partial(head_features, ("max_logit", "log_std_logits"), softcap=3.0))
-    got = np.asarray(run(hidden, unembedding))
+    got = np.asarray(head_features(("max_logit", "log_std_logits"), hidden, unembedding, softcap=3.0))
     z = oracle.logits(np.asarray(hidden).reshape(-1, D), unembedding).reshape(B, T, V)
     assert_within(got[..., 0], 3 * np.tanh(z.max(axis=-1) / 3), 20 * EPS * 3)
     assert_within(got[..., 1], np.log(z.std(axis=-1, ddof=1)), 200 * EPS)

@@ -182,29 +182,6 @@ def test_top_k_of_a_small_vocabulary():
     assert_within(got, jax.jit(losses.label_smoothing)(stats_of(z, y, s), ALPHA), TOLERANCE)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
-def test_label_smoothing_is_that_of_torch(beta):
-    torch = pytest.importorskip("torch")
-    z, y, s = problem()
-    logits = torch.tensor(z.astype(np.float64) * s[:, None].astype(np.float64), requires_grad=True)
-    want = torch.nn.functional.cross_entropy(
-        logits, torch.tensor(y.astype(np.int64)), label_smoothing=beta, reduction="none"
-    )
-    want.sum().backward()
-
-    @jax.jit
-    def run(z):
-        def total(z):
-            value = losses.label_smoothing(stats_of(z, y, s), beta)
-            return value.sum(), value
-
-        return jax.grad(total, has_aux=True)(z)
-
-    grad, value = run(z)
-    assert_within(value, want.detach().numpy(), TOLERANCE, "loss")
-    assert_within(grad, logits.grad.numpy() * s[:, None], 4 * TOLERANCE, "gradient in the logits")
-
-
 def test_balanced_selective_smoothing_of_one_group_is_zero():
     """Nothing to balance, and no division by zero."""
     z, y, s = problem(n=30)
