@@ -23,7 +23,7 @@ from calibjax import metrics
 from calibjax.cli import execute
 from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.parser import parse_script
-from calibjax.data import Sequences, read_source, right_choice, split_sequences
+from calibjax.data import Sequences, read_source, split_sequences
 from calibjax.eval.report.tables import short
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
@@ -332,8 +332,8 @@ def subject_files(study: Study) -> list[Path]:
     rows, files = read_source(study.mmlu), []
     for domain, subjects in SUBJECTS.items():
         texts = [
-            json.dumps({"text": f"{row['question']}\n{right_choice(row, place)}"}) + "\n"
-            for place, row in rows.placed()
+            json.dumps({"text": f"{row['question']}\n{row['choices'][row['answer']]}"}) + "\n"
+            for row in rows
             if row["subject"] in subjects.split()
         ]
         files.append(study.out / f"{domain}.jsonl")

@@ -1,6 +1,6 @@
 """Text, chat and tables to batches: source -> rows -> examples -> sequences -> batches."""
 
-from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice, right_choice
+from calibjax.data.choices import Choices, choice_sequences, is_multiple_choice
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.load import choose_seq_len, load_sequences
@@ -44,7 +44,6 @@ __all__ = [
     "read_source",
     "read_table",
     "recognise",
-    "right_choice",
     "split_sequences",
     "split_table",
     "tokenize_rows",

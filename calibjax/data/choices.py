@@ -100,14 +100,6 @@ def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:
     return choices
 
 
-def right_choice(row: Mapping[str, Any], place: str) -> str:
-    """The text of the right answer of a question; raises `UserError` with its `place` if the row is not a question."""
-    choices, answer = _choices(row, place), row.get("answer")
-    if not isinstance(answer, int) or not 0 <= answer < len(choices):
-        raise UserError(f"{place}: expected an answer from 0 to {len(choices) - 1}, got {answer!r}.")
-    return str(choices[answer])
-
-
 def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, tuple[int, ...]]:
     names = string.ascii_uppercase[:count]
     for cue in _CUES:
