@@ -239,10 +239,9 @@ def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, 
     drawn = np.random.default_rng(seed).permutation(len(counts))
     starts = np.zeros(len(counts), np.int64)
     starts[drawn] = np.cumsum(counts[drawn]) - counts[drawn]
-    last = starts[drawn[-1]]  # the last row starts a fold of its own if one row fills the rest
-    fold = np.minimum(starts * folds // total, folds - 1)
+    fold = starts * folds // total
     if (fold == fold[0]).all():
-        fold[starts == last] = 1
+        fold[drawn[-1]] = 1  # the last row starts a fold of its own where one row fills the rest
     return [np.flatnonzero(fold[group] == each) for each in np.unique(fold)]
 
 

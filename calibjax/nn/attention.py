@@ -103,7 +103,7 @@ def attend(
     if name == "tpu" and visible.until is None and suits_splash(query, key):
         return splash_attend(query, key, value, visible, scale=scale, softcap=softcap, sinks=sinks)
     time = query.shape[1]
-    mask = visible.mask(time, key.shape[1])
+    mask = visible.mask(time, time)
     if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
         groups = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(jnp.moveaxis(x, 1, 2), groups, axis=1) for x in (key, value))
@@ -120,7 +120,7 @@ def attend(
         rows = 64 * -(-time // (64 * _BLOCKS))
         ends = itertools.pairwise([*range(0, time, rows), time])
         return jnp.concatenate([block(*pair) for pair in ends], axis=1)
-    suits = time == key.shape[1] and time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
+    suits = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
     implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
     options: Any = {"mask": mask, "is_causal": mask is None, "scale": scale, "implementation": implementation}
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
@@ -201,8 +201,7 @@ def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -
     if set(AXES) <= set(mesh.axis_names):
         rows, columns = math.prod(mesh.shape[axis] for axis in _ROWS), mesh.shape[_HEADS]
     return (
-        length == key.shape[1]
-        and length % _SPLASH_BLOCKS[-1] == 0
+        length % _SPLASH_BLOCKS[-1] == 0
         and width % 16 == 0
         and (query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None))
         and mesh.size in (0, rows * columns)
