@@ -83,14 +83,9 @@ def choice_sequences(
         if ids[i][-1] != letter:
             raise UserError(f"{place}: the last token of the question is not the letter.")
         examples.append(Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)))
-    return Choices(
-        sequences=make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad"),
-        letters=letters,
-        cue=cue,
-        subjects=tuple(subjects[i] for i in chosen),
-        too_long=len(ids) - len(short),
-        read=len(ids),
-    )
+    sequences = make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad")
+    asked = tuple(subjects[i] for i in chosen)
+    return Choices(sequences, letters, cue, asked, too_long=len(ids) - len(short), read=len(ids))
 
 
 def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:

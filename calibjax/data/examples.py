@@ -110,11 +110,8 @@ def tokenize_rows(
                         tokens, loss_mask = _find_answers(item, tokens, offsets, special, tokenizer.eos_token_id)
                     if add_special_tokens and not twice and tokens[:2].tolist() == begins:
                         twice = True
-                        _log.warning(
-                            "row %d begins with %s, and the tokenizer adds it: the model reads it twice. Remove it.",
-                            index,
-                            tokenizer.bos_token,
-                        )
+                        begins_with = f"row {index} begins with {tokenizer.bos_token}"
+                        _log.warning("%s, and the tokenizer adds it: the model reads it twice. Remove it.", begins_with)
                     yield Example(tokens, loss_mask, index, format.kind == "document")
                     index += 1
                 bar.update(len(batch))

@@ -97,10 +97,8 @@ def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None
         return Format("prompt", (prompt, response))
     if text := first("text", "content", "document"):
         return Format(plain, (text,))
-    raise UserError(
-        f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. "
-        "To read one column as plain text, set `text_column`."
-    )
+    hint = "To read one column as plain text, set `text_column`."
+    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. {hint}")
 
 
 def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:

@@ -82,11 +82,7 @@ def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_do
 
 
 def make_sequences(
-    examples: Iterable[Example],
-    seq_len: int,
-    *,
-    layout: Layout = "pack",
-    max_sequences: int | None = None,
+    examples: Iterable[Example], seq_len: int, *, layout: Layout = "pack", max_sequences: int | None = None
 ) -> Sequences:
     """Cuts examples into sequences of `seq_len` tokens, which is T = seq_len - 1 pairs of input and target.
 

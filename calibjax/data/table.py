@@ -146,18 +146,13 @@ def read_table(
     table = PredictionTable(predictions, None, None, probabilities).take(rows)
     labels = {role: texts[rows] for role, texts in labels.items()}
     if "category" in labels:
-        numbers = _category_numbers(path, labels["category"])
-        table = dataclasses.replace(table, predictions=table.predictions._replace(categories=numbers))
-    groups = labels["group"].tolist() if "group" in labels else []
-    # By first appearance, so that labels as numbers and as text give the same result.
-    order = {label: number for number, label in enumerate(dict.fromkeys(groups))}
-    return dataclasses.replace(
-        table,
-        groups=np.array([order[label] for label in groups]) if groups else None,
-        categories=labels.get("category"),
-        rows=rows,
-        notes=tuple(reader.notes),
-    )
+        predictions = table.predictions._replace(categories=_category_numbers(path, labels["category"]))
+        table = dataclasses.replace(table, predictions=predictions, categories=labels["category"])
+    if "group" in labels:
+        # By first appearance, so that labels as numbers and as text give the same result.
+        order = {label: number for number, label in enumerate(dict.fromkeys(labels["group"].tolist()))}
+        table = dataclasses.replace(table, groups=np.array([order[label] for label in labels["group"].tolist()]))
+    return dataclasses.replace(table, rows=rows, notes=tuple(reader.notes))
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:

@@ -184,9 +184,8 @@ Past = tuple[KeysValues, ...]
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Returns positions that restart at 0 wherever the segment id changes along T."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
-    starts = jnp.concatenate(
-        [jnp.ones_like(segment_ids[:, :1], dtype=bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-    )
+    first = jnp.ones_like(segment_ids[:, :1], dtype=bool)
+    starts = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 

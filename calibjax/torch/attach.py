@@ -99,14 +99,8 @@ class Attached:
             all_logits = all_logits if cap is None else cap * torch.tanh(all_logits / cap)
         elif not reads_sequence:
             hidden = hidden[:, rows]
-        features = head_features(
-            self.head.features,
-            hidden,
-            all_logits,
-            self.model.get_output_embeddings().weight.detach(),
-            self._base["logit_divisor"] or 1.0,
-            self._covariance,
-        )
+        weight, divisor = self.model.get_output_embeddings().weight.detach(), self._base["logit_divisor"] or 1.0
+        features = head_features(self.head.features, hidden, all_logits, weight, divisor, self._covariance)
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
