@@ -159,6 +159,8 @@ class BlockConfig:
             raise UserError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {self.activation!r}.")
         if self.norm_offset and self.norm != "rms":
             raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
+        if self.parallel is not None and self.norm_placement != "pre":
+            raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
         for name in ("attention_softcap", "qkv_clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -106,10 +106,10 @@ def check_fields(config: Any) -> None:
         value: Any = getattr(config, field.name)
         kinds = set(typing.get_args(field.type) or (field.type,))
         for kind in (field.type, *kinds):
-            if typing.get_origin(kind) is not typing.Literal or (value is None and type(None) in kinds):
-                continue
-            if value not in (choices := typing.get_args(kind)):
-                raise UserError(f"{field.name}: expected one of {', '.join(map(str, choices))}; got {value!r}.")
+            if typing.get_origin(kind) is typing.Literal:
+                choices = ([None] if type(None) in kinds else []) + list(typing.get_args(kind))
+                if value not in choices:
+                    raise UserError(f"{field.name}: expected one of {', '.join(map(str, choices))}; got {value!r}.")
         if not kinds & {int, float, bool} or (value is None and type(None) in kinds):
             continue
         several = typing.get_origin(field.type) is tuple
