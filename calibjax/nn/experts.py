@@ -57,7 +57,7 @@ class Mixture:
             raise UserError(f"experts: expected at least 2, got {self.experts}.")
         if not 1 <= self.per_token <= self.experts:
             raise UserError(
-                f"experts per token: expected 1 to {self.experts}, as many as there are, got {self.per_token}."
+                f"experts per token: expected 1 to {self.experts}, the number of experts, got {self.per_token}."
             )
         if self.clamp is not None and not self.clamp > 0:
             raise UserError(f"swiglu_limit: expected a positive number, got {self.clamp}.")
