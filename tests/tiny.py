@@ -1,5 +1,6 @@
 """Models, sequences and files small enough that a test costs seconds: random, and the same on every machine."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -22,6 +23,22 @@ ONE_DEVICE = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_
 def on_one_device(monkeypatch) -> None:
     """Gives commands the devices of a machine that has one."""
     monkeypatch.setattr("calibjax.runtime.distributed.parse_mesh", lambda text: make_mesh(devices=jax.devices()[:1]))
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that grows with every program that is compiled in the block."""
+    compiled = []
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:

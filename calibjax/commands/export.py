@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
-from calibjax.models.stablehlo import head_program, model_program
+from calibjax.models.calibrated import head_program, model_program
 from calibjax.recalibrate.programs import check_program, onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.errors import UserError, about

@@ -1,7 +1,6 @@
 """Configuration of a decoder."""
 
 import dataclasses
-from typing import Literal
 
 from calibjax.nn.blocks import BlockConfig, Rope
 from calibjax.runtime.errors import UserError
@@ -61,8 +60,3 @@ class DecoderConfig(BlockConfig):
                 "local_rope: expected the same fraction of rotated channels as rope, "
                 f"got {self.local_rope} beside {self.rope}."
             )
-
-    @property
-    def positions(self) -> Literal["rope", "learned"]:
-        """Kind of positions: "rope", or "learned" if there is no `rope`."""
-        return "learned" if self.rope is None else "rope"

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
         if condition is not None:
             hidden = hidden + condition[:, None, :].astype(self.dtype)
-        if cfg.positions == "learned":
+        if cfg.rope is None:
             hidden = hidden + self._lookup("position_embedding", cfg.max_positions, positions)
         if cfg.embedding_scale is not None:
             hidden = hidden * jnp.asarray(cfg.embedding_scale, self.dtype)

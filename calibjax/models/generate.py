@@ -22,8 +22,8 @@ from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import Frozen, freeze
 from calibjax.models.gguf import is_gguf
-from calibjax.models.gguf_tokenizer import gguf_stop_tokens
 from calibjax.models.model import LanguageModel
+from calibjax.models.tokenizer import gguf_stop_tokens
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 from calibjax.runtime.files import read_json
@@ -395,10 +395,9 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
     """The values as integers; raises `UserError` for fractions, and for what int32 does not hold."""
-    try:
+    array = np.array(None)
+    with contextlib.suppress(ValueError):  # rows of different lengths
         array = np.asarray(values)
-    except ValueError:  # rows of different lengths
-        array = np.asarray(None)
     whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
     if not whole or (array.size and max(int(array.max()), -int(array.min())) > LARGEST_SIZE):
         raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")

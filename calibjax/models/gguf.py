@@ -25,7 +25,7 @@ import numpy as np
 
 from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.models.families import FAMILIES
-from calibjax.models.hf_tensors import Index, TensorEntry
+from calibjax.models.hf_read import Index, TensorEntry
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -97,7 +97,7 @@ class Strings:
     count: int
 
     def read(self) -> list[str]:
-        """Returns the strings; raises `UserError` if one is not UTF-8."""
+        """Returns the strings; raises `ValueError` if one is not UTF-8."""
         reader = _Reader(self.path, self.offset)
         return [reader.string() for _ in range(self.count)]
 
@@ -265,16 +265,11 @@ class Architecture:
     """One family, a key of `FAMILIES`, as llama.cpp writes it."""
 
     family: str
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Metadata keys that only some architectures have, and the settings they are; `KEYS` are those of all."""
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings that llama.cpp's code assumes and files do not hold."""
-    adapt: Callable[[Settings, GgufFile], None] | None = None
-    """Changes settings in place by the metadata and tensors of a file."""
-    interleaved: bool = False
-    """Whether rows of queries and keys are stored so that rotated pairs are neighbours."""
-    norm_shift: float = 0.0
-    """Number that is added to the scales of norms in the file."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `KEYS`
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that llama.cpp's code assumes
+    adapt: Callable[[Settings, GgufFile], None] | None = None  # changes settings by the metadata and tensors of a file
+    interleaved: bool = False  # rows of queries and keys are stored so that rotated pairs are neighbours
+    norm_shift: float = 0.0  # number that is added to the scales of norms in the file
 
 
 KEYS = {
@@ -294,27 +289,21 @@ KEYS = {
 _OTHER_KEYS = (
     *("vocab_size", "attention.value_length", "rope.dimension_count", "attention.causal", "tensor_data_layout"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
-    *("rope.scaling.attn_factor", "expert_count", "expert_used_count"),
+    "rope.scaling.attn_factor",
 )
 """Keys that are read by name, or that change nothing."""
 _SWITCHED_OFF = (0, 0.0, False)
 """Values with which an unknown key is ignored, because it then states that the model lacks something."""
 
 
-def _set_mixture(settings: Settings, file: GgufFile, count: str) -> None:
-    arch = file.metadata["general.architecture"]
-    settings[count] = file.get(f"{arch}.expert_count", int)
-    settings["num_experts_per_tok"] = file.get(f"{arch}.expert_used_count", int)
-
-
 def _adapt_llama(settings: Settings, file: GgufFile) -> None:
-    if file.get("llama.expert_count", int, 0):
+    if settings["num_local_experts"]:
         settings["model_type"] = "mixtral"
-        _set_mixture(settings, file, "num_local_experts")
+    else:
+        del settings["num_local_experts"], settings["num_experts_per_tok"]
 
 
 def _adapt_expert_size(settings: Settings, file: GgufFile) -> None:
-    _set_mixture(settings, file, "num_experts")
     settings["intermediate_size"] = settings.get("moe_intermediate_size") or settings.get("intermediate_size")
     settings["moe_intermediate_size"] = settings["intermediate_size"]
 
@@ -369,7 +358,8 @@ _SOFTCAPS = {
     "attention.sliding_window_pattern": "",
     "rope.freq_base_swa": "",
 }
-_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+_USED = {"expert_used_count": "num_experts_per_tok"}
+_EXPERTS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **_USED}
 _GRANITE = {
     "logit_scale": "logits_scaling",
     "embedding_scale": "embedding_multiplier",
@@ -381,7 +371,9 @@ _GEMMA3 = functools.partial(_adapt_gemma, largest=62, local_base=10000.0, patter
 _ALL_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", adapt=_adapt_llama, interleaved=True),
+    "llama": Architecture(
+        "llama", {"expert_count": "num_local_experts", **_USED}, adapt=_adapt_llama, interleaved=True
+    ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", _EXPERTS, {**_ALL_EXPERTS, "norm_topk_prob": True}, adapt=_adapt_expert_size),

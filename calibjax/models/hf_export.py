@@ -17,8 +17,8 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, text_settings
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.gguf import gguf_settings, is_gguf, read_gguf
-from calibjax.models.gguf_tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.models.rules import Rule
+from calibjax.models.tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import new_directory, write_file

@@ -1,28 +1,299 @@
-"""Reading of the parameters of a model from safetensors or GGUF, in chunks, by threads.
+"""Parameters from the tensors of safetensors or GGUF files: which they are, planned before any weight is read; reading.
 
-A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the shards of this process, in our layout,
-while it is in the cache. Each of several processes reads the chunks that its devices hold, and hashes its part of all.
+Every tensor must be used or be a known buffer, and every parameter must be filled exactly once.
+
+Weights are read in chunks, by threads. A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the
+shards of this process, in our layout, while it is in the cache. Each of several processes reads the chunks that its
+devices hold, and hashes its part of all.
 """
 
+import collections
+import dataclasses
 import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from calibjax.models.fingerprint import chunk_digest, chunks, join_chunks, layer_name
-from calibjax.models.hf_tensors import Index, Piece, Plan
-from calibjax.models.rules import transpose_into
+from calibjax.models.config import DecoderConfig
+from calibjax.models.decoder import abstract_params
+from calibjax.models.families import FAMILIES
+from calibjax.models.fingerprint import chunk_digest, chunks, dotted_leaves, join_chunks, layer_name
+from calibjax.models.rules import Layout, transpose_into
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
+
+FLOATS = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+"""Dtypes of safetensors that are read."""
+_MOST_NAMED = 10
+_TIED_ROWS = 4096
+_BUFFERS = re.compile(
+    r"(.*\.)?rotary_emb\.(original_)?inv_freq|(h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)"
+)
+"""Names, without prefix, of tensors that are no parameters: they follow from the configuration."""
+_OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*")
+"""Names of tensors of heads that are not part of a language model."""
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, file, and offset in bytes.
+
+    `reader` replaces `read` for a tensor that is not stored as an array of `dtype` in the order of `shape`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    offset: int
+    reader: Callable[[Index], np.ndarray] | None = None
+
+    def read(self, box: Index) -> np.ndarray:
+        """Reads `tensor[box]`, at once if these bytes follow each other in the file."""
+        if self.reader is not None:
+            return self.reader(box)
+        dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
+        box = (*box, *(slice(0, n) for n in self.shape[len(box) :]))
+        shape = tuple(along.stop - along.start for along in box)
+        divided = [axis for axis, n in enumerate(self.shape) if shape[axis] != n]
+        if divided and math.prod(shape[: divided[-1]]) > 1:
+            return np.array(np.memmap(self.file, dtype, "r", self.offset, self.shape)[box])
+        start = sum(along.start * math.prod(self.shape[axis + 1 :]) for axis, along in enumerate(box))
+        values = np.empty(shape, dtype)
+        into = values.reshape(-1).view(np.uint8).data
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset + start * dtype.itemsize)
+            while len(into):
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self.file}: cut short while it was read. Download it again.")
+                into = into[count:]
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, or a part of one, that fills a parameter or one layer of it.
+
+    Several `entries` are those of the experts of a layer, which are stacked. `columns` are those of this parameter in
+    each group of the layout.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    layer: int | None
+    layout: Layout
+    columns: slice
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values in the file; float32 for experts of different dtypes."""
+        kinds = {entry.dtype for entry in self.entries}
+        return FLOATS[kinds.pop() if len(kinds) == 1 else "F32"]
+
+    def read(self, index: Index) -> np.ndarray:
+        """Returns the part at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
+        if len(self.entries) == 1:
+            return self._read_columns(self.entries[0], index)
+        parts = [
+            self._read_columns(entry, index[1:]).astype(self.dtype, copy=False) for entry in self.entries[index[0]]
+        ]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
+
+    def _read_columns(self, entry: TensorEntry, index: Index) -> np.ndarray:
+        transpose, groups, columns = self.layout.transpose, self.layout.groups, self.columns
+        *others, last = index
+
+        def read(start: int, stop: int) -> np.ndarray:
+            box = (*others, slice(start, stop))
+            return entry.read((*box[:-2], *box[:-3:-1]) if transpose else box)
+
+        if groups == 1:
+            values = read(columns.start + last.start, columns.start + last.stop)
+            return values.swapaxes(-1, -2) if transpose else values
+        # The columns of this parameter lie in groups between those of others: whole groups are read.
+        width = columns.stop - columns.start
+        group = entry.shape[-2 if transpose else -1] // groups
+        first, end = last.start // width, -(-last.stop // width)
+        values = Layout(transpose, end - first).take(read(first * group, end * group), columns)
+        return values[..., last.start - first * width : last.stop - first * width]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Assignment of tensors to a model's parameters."""
+
+    config: DecoderConfig
+    leaves: dict[str, jax.ShapeDtypeStruct]  # by dotted path
+    pieces: dict[str, list[Piece]]  # that fill each path; one per layer for stacked parameters
+    left_out: dict[str, int]  # number of tensors of each part that is not the language model
+    untied: bool  # whether `config` is not tied, as it was asked for, because the files hold two different matrices
+
+
+def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
+    """Assigns the tensors of a checkpoint, `entries` of all of its files, to the parameters of a model.
+
+    Raises:
+        UserError: tensors are unknown, missing, duplicated, of wrong shape or not floating-point. The message lists up
+            to ten names of each kind.
+    """
+    family = FAMILIES[config.family]
+    problems: dict[str, list[str]] = collections.defaultdict(list)
+    by_name: dict[str, TensorEntry] = {}
+    named, left_out = _language_model(list(entries))
+    for name, entry in named:
+        if _OTHER_HEADS.fullmatch(name):
+            left_out[name.split(".")[0]] += 1
+            continue
+        name = name.removeprefix(family.prefix)
+        if _BUFFERS.fullmatch(name):
+            continue
+        if name in by_name:
+            first = by_name[name]
+            problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
+        by_name.setdefault(name, entry)
+    untied = config.tie_embeddings and _holds_another_unembedding(config, by_name, problems)
+    if untied:
+        config = dataclasses.replace(config, tie_embeddings=False)
+
+    leaves = dict(dotted_leaves(abstract_params(config)))
+    pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
+    for rule, layer in family.stored(config, leaves):
+        experts, found = rule.experts(config), []
+        for expert in experts:
+            entry = by_name.pop(rule.source.format(layer, expert), None)
+            if entry is None:
+                problems["missing"].append(rule.full_name(family.prefix, layer, expert))
+            else:
+                found.append(entry)
+        if len(found) < len(experts):
+            continue
+        layout = rule.layout(config)
+        leading = (layer is not None) + (experts != (None,))
+        expected, columns = layout.divide([leaves[target].shape[leading:] for target in rule.targets])
+        wrong = [entry for entry in found if entry.shape != expected]
+        unread = [entry for entry in found if entry.dtype not in FLOATS]
+        problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
+        problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
+        for target, part in zip(rule.targets, columns, strict=True):
+            pieces[target].append(Piece(tuple(found), layer, layout, part))
+    problems["unknown"] += [entry.name for entry in by_name.values()]
+    if any(problems.values()):
+        report = ""
+        for kind, names in problems.items():
+            if names:
+                more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+                report += f" {kind}: {', '.join(names[:_MOST_NAMED])}{more};"
+        raise UserError(
+            f"The weights do not match this {config.family} configuration.{report[:-1]}. "
+            "Check that the files are complete and come from the same model."
+        )
+    return Plan(config, leaves, pieces, dict(left_out), untied)
+
+
+def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
+    """Returns the tensors of the language model with their names in it, and how many each other part has.
+
+    In a multimodal model they are `language_model.model...` and `language_model.lm_head...`, or as newer versions of
+    transformers write them, `model.language_model...` and `lm_head...`.
+    """
+    text, left_out = [], collections.Counter()
+    if not any("language_model." in entry.name for entry in entries):
+        return [(entry.name, entry) for entry in entries], left_out
+    for entry in entries:
+        name = entry.name.removeprefix("model.")
+        own = name.removeprefix("language_model.")
+        if own != name or name.startswith("lm_head."):
+            text.append((own if own.startswith(("lm_head.", "model.")) else f"model.{own}", entry))
+        else:
+            left_out[name.split(".")[0]] += 1
+    return text, left_out
+
+
+def _holds_another_unembedding(
+    config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]
+) -> bool:
+    """Whether a tied model's files hold two different matrices; a second copy of the same one leaves `by_name`."""
+    source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
+    copy = by_name.pop(source["unembedding",], None)
+    if copy is None:
+        return False
+    # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
+    embedding = by_name.setdefault(source["embedding",], copy)
+    if embedding.shape != copy.shape:
+        problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
+    elif embedding is not copy and not _equal(embedding, copy):
+        by_name[source["unembedding",]] = copy
+        return True
+    return False
+
+
+def _equal(first: TensorEntry, second: TensorEntry) -> bool:
+    if not {first.dtype, second.dtype} <= FLOATS.keys():
+        return False
+    starts = range(0, first.shape[0], _TIED_ROWS)
+    parts = [(slice(start, min(start + _TIED_ROWS, first.shape[0])),) for start in starts]
+    return all(np.array_equal(first.read(part), second.read(part)) for part in parts)
+
+
+def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Returns the entries with each pair `NAME_blocks` and `NAME_scales` as one, `NAME`, of their bfloat16 values.
+
+    Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `_read_mxfp4`.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    merged = []
+    for entry in entries:
+        name = entry.name.removesuffix("_blocks")
+        scales = by_name.get(f"{name}_scales")
+        if name != entry.name and scales is not None:
+            if entry.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {entry.dtype, scales.dtype} != {"U8"}:
+                raise UserError(
+                    f"{entry.name} {entry.dtype} {list(entry.shape)} and {scales.name} {scales.dtype} "
+                    f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
+                )
+            experts, columns, groups = scales.shape
+            reader = functools.partial(_read_mxfp4, entry, scales)
+            merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, reader))
+        elif not (entry.name.endswith("_scales") and f"{entry.name.removesuffix('_scales')}_blocks" in by_name):
+            merged.append(entry)
+    return merged
+
+
+# Of the 16 numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), the two in each byte; the low bits first.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4_PAIRS = np.stack([np.tile(_FP4, 16), np.repeat(_FP4, 16)], axis=-1)
+
+
+def _read_mxfp4(blocks: TensorEntry, scales: TensorEntry, index: Index) -> np.ndarray:
+    """Whole columns of some experts: numbers of 4 bits, 32 of which share `2 ** (scale - 127)`."""
+    experts, _, columns = index
+    exponents = scales.read((experts, columns))[..., None].astype(np.int32) - 127
+    values = _FP4_PAIRS[blocks.read((experts, columns))].reshape(*exponents.shape[:-1], 32)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(values, exponents)
+    return values.reshape(*values.shape[:2], -1).astype(jnp.bfloat16).swapaxes(-1, -2)
+
+
+# --- reading ---
 
 _ALIGNMENT = 64
 

@@ -15,8 +15,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.families import config_from_hf, config_from_settings
 from calibjax.models.fingerprint import combine_digests, layer_name
 from calibjax.models.gguf import gguf_entries, gguf_settings, is_gguf, read_gguf
-from calibjax.models.hf_read import read_params
-from calibjax.models.hf_tensors import Plan, TensorEntry, merge_mxfp4, plan_tensors
+from calibjax.models.hf_read import Plan, TensorEntry, merge_mxfp4, plan_tensors, read_params
 from calibjax.models.hub import download, repository_of
 from calibjax.models.lora import merge_adapter
 from calibjax.models.model import LanguageModel

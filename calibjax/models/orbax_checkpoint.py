@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import abstract_params
@@ -61,7 +61,7 @@ def save_checkpoint(
     assert lm.path is not None
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every save, and failures that it raises
     check_orbax_path(directory)
-    description = {"schema": _SCHEMA, "dtype": dtype, "tensor_dtypes": dict(tensor_dtypes or {})}
+    description: dict[str, Any] = {"schema": _SCHEMA, "dtype": dtype, "tensor_dtypes": dict(tensor_dtypes or {})}
     digests = {}
     with new_directory(directory) as fresh:
         copy_settings(lm.path, fresh, dtype)
@@ -69,11 +69,8 @@ def save_checkpoint(
             checkpointer.save(fresh / "params", lm.params)  # asynchronous; digests are computed meanwhile
             for path, leaf in dotted_leaves(lm.params):
                 digests |= _digests(pool, by_layer(path, np.asarray(leaf)), description)
-        description |= {
-            "fingerprint": combine_digests(lm.config, digests),
-            "config": distinctive(lm.config),
-            "checksums": CHECKSUMS,
-        }
+        description["fingerprint"] = combine_digests(lm.config, digests)
+        description |= {"config": distinctive(lm.config), "checksums": CHECKSUMS}
         write_file(fresh / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         write_checksums(fresh, digests)
 
@@ -126,13 +123,15 @@ def restore_params(
     # Orbax briefly holds two copies of what it reads at once.
     largest = stored.itemsize * max(math.prod(leaf.shape) for leaf in leaves.values())
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
-    params, digests = {}, {}
+    params, digests, default = {}, {}, SingleDeviceSharding(jax.devices()[0])
     with ThreadPoolExecutor(os.cpu_count()) as pool, ocp.Checkpointer(handler) as checkpointer:
         for path, array in _read_arrays(checkpointer, folder / "params", leaves):
             pieces = {name: piece for name, piece in by_layer(path, array).items() if name in own}
             digests |= _digests(pool, pieces, description)
             with np.errstate(over="ignore"):
-                params[path] = _place(array.astype(dtype, copy=False), path, mesh)
+                array = array.astype(dtype, copy=False)
+            sharding = default if mesh is None else param_sharding(mesh, path, array.shape)
+            params[path] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
     digests = join_digests(digests, names)
     if different := different_arrays(digests, description["tensors"]):
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
@@ -167,14 +166,6 @@ def _read_arrays(
     except Exception as error:  # Orbax raises bare Exception for damaged files
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise UserError(f"{folder}: cannot be read ({reason}). {_REMEDY}") from error
-
-
-def _place(array: np.ndarray, path: str, mesh: Mesh | None) -> jax.Array:
-    if mesh is None:
-        return jax.device_put(array, jax.devices()[0])
-    return jax.make_array_from_callback(
-        array.shape, param_sharding(mesh, path, array.shape), lambda index: array[index]
-    )
 
 
 def _digests(

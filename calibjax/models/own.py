@@ -23,27 +23,18 @@ _ROW = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
 
 
 class FrozenModel(Protocol):
-    """A frozen model, such as `LanguageModel` or what `from_function` returns.
-
-    Attributes:
-        config: hashable, with `hidden_size`, `vocab_size`, `max_positions` and `logit_softcap`.
-        params: pytree of arrays.
-        dtype: compute dtype.
-        fingerprint: identity of the model; a head that was fitted on another one is refused.
-        unembedding: W `[V, D]`; None where the model gives logits.
-        unembedding_bias: b `[V]`, or None.
-    """
+    """A frozen model, such as `LanguageModel` or what `from_function` returns."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Any: ...  # hashable, with hidden_size, vocab_size, max_positions and logit_softcap
     @property
-    def params(self) -> Any: ...
+    def params(self) -> Any: ...  # pytree of arrays
     @property
-    def dtype(self) -> jnp.dtype: ...
+    def dtype(self) -> jnp.dtype: ...  # of computations
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str: ...  # a head that was fitted on another model is refused
     @property
-    def unembedding(self) -> Float[Array, "V D"] | None: ...
+    def unembedding(self) -> Float[Array, "V D"] | None: ...  # None where the model gives logits
     @property
     def unembedding_bias(self) -> Float[Array, " V"] | None: ...
 
@@ -172,11 +163,10 @@ def from_arrays(
     flat, length = values.reshape(-1, values.shape[-1]), values.shape[1] if values.ndim == 3 else _ROW
     rows = -(-len(flat) // length)
 
-    def cut(x: Any, filler: Any = 0) -> np.ndarray:
-        return np.pad(np.ravel(x), (0, rows * length - len(flat)), constant_values=filler).reshape(rows, length)
+    def cut(x: np.ndarray) -> np.ndarray:
+        return np.pad(np.ravel(x), (0, rows * length - len(flat))).reshape(rows, length)
 
-    column = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
-    real = cut(np.ones(len(flat), bool))
+    column, real = np.arange(length, dtype=np.int32), cut(np.ones(len(flat), bool))
     data = Sequences(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),

@@ -11,22 +11,15 @@ from calibjax.models.config import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Rule for one tensor of a checkpoint: the parameters of our tree that it holds.
-
-    Args:
-        source: name without the family's prefix; `{}` stands for the layer, and a second `{}` for the expert. Without
-            that, a tensor has all experts along its first axis.
-        targets: dotted paths in our tree; several targets are concatenated along the output axis of the tensor.
-        transpose: whether the file holds `[out, in]`. Ours is `[in, out]`, or `[V, D]` for embeddings.
-        by_head: whether the targets are concatenated within each head instead of as a whole.
-        by_column: whether the columns of the targets alternate.
-    """
+    """The parameters of our tree that one tensor of a checkpoint holds."""
 
     source: str
+    """Name without the family's prefix; `{}` is the layer, a second `{}` the expert (else all are along axis 0)."""
     targets: tuple[str, ...]
-    transpose: bool = False
-    by_head: bool = False
-    by_column: bool = False
+    """Dotted paths in our tree; several are concatenated along the output axis of the tensor."""
+    transpose: bool = False  # the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for embeddings
+    by_head: bool = False  # the targets are concatenated within each head instead of as a whole
+    by_column: bool = False  # the columns of the targets alternate
 
     @property
     def stacked(self) -> bool:

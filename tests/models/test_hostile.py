@@ -4,7 +4,6 @@ Each ends in one `UserError`, soon, and without the memory that the file names. 
 such files at random; what it found is here.
 """
 
-import dataclasses
 import gc
 import json
 import shutil
@@ -21,7 +20,6 @@ from calibjax.data.table import read_table
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import config_from_hf
 from calibjax.models.generate import default_stop_tokens
-from calibjax.models.hf_tensors import plan_tensors
 from calibjax.models.load import _find_weights, _read_headers, load_model
 from calibjax.runtime.checksums import read_checksums, seal, write_checksums
 from calibjax.runtime.errors import UserError
@@ -86,18 +84,6 @@ def test_safetensors_that_are_attacks(tmp_path):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"model\.safetensors: damaged or cut short"):
             pytest.fail(f"{name}: {list(_read_headers([file]))}")
-
-
-def test_tensors_that_are_not_those_of_the_model(tmp_path):
-    """The header is whole; names, shapes and dtypes are compared before a weight is read."""
-    config = config_from_hf(write_model(tmp_path / "model"))
-    entries = list(_read_headers([tmp_path / "model" / "model.safetensors"]))
-    assert plan_tensors(config, entries)
-    first, *rest = entries
-    narrow = dataclasses.replace(first, shape=(first.shape[0], HUGE))
-    for changed in ([first, *entries], rest, [narrow, *rest], [dataclasses.replace(first, dtype="I64"), *rest]):
-        with pytest.raises(UserError, match="The weights do not match"):
-            plan_tensors(config, changed)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +210,12 @@ def test_heads_of_strangers(tmp_path, head):
             write(json.dumps(description | {"head": description["head"] | {field: value}}))
             with pytest.raises(UserError, match="head"):
                 pytest.fail(f"{field}={value}: {load_head(file.parent)}")
-    for changes in ({"head": []}, {"head": {"x": 1}}, {"log_factor": 1e9}, {"log_factor": []}, {"schema": []}):
+    bad = [{"log_factor": value} for value in (1e9, [], "much", float("nan"), float("inf"))]
+    for changes in (*bad, {"head": []}, {"head": {"x": 1}}, {"head": description["head"] | {"x": 1}}, {"schema": []}):
         write(json.dumps(description | changes))
         with pytest.raises(UserError, match=r"head\.json"):
             load_head(file.parent)
-    for text in (DEEP, "null", '{"schema": 1}'):
+    for text in (DEEP, "", "{", "[1]", "null", '{"schema": 1}', json.dumps(description).replace("base_", "")):
         write(text)
         with pytest.raises(UserError, match=r"head\.json"):
             load_head(file.parent)
