@@ -20,7 +20,7 @@ import netcal.scaling
 import numpy as np
 import recalibration_data
 import torch
-from probmetrics.calibrators.logistic import MatrixScalingCalibrator, VectorScalingCalibrator
+from probmetrics.calibrators.logistic import MatrixScalingCalibrator, SMSCalibrator, VectorScalingCalibrator
 from probmetrics.calibrators.temperature_scaling import TemperatureScalingCalibrator
 from probmetrics.distributions import CategoricalLogits
 
@@ -60,6 +60,7 @@ def main() -> None:
         "temperature": TemperatureScalingCalibrator(),
         "vector": VectorScalingCalibrator(),
         "matrix": MatrixScalingCalibrator(),
+        "structured_matrix": SMSCalibrator(),
     }.items():
         model.fit_torch(given, torch.tensor(labels))
         keep(method, "probmetrics", model.predict_proba_torch(given).get_probs().numpy())

@@ -11,12 +11,14 @@ from calibjax import metrics
 from calibjax.commands.common import JsonOptions, TableOptions
 from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
+from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import uncalibrated
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file
+from calibjax.runtime.options import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class ApplyOptions(TableOptions, JsonOptions):
     Attributes:
         table: new predictions: .csv, .tsv, .jsonl, .json, .parquet or .npz.
         method: directory that `compare --save` wrote.
+        budget: number of samples to draw for all questions: adds calibrated_samples, how many to draw for each, so that
+            of most of them at least one is right.
         out: file to write: .csv, .tsv, .jsonl, .parquet or .npz. All columns of the table, and calibrated_confidence;
             of a method that recalibrates a distribution also calibrated_prediction, the predicted class, and
             calibrated_p, the probability of every class (in .csv and .tsv calibrated_p_0, calibrated_p_1, ...).
@@ -37,6 +41,7 @@ class ApplyOptions(TableOptions, JsonOptions):
 
     heading: ClassVar[str] = "data"
     method: Path
+    budget: Count | None = None
     out: Path
 
     def check(self) -> None:
@@ -56,6 +61,8 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     with about("--method"):
         recalibrator = load(options.method)
     columns = _columns(recalibrator, table)
+    if options.budget is not None:
+        columns["samples"] = allocate(columns["confidence"], options.budget)
     _write(options, table, columns)
     document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
     document["converged"] = bool(recalibrator.state.report.converged)

@@ -10,7 +10,7 @@ import numpy as np
 
 from calibjax.commands.common import JsonOptions, TableOptions, presentation
 from calibjax.data.table import PredictionTable
-from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, decide
+from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, SET_SCORES, decide
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.errors import UserError, about
@@ -84,10 +84,10 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
     for category, decided in document["categories"].items():
         for name, row in decided.items():
             threshold = row["threshold"]
-            if name == "options":
+            if name in SET_SCORES:
                 shown = "every option" if threshold is None else str(threshold)
                 cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
-                sets.append([category or "all", *cells, short(row["single"], ".3f")])
+                sets.append([f"{category}, {name}" if category else name, *cells, short(row["single"], ".3f")])
                 continue
             shown = f"answers {row['answers']}" if threshold is None else str(threshold)
             figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
@@ -98,7 +98,7 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
     if options.claims:
         title = title.replace("wrong", "false")
         columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
-    titles = ["options", "questions", "p at least", "right in set", "mean size", "one option"]
+    titles = ["sets", "questions", "score at least", "right in set", "mean size", "one option"]
     shown = {name for row in document["categories"].values() for name in row}
     print_result(
         (_claims_verdict if options.claims else _verdict)(document, options),

@@ -101,7 +101,7 @@ def read_table(
             or `.json`; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
-            confidence that is named takes precedence over logits.
+            confidence that is named takes precedence over logits. "confidences" -> names, separated by commas.
         skip_broken: leave out rows that cannot be read; a note counts them.
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
@@ -114,7 +114,11 @@ def read_table(
     if not path.is_file():
         raise UserError(f"{path}: there is no such file.")
     columns, divisors = dict(columns or {}), {}
-    reader = _Columns(path, skip_broken, *_read_columns(path, tuple(columns.values()), skip_broken, tokens, truth))
+    several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
+    named = (*columns.values(), *several)
+    reader = _Columns(path, skip_broken, *_read_columns(path, named, skip_broken, tokens, truth))
+    if absent := [name for name in several if name not in reader.names]:
+        raise UserError(f"{path}: there is no column {absent[0]}; got: {_listed(reader.names)}.")
     for role, column in columns.items():
         if column not in reader.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
             columns[role], divisors[role] = match[1], float(match[2])
@@ -131,6 +135,8 @@ def read_table(
         predictions = Predictions(confidence=confidence, correct=right)
     else:
         raise UserError(f"{path}: {_EXPECTED}; got: {_listed(reader.names)}.")
+    if several:
+        predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
         predictions = predictions._replace(**{role: reader.matrix(names[role]).astype(np.float32)})
     labels = {role: reader.labels(names[role]) for role in ("group", "category") if role in names}

@@ -39,7 +39,7 @@ SortKey = Literal[
 ]
 COMPARED = ("ece", "brier", "log_loss", "nll")
 """Figures that are compared with those of temperature scaling, on the same resamples."""
-_DENSE = ("matrix", "dirichlet")  # K² parameters
+_DENSE = ("matrix", "structured_matrix", "dirichlet")  # K² parameters
 _BLOCK = 2**24  # log-probabilities computed at a time
 
 

@@ -23,6 +23,8 @@ from calibjax.recalibrate.estimators import Multicalibration as Multicalibration
 from calibjax.recalibrate.estimators import OneVsRestPlattScaling as OneVsRestPlattScaling
 from calibjax.recalibrate.estimators import PlattScaling as PlattScaling
 from calibjax.recalibrate.estimators import ScalingBinning as ScalingBinning
+from calibjax.recalibrate.estimators import Stacking as Stacking
+from calibjax.recalibrate.estimators import StructuredMatrixScaling as StructuredMatrixScaling
 from calibjax.recalibrate.estimators import TemperatureScaling as TemperatureScaling
 from calibjax.recalibrate.estimators import VectorScaling as VectorScaling
 from calibjax.recalibrate.estimators import VennAbersCalibration as VennAbersCalibration

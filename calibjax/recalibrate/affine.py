@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from calibjax.recalibrate import temperature
 from calibjax.recalibrate.contract import FitReport, log_probs_of
 from calibjax.recalibrate.logistic import regression
 from calibjax.recalibrate.optimize import Minimum, minimize
@@ -27,6 +28,16 @@ class MatrixState(NamedTuple):
 
     matrix: np.ndarray
     intercept: np.ndarray
+    report: FitReport
+
+
+class StructuredState(NamedTuple):
+    """W, b of W log q + b, float32 `[K, K]` and `[K]`; q = (1 − u) softmax(s z) + u/K, log s and u scalars."""
+
+    matrix: np.ndarray
+    intercept: np.ndarray
+    log_scale: np.ndarray
+    uniform: np.ndarray
     report: FitReport
 
 
@@ -162,3 +173,41 @@ def fit_dirichlet(
 def apply_dirichlet(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(W log p + b)."""
     return apply_matrix(state, jax.nn.log_softmax(logits))
+
+
+def _mixed(log_scale: Any, uniform: Any, logits: Array) -> Array:
+    """log((1 − u) softmax(s z) + u/K)."""
+    p = jnp.exp(temperature.log_softmax_at(jnp.exp(log_scale), logits))
+    return jnp.log((1 - uniform) * p + uniform / logits.shape[1])
+
+
+def _structured_loss(params, rows, extra):
+    change, intercept = params
+    classes, diagonal = len(intercept), jnp.sum(jnp.square(jnp.diagonal(change)))
+    pairs = (classes - 1) * (jnp.sum(jnp.square(change)) - diagonal)
+    penalty = extra * classes * (jnp.sum(jnp.square(intercept)) + diagonal + pairs)
+    return _nll(rows[0] + _dense(params, rows[0]), rows[1]) + penalty
+
+
+def fit_structured(
+    logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, ridge: float = 1.0
+) -> StructuredState:
+    """Structured matrix scaling: softmax(W log q + b), q the prediction after temperature scaling (SMS).
+
+    Its penalty is larger for what there is more of, so that with few predictions it is temperature scaling:
+    λK/N (Σ (W_ii − 1)² + Σ b_i² + (K − 1) Σ_{i≠j} W_ij²) (Berta et al. 2025, arXiv 2511.03685, as in probmetrics). q is
+    mixed with the uniform distribution, by 1/(N + 1). `ridge`: λ.
+    """
+    count, classes = logits.shape
+    scaling, uniform = temperature.fit(logits, labels), np.asarray(1 / (count + 1), np.float32)
+    x = np.asarray(_mixed(scaling.log_scale, uniform, jnp.asarray(logits)))
+    start = np.zeros((classes, classes)), np.zeros(classes)
+    (change, intercept), report = minimize(_structured_loss, start, (x, labels), ridge / count)
+    matrix = np.eye(classes, dtype=np.float32) + change
+    return StructuredState(matrix, intercept, scaling.log_scale, uniform, report)
+
+
+def apply_structured(state: StructuredState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
+    """log softmax(W log q + b)."""
+    log_q = _mixed(state.log_scale, state.uniform, logits)
+    return log_probs_of(_dense((state.matrix, state.intercept), log_q))

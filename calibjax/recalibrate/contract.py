@@ -22,6 +22,7 @@ class Predictions(NamedTuple):
         confidence: `[N]` in [0, 1], the model's probability that a prediction is right: of the most likely token, of an
             answer, spoken, or the agreement of samples (`sample_agreement`).
         correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction c/n of n attempts that were right.
+        confidences: `[N, C]` in [0, 1], several confidences in each prediction, such as those of `eval tasks`.
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
         slices: int `[N]`, in [0, N): slice (domain, subject, user). New data have slices of their own.
@@ -32,6 +33,7 @@ class Predictions(NamedTuple):
     labels: Int[AnyArray, " N"] | None = None
     confidence: Float[AnyArray, " N"] | None = None
     correct: AnyArray | None = None
+    confidences: Float[AnyArray, "N C"] | None = None
     features: Float[AnyArray, "N D"] | None = None
     unembedding: Float[AnyArray, "K D"] | None = None
     slices: Int[AnyArray, " N"] | None = None
@@ -174,7 +176,7 @@ def _array(field: str, value: Any) -> np.ndarray:
         raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
     else:
         value = value.astype(np.float32)
-    dimensions = 2 if field in ("logits", "features", "unembedding") else 1
+    dimensions = 2 if field in ("logits", "confidences", "features", "unembedding") else 1
     if value.ndim != dimensions:
         raise UserError(f"{field}: expected {dimensions} axes, got the shape {value.shape}.")
     return value
@@ -198,7 +200,7 @@ def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarra
 
 def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: int | None) -> None:
     """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
-    limits = {"confidence": (0, 1), "correct": (0, 1), "labels": (0, classes)}
+    limits = {"confidence": (0, 1), "confidences": (0, 1), "correct": (0, 1), "labels": (0, classes)}
     limits |= {"slices": (0, None), "categories": (0, 2**31 - 1)}
     for field, value in arrays.items():
         low, high = limits.get(field, (None, None))

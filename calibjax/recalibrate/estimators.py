@@ -1,6 +1,7 @@
 """The methods as classes with the interface of scikit-learn and netcal: `fit`, `predict_proba`, `transform`.
 
-X is the first field that a method reads: logits `[N, K]`, confidences `[N]`, or features; of NumPy, pandas or torch.
+X is the first field that a method reads, of NumPy, pandas or torch: logits `[N, K]`, confidences `[N]` or `[N, C]`, or
+features.
 """
 
 import inspect
@@ -110,7 +111,7 @@ class Estimator:
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags, TransformerTags
 
         tags = Tags("classifier", TargetTags(required=True), TransformerTags(), ClassifierTags())
-        tags.input_tags = InputTags(one_d_array=METHODS[self.method].gives == "confidence")
+        tags.input_tags = InputTags(one_d_array=METHODS[self.method].apply_reads[0] == "confidence")
         return tags
 
     def _predictions(self, X: Any, fields: Mapping[str, Any]) -> Predictions:
@@ -158,6 +159,7 @@ EnsembleTemperatureScaling = _estimator("EnsembleTemperatureScaling", "ensemble_
 VectorScaling = _estimator("VectorScaling", "vector")
 OneVsRestPlattScaling = _estimator("OneVsRestPlattScaling", "one_vs_rest_platt")
 MatrixScaling = _estimator("MatrixScaling", "matrix")
+StructuredMatrixScaling = _estimator("StructuredMatrixScaling", "structured_matrix")
 DirichletCalibration = _estimator("DirichletCalibration", "dirichlet")
 GLayers = _estimator("GLayers", "g_layers")
 AdaptiveTemperatureScaling = _estimator("AdaptiveTemperatureScaling", "ats")
@@ -172,3 +174,4 @@ ScalingBinning = _estimator("ScalingBinning", "scaling_binning")
 LocalRecalibration = _estimator("LocalRecalibration", "lore")
 FewShotRecalibration = _estimator("FewShotRecalibration", "few_shot")
 Multicalibration = _estimator("Multicalibration", "multicalibration")
+Stacking = _estimator("Stacking", "stacking")

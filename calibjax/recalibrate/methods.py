@@ -9,7 +9,7 @@ Example:
     [0.75, 0.75, 0.75, 0.75]
 """
 
-from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, steps, temperature
+from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, stacking, steps, temperature
 from calibjax.recalibrate.contract import Method
 
 _CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
@@ -26,6 +26,7 @@ METHODS: dict[str, Method] = {
         affine.fit_one_vs_rest, affine.apply_one_vs_rest, _CLASSES, max_classes=_MAX_REGRESSIONS
     ),
     "matrix": Method(affine.fit_matrix, affine.apply_matrix, _CLASSES, max_classes=_MAX_DENSE),
+    "structured_matrix": Method(affine.fit_structured, affine.apply_structured, _CLASSES, max_classes=_MAX_DENSE),
     "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),
     "g_layers": Method(networks.fit_g_layers, networks.apply_g_layers, _CLASSES),
     "ats": Method(
@@ -42,5 +43,6 @@ METHODS: dict[str, Method] = {
     "lore": Method(features.fit_local, features.apply_local, (*_BINARY, "features")),
     "few_shot": Method(networks.fit_few_shot, networks.apply_few_shot, (*_BINARY, "slices")),
     "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
+    "stacking": Method(stacking.fit, stacking.apply, ("confidences", "correct")),
 }
 """Name -> method, in the order of tables."""

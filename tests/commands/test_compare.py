@@ -485,6 +485,26 @@ def test_the_row_of_a_long_file_is_named(tmp_path, name, value, message):
         read_table(tmp_path / name)
 
 
+def test_several_confidences_become_one(tmp_path, capsys):
+    """The columns that `--columns confidences=` names are stacked, saved and applied."""
+    rng = np.random.default_rng(8)
+    q = rng.random(2000)
+    noisy = {name: np.clip(q + rng.normal(size=2000) * 0.4, 0, 1).round(4) for name in ("p_true", "minimum")}
+    table = pa.table({**noisy, "correct": (rng.random(2000) < q).astype(int)})
+    pa_csv.write_csv(table, tmp_path / "t.csv")
+    columns = ["--columns", "confidence=p_true,confidences=p_true,minimum"]
+    args = ["--table", str(tmp_path / "t.csv"), *columns]
+    assert main(["compare", *args, *QUICK, "--methods", "platt,stacking", "--save", str(tmp_path / "fitted")]) == 0
+    assert load(tmp_path / "fitted").name == "stacking"
+    out = ["--method", str(tmp_path / "fitted"), "--out", str(tmp_path / "new.npz")]
+    assert main(["apply", *args, *out]) == 0
+    want = load(tmp_path / "fitted")(confidences=np.stack(list(noisy.values()), axis=1))
+    np.testing.assert_array_equal(np.load(tmp_path / "new.npz")["calibrated_confidence"], want)
+    capsys.readouterr()
+    assert main(["compare", *args[:2], "--columns", "confidence=p_true,confidences=p_true,none"]) == 2
+    assert "there is no column none" in capsys.readouterr().err
+
+
 def test_the_rows_of_a_table_have_no_order(capsys):
     code, _, error = compare(capsys, "--table", "x.csv", "--split-order", "sequential")
     assert code == 2

@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
 
@@ -23,7 +25,8 @@ from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
 from calibjax.train.probes import load_probe
 
-METHODS = ("consistency", "discrete_semantic_entropy", "semantic_entropy", "p_true", "verbalised")
+TOKENS = ("token_entropy", "probability_margin")
+METHODS = ("consistency", "discrete_semantic_entropy", "semantic_entropy", "p_true", "verbalised", *TOKENS)
 K, COUNT = 4, 20
 
 
@@ -77,6 +80,12 @@ def test_the_table_is_what_the_samples_give(run, material):
     logits = np.asarray(lm.logits(np.array([context])), np.float64)[0, -1]
     yes, no = (logits[lm.tokenizer.encode(word)[0]] for word in (asked.yes, asked.no))
     assert found["p_true"][0] == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+    tokens = generate(lm, [rows[0]["question"]], max_new_tokens=2).tokens[0].tolist()
+    context = lm.tokenizer.encode(rows[0]["question"])
+    logits = np.asarray(lm.logits(np.array([[*context, *tokens]])), np.float64)[0, len(context) - 1 : -1]
+    p = np.sort(scipy.special.softmax(logits, axis=1))
+    assert found["probability_margin"][0] == pytest.approx((p[:, -1] - p[:, -2]).mean(), abs=1e-5)
+    assert found["token_entropy"][0] == pytest.approx(np.exp(-scipy.stats.entropy(p, axis=1).mean()), abs=1e-5)
     assert any("replies could not be read; their confidence is .5" in line for line in run[2])
     methods = run[1]["held_out"]["methods"]
     assert set(methods) == {"uncalibrated", *METHODS}

@@ -61,7 +61,9 @@ def evidence(n=40, k=6, seed=1):
     samples = rng.uniform(-5, 0, (n, k)).astype(np.float32)
     clusters, answer = rng.integers(0, 4, (n, k)), rng.integers(0, 4, n)
     stated, probed = rng.random(n).astype(np.float32), rng.normal(0, 9, n).astype(np.float32)
-    return Evidence(tokens, clusters, answer, samples, samples[:, :2], stated, probed)
+    top = -np.sort(-np.log(rng.dirichlet(np.full(9, 0.3), (n, 5))))[..., :8].astype(np.float32)
+    distributions = np.concatenate([rng.uniform(0, 3, (n, 5, 1)).astype(np.float32), top], axis=-1)
+    return Evidence(tokens, distributions, clusters, answer, samples, samples[:, :2], stated, probed)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -82,6 +84,26 @@ def test_laws(name):
         sample_log_probs=None if reads.sample_log_probs is None else reads.sample_log_probs[:, order],
     )
     np.testing.assert_allclose(method.function(shuffled), want, atol=1e-6)
+
+
+TOKENS = {
+    "token_entropy": lambda entropy, p: np.exp(-entropy.mean()),
+    "mean_token_negentropy": lambda entropy, p: (1 + (p * np.log(p)).sum(axis=1) / math.log(8)).mean(),
+    "min_token_negentropy": lambda entropy, p: (1 + (p * np.log(p)).sum(axis=1) / math.log(8)).min(),
+    "probability_margin": lambda entropy, p: (p[:, 0] - p[:, 1]).mean(),
+}
+"""As uqlm's `TopLogprobsScorer` has them, of the entropies `[T]` and the probabilities of 8 tokens `[T, 8]`."""
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_distributions_of_the_tokens(name):
+    data = evidence()
+    pairs = zip(data.tokens, data.distributions.astype(np.float64), strict=True)
+    rows = [each[np.isfinite(own)] for own, each in pairs]
+    want = [TOKENS[name](row[:, 0], np.exp(row[:, 1:])) for row in rows]
+    np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
+    nothing = data._replace(tokens=np.full_like(data.tokens, -np.inf))
+    assert not np.any(METHODS[name].function(nothing))
 
 
 def test_masked_samples_do_not_count():

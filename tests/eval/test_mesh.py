@@ -134,7 +134,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
             "edit": _edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
-            "scores": _read.lower(lm.config, lm.dtype, frozen, hidden, np.zeros((1, 8, 12), np.float32), places),
+            "scores": _read.lower(lm.config, lm.dtype, 0, frozen, hidden, np.zeros((1, 8, 12), np.float32), places),
         }
         for name, lowered in programs.items():
             found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])

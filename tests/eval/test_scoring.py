@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 from assets import ASSETS, data_path, model_path
 from tiny import VOCAB, WORDS, make_lm, write_model, write_tokenizer
 
@@ -80,7 +81,7 @@ def dense(asked):
     log_probs, best = np.stack(found), logits.argmax(-1)
     for row, (_, tokens) in enumerate(asked):
         at = np.flatnonzero(where[row])
-        yield log_probs[:, row, at, tokens], best[row, at] == tokens
+        yield log_probs[:, row, at, tokens], best[row, at] == tokens, log_probs[:, row, at]
 
 
 @pytest.mark.parametrize("names", [["as it is"], ["as it is", "transformer", "sequence"]])
@@ -90,9 +91,13 @@ def test_scores_are_those_of_the_dense_formula(names):
     scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
     assert (len(scorer._rows(asked)) < len(asked) - 5) == (len(names) == 1)
     errors = []
-    for request, score, (log_probs, greedy) in zip(asked, scorer.score(asked), dense(asked), strict=True):
-        log_probs = log_probs[: len(names)]
+    for request, score, (log_probs, greedy, each) in zip(
+        asked, scorer.score(asked, top_k=5), dense(asked), strict=True
+    ):
+        log_probs, each = log_probs[: len(names)], each[: len(names)]
         errors.append(np.abs(score.log_probs - log_probs).max())
+        errors.append(np.abs(score.distributions[:, 0] - scipy.stats.entropy(np.exp(each), axis=-1)).max())
+        errors.append(np.abs(score.distributions[:, 1:] - np.sort(each)[..., :-6:-1].swapaxes(1, 2)).max())
         assert (score.greedy == greedy).all()
         assert score.cut == max(len(request.context) + len(request.tokens) - 1 - the_lm().config.max_positions, 0)
     assert max(errors) < 1e-4, max(errors)  # float32 logits of up to 60, times scales of up to 2

@@ -24,6 +24,7 @@ FIELDS = {
     "confidence": CONFIDENCE,
     "correct": (RNG.random(300) < CONFIDENCE**2).astype(int),
     "features": RNG.normal(size=(300, 5)).astype(np.float32),
+    "confidences": np.stack([CONFIDENCE, RNG.random(300).astype(np.float32)], axis=1),
     "unembedding": RNG.normal(size=(4, 5)).astype(np.float32),
     "slices": np.arange(300) % 7,
     "categories": np.arange(300) % 3,

@@ -58,6 +58,7 @@ def described(logits, labels, features, unembedding, slices):
         labels=labels,
         confidence=confidence,
         correct=(logits.argmax(axis=1) == labels).astype(np.float32),
+        confidences=np.stack([confidence, confidence**0.5], axis=1),
         features=features,
         unembedding=unembedding,
         slices=slices,
@@ -103,7 +104,7 @@ def probabilities(name, state, data):
         out = np.exp(out)
         assert_within(out.sum(axis=1), np.ones(len(out)), 20 * EPS * max(10, out.shape[1] ** 0.5), "sum")
     else:
-        assert out.shape == data.confidence.shape
+        assert out.shape == (len(getattr(data, method.apply_reads[0])),)
     assert out.min() >= 0, name
     assert out.max() <= 1 + 20 * EPS, name
     return out
@@ -158,6 +159,29 @@ def test_scikit_learn(name):
         state = METHODS[name].fit(data)
         want = IsotonicRegression(out_of_bounds="clip").fit(confidence, correct).predict(new)
         assert_within(apply_host(name, state, Predictions(confidence=new)), want, 1e-5, "new points")
+
+
+def test_stacking_is_a_penalised_logistic_regression():
+    """Of scikit-learn, whose penalty is λ = 1/(2 C n), with the λ that predicts the left-out folds best."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import PredefinedSplit, cross_val_score
+
+    rng = np.random.default_rng(51)
+    skill = rng.normal(size=400)
+    confidences = 1 / (1 + np.exp(-2 * (skill[:, None] + rng.normal(size=(400, 3)) * [0.3, 1, 3])))
+    confidences[:40, 1] = np.round(confidences[:40, 1])  # exact ones and zeros
+    correct = (rng.random(400) < 1 / (1 + np.exp(-skill))).astype(np.float32)
+    c = np.clip(confidences, 0.01, 0.99)
+    x, ridges = np.log(c / (1 - c)), (1e-9, 1e-3, 1e-2, 1e-1)
+    models = [LogisticRegression(C=1 / (2 * ridge * 400), tol=1e-9, max_iter=1000) for ridge in ridges]
+    folds = PredefinedSplit(np.random.default_rng(0).permutation(400) % 5)
+    scores = [cross_val_score(m, x, correct, cv=folds, scoring="neg_log_loss").sum() for m in models]
+    state = METHODS["stacking"].fit(Predictions(confidences=confidences, correct=correct))
+    best = int(np.argmax(scores))
+    assert_within(state.ridge, ridges[best], 1e-8)
+    want = models[best].fit(x, correct).predict_proba(x)[:, 1]
+    got = apply_host("stacking", state, Predictions(confidences=confidences))
+    assert_within(got, want, 1e-5, "stacking")
 
 
 def test_venn_abers_by_its_definition():

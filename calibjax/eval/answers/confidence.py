@@ -16,6 +16,7 @@ from calibjax.runtime.arrays import AnyArray
 
 OptionConfidence = Literal["options", "options_per_token", "margin", "negentropy", "full_vocabulary"]
 TextConfidence = Literal["arithmetic_mean", "product", "minimum", "length_normalised"]
+DistributionConfidence = Literal["token_entropy", "mean_token_negentropy", "min_token_negentropy", "probability_margin"]
 SampleConfidence = Literal["agreement", "entropy", "first_second"]
 AnswerConfidence = OptionConfidence | TextConfidence | SampleConfidence
 
@@ -118,6 +119,42 @@ def _sample_confidence(method: str, answers: Array, there: Array, count: Array) 
     entropy = jnp.sum(jnp.where(there, jnp.log(count[:, None] / occurrences), 0.0), axis=-1) / count
     normalised = entropy / jnp.log(jnp.maximum(jnp.round(different), 2.0))
     return jnp.where(jnp.any(there, axis=-1), jnp.clip(1.0 - normalised, 0.0, 1.0), 0.0)
+
+
+def token_confidence(
+    method: DistributionConfidence, tokens: Float[AnyArray, "N T"], distributions: Float[AnyArray, "N T _"]
+) -> Float[Array, " N"]:
+    """The confidence of N written answers by the distributions that their tokens were taken from.
+
+    "token_entropy": exp of minus the mean entropy of the whole vocabulary (Malinin and Gales 2021, arXiv 2002.07650),
+    the reciprocal of the effective number of choices. Of the K most likely tokens of the vocabulary (uqlm, arXiv
+    2504.19254): "mean_token_negentropy" and "min_token_negentropy", the mean and the least over the answer's tokens of
+    1 + Σ_k p_k log p_k / log K; "probability_margin", the mean of the largest probability minus the second.
+
+    Args:
+        method: the name.
+        tokens: log-probability of each token of the answer; −inf where there is none.
+        distributions: at each token the entropy, nats, and the log-probabilities of K >= 2 tokens, largest first.
+
+    Returns:
+        float32 `[N]` in [0, 1]; 0 without tokens.
+
+    Example:
+        >>> p, entropy = jnp.array([[[0.5, 0.5]]]), jnp.log(jnp.array([[[4.0]]]))
+        >>> token_confidence("token_entropy", jnp.zeros((1, 1)), jnp.concatenate([entropy, jnp.log(p)], -1)).tolist()
+        [0.25]
+    """
+    there, values = jnp.isfinite(tokens), jnp.asarray(distributions, jnp.float32)
+    entropy, p = values[..., 0], jnp.exp(values[..., 1:])
+    count = jnp.maximum(jnp.sum(there, axis=-1), 1)
+    negentropy = 1 + jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1) / jnp.log(p.shape[-1])
+    each = {"token_entropy": entropy, "probability_margin": p[..., 0] - p[..., 1]}.get(method, negentropy)
+    confidence = jnp.sum(jnp.where(there, each, 0.0), axis=-1) / count
+    if method == "token_entropy":
+        confidence = jnp.exp(-confidence)
+    elif method == "min_token_negentropy":
+        confidence = jnp.min(jnp.where(there, each, 1.0), axis=-1)
+    return jnp.where(jnp.any(there, axis=-1), jnp.clip(confidence, 0.0, 1.0), 0.0)
 
 
 def _weights(

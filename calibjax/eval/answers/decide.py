@@ -10,7 +10,10 @@ Printed, read back and compared with `>` or `>=`, in float64 or float32, it sele
 compared as they are given, in float64: rounded, equal ones could fall on two sides of a threshold.
 """
 
+import functools
+import heapq
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +42,7 @@ def decide(
 
     Args:
         confidence: `[N]`, of answers with known outcomes; or probabilities `[N, K]` of the options of multiple choice,
-            for which sets of options that hold the right one are found too.
+            for which sets of options that hold the right one are found too, by each of `SET_SCORES`.
         correct: `[N]`: 1 for right and 0 for wrong; of probabilities the number of the right option.
         risk: largest fraction of wrong answers, in (0, 1).
         level: probability, over the draw of the data, of the guarantee on the answers that are given.
@@ -98,7 +101,7 @@ def decide(
         }
         categories[name] = {kind: threshold_outcome(own, right, limit) for kind, limit in thresholds.items()}
         if p.ndim == 2:
-            categories[name]["options"] = _options(p, labels, risk)
+            categories[name] |= {kind: _options(scores(p), labels, risk) for kind, scores in SET_SCORES.items()}
     return {"risk": risk, "level": level, "guarantees": guarantees, "categories": categories}
 
 
@@ -134,15 +137,15 @@ def _claims(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, ri
     }
 
 
-def _options(p: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
+def _options(scores: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
     """The threshold of sets of options, and how large the sets are."""
-    threshold = set_threshold(p, labels, risk)
-    sets = option_sets(p, threshold)
+    threshold = set_threshold(scores, labels, risk)
+    sets = option_sets(scores, threshold)
     sizes = sets.sum(axis=1)
     return {
         "threshold": _finite(threshold),
-        "questions": len(p),
-        "right_in_set": float(sets[np.arange(len(p)), labels].mean()),
+        "questions": len(scores),
+        "right_in_set": float(sets[np.arange(len(scores)), labels].mean()),
         "mean_size": float(sizes.mean()),
         "single": float((sizes == 1).mean()),
     }
@@ -307,6 +310,65 @@ def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarra
 def option_sets(probabilities: Float[np.ndarray, "N O"], threshold: float) -> Bool[np.ndarray, "N O"]:
     """Which options are in the set of each question: those whose probability reaches the threshold."""
     return np.asarray(probabilities) >= threshold
+
+
+def adaptive_scores(probabilities: Float[np.ndarray, "N O"], penalty: float = 0.0) -> Float[np.ndarray, "N O"]:
+    """Scores for `set_threshold` and `option_sets` whose sets are larger where a question is harder.
+
+    1 minus the probability of all options that are more probable, without the random part: a set with the threshold t
+    is the most probable options until they hold 1 − t (adaptive prediction sets, APS: Romano et al. 2020, arXiv
+    2006.02544). RAPS (Angelopoulos et al. 2021, arXiv 2009.14193) subtracts `penalty` for each more probable option, so
+    that sets of many options become rare. Options of equal probability have equal scores.
+
+    Example:
+        >>> adaptive_scores(np.array([[0.25, 0.5, 0.25]])), adaptive_scores(np.array([[0.25, 0.5, 0.25]]), penalty=0.25)
+        (array([[0.5, 1. , 0.5]]), array([[0.25, 1.  , 0.25]]))
+    """
+    p = np.asarray(probabilities, np.float64)
+    order = np.argsort(-p, axis=1, kind="stable")
+    falling = np.take_along_axis(p, order, axis=1)
+    new = np.diff(falling, axis=1, prepend=np.inf) < 0
+    first = np.maximum.accumulate(np.where(new, np.arange(p.shape[1]), 0), axis=1)  # of the options as probable
+    before = np.take_along_axis(np.cumsum(falling, axis=1) - falling, first, axis=1)
+    scores = np.empty_like(p)
+    np.put_along_axis(scores, order, 1 - before - penalty * first, axis=1)
+    return scores
+
+
+SET_SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "options": np.asarray,
+    "options_aps": adaptive_scores,
+    "options_raps": functools.partial(adaptive_scores, penalty=0.1),
+}
+"""Kind of set -> scores of the options by their probabilities: an option is in the set whose threshold it reaches."""
+
+
+def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, " N"]:
+    """How many samples to draw for each question, so that of most questions at least one sample is right.
+
+    The k_i that sum to at most `budget` with the largest Σ_i 1 − (1 − q_i)^k_i (arXiv 2602.13540), where q_i is the
+    confidence that a sample is right, calibrated to the capability c/n. Each sample goes where it adds most, q(1 − q)^k
+    after k samples; questions of confidence 0 get none.
+
+    Args:
+        confidence: q in [0, 1].
+        budget: number of samples in all.
+
+    Returns:
+        int64 `[N]`.
+
+    Example:
+        >>> allocate(np.array([0.9, 0.3, 0.0]), 4).tolist()
+        [1, 3, 0]
+    """
+    q = np.asarray(confidence, np.float64)
+    counts, gains = np.zeros(len(q), np.int64), [(-gain, number) for number, gain in enumerate(q) if gain > 0]
+    heapq.heapify(gains)
+    for _ in range(budget if gains else 0):
+        gain, number = gains[0]
+        counts[number] += 1
+        heapq.heapreplace(gains, (gain * (1 - q[number]), number))
+    return counts
 
 
 def _between(value: float, limit: float) -> float:

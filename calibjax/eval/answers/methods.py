@@ -15,16 +15,18 @@ Example:
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from calibjax.eval.answers.confidence import (
+    DistributionConfidence,
     answer_confidence,
     entropy_confidence,
     semantic_confidence,
+    token_confidence,
     two_way_confidence,
 )
 from calibjax.eval.answers.probes import PROBES
@@ -36,6 +38,8 @@ class Evidence(NamedTuple):
 
     Attributes:
         tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
+        distributions: `[N, T, 1 + K]`, of the vocabulary at each token of the answer: the entropy, nats, and the
+            log-probabilities of the K most likely tokens, largest first; of the base model, as `tokens`.
         clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
         answer: int `[N]`, the cluster of the answer.
         sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
@@ -45,6 +49,7 @@ class Evidence(NamedTuple):
     """
 
     tokens: Float[AnyArray, "N T"] | None = None
+    distributions: Float[AnyArray, "N T _"] | None = None
     clusters: Int[AnyArray, "N K"] | None = None
     answer: Int[AnyArray, " N"] | None = None
     sample_log_probs: Float[AnyArray, "N K"] | None = None
@@ -84,6 +89,10 @@ def _probe_confidence(log_odds: Float[AnyArray, " N"]) -> Float[Array, " N"]:
 
 METHODS: dict[str, Method] = {
     **{name: _token_method(name) for name in ("arithmetic_mean", "product", "minimum", "length_normalised")},
+    **{
+        name: _method(functools.partial(token_confidence, name), "tokens", "distributions")
+        for name in get_args(DistributionConfidence)
+    },
     **{name: _sample_method(name) for name in ("agreement", "entropy", "first_second")},
     "consistency": _method(semantic_confidence, "clusters", "answer"),
     "semantic_confidence": _method(semantic_confidence, "clusters", "answer", "sample_log_probs"),

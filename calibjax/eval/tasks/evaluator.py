@@ -38,6 +38,8 @@ BATCH = 256
 _MAX_CALIBRATION = 1_000
 """Largest number of questions of a part that a temperature or a probe is fitted on."""
 _REPLY_TOKENS = 12
+_TOP_K = 15
+"""Most likely tokens of a distribution that confidences read; the default of uqlm."""
 _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
@@ -347,14 +349,21 @@ class TaskEvaluator:
         """Written answers, and their confidence by the probability of their tokens and by the further methods."""
         written, n = self._write(batch), len(batch.documents)
         pairs = zip(written.contexts, written.answers, strict=True)
-        scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs])
+        top_k = _TOP_K if any("distributions" in METHODS[name].reads for name in self.options.confidence) else 0
+        scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs], top_k)
         shape = (len(self.model.heads), BATCH, self.generation_options(batch.task)["max_new_tokens"])
         log_probs = np.full(shape, -np.inf, np.float32)
         for number, score in enumerate(scores):
             log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
         confidence = self._confidences(self.options.text, log_probs)[:, :n]
         if self.options.confidence and n:
-            confidence = np.concatenate([confidence, self._further_confidences(batch, written, log_probs[0, :n])])
+            evidence = {"tokens": log_probs[0, :n]}
+            if top_k:
+                own = np.full((n, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
+                for number, score in enumerate(scores):
+                    own[number, : score.distributions.shape[2]] = score.distributions[0].T
+                evidence["distributions"] = own
+            confidence = np.concatenate([confidence, self._further_confidences(batch, written, evidence)])
         correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
         texts, documents = written.texts(), batch.documents
         return Answers(
@@ -372,11 +381,10 @@ class TaskEvaluator:
         )
 
     def _further_confidences(
-        self, batch: Batch, written: Written, log_probs: Float[np.ndarray, "N T"]
+        self, batch: Batch, written: Written, evidence: dict[str, Any]
     ) -> Float[np.ndarray, "Q N"]:
-        """The confidences of `options.confidence`; `log_probs`: of the answers' tokens under the base model."""
+        """The confidences of `options.confidence`; `evidence`: that of the answers' tokens under the base model."""
         names, texts = self.options.confidence, written.texts()
-        evidence: dict[str, Any] = {"tokens": log_probs}
         if any("clusters" in METHODS[name].reads for name in names):
             samples = self._samples(batch, written)
             sampled = [[text for text, _ in row] for row in samples]

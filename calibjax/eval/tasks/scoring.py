@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from calibjax.heads import FittedHead
-from calibjax.kernels import vocab_stats
+from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
@@ -41,11 +41,14 @@ class Score(NamedTuple):
         log_probs: float32 `[M, n]`, nats, of each token given what stands before it, for each of M heads.
         greedy: whether each token is the most likely one, bool `[n]`; the same for every head.
         cut: how many tokens at the start of the context the model could not read.
+        distributions: float32 `[M, 1 + k, n]`, of the vocabulary where each token stands: the entropy, nats, and the
+            log-probabilities of the k most likely tokens, largest first; empty where k = `top_k` is 0.
     """
 
     log_probs: Float[np.ndarray, "M n"]
     greedy: Bool[np.ndarray, " n"]
     cut: int
+    distributions: Float[np.ndarray, "M _ n"]
 
 
 class _Row(NamedTuple):
@@ -107,12 +110,12 @@ class Scorer:
         reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
         self._shares = not reads_rows and not any(lm.config.local_layers)
 
-    def score(self, requests: Sequence[Continuation]) -> list[Score]:
+    def score(self, requests: Sequence[Continuation], top_k: int = 0) -> list[Score]:
         """Returns the scores of `stream` in the order of the requests."""
-        scores = dict(self.stream(requests))
+        scores = dict(self.stream(requests, top_k))
         return [scores[number] for number in range(len(requests))]
 
-    def stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
+    def stream(self, requests: Sequence[Continuation], top_k: int = 0) -> Iterator[tuple[int, Score]]:
         """Yields the index of each request and its score, batch by batch, longest first.
 
         Raises:
@@ -131,13 +134,13 @@ class Scorer:
                     f"request {number}: expected token ids below {self.lm.config.vocab_size}, the model's vocabulary, "
                     f"got {largest}. Does the text hold a token that was added to the tokenizer only?"
                 )
-        return self._stream(requests)
+        return self._stream(requests, top_k)
 
-    def _stream(self, requests: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
+    def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
         rows = sorted(self._rows(requests), key=lambda row: -len(row.tokens))
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             for start in range(0, len(rows), self.batch_size):
-                yield from self._batch(requests, rows[start : start + self.batch_size])
+                yield from self._batch(requests, rows[start : start + self.batch_size], top_k)
 
     def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
         """The requests in rows; those that are read alike share one, or a branch of one."""
@@ -167,7 +170,9 @@ class Scorer:
         shorter = size + new <= min(self.max_length, _GROWTH * first)
         return self._shares and shorter and common * self.lm.config.hidden_size >= columns
 
-    def _batch(self, requests: Sequence[Continuation], rows: Sequence["_Row"]) -> Iterator[tuple[int, Score]]:
+    def _batch(
+        self, requests: Sequence[Continuation], rows: Sequence["_Row"], top_k: int
+    ) -> Iterator[tuple[int, Score]]:
         # 16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs.
         widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
         width = min(next(width for width in widths if width >= len(rows[0].tokens)), self.max_length)
@@ -193,16 +198,17 @@ class Scorer:
         places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
         places[: len(reads)] = reads
         pieces = [
-            _read(lm.config, lm.dtype, self._frozen, *states, places[start : start + _READS])
+            _read(lm.config, lm.dtype, top_k, self._frozen, *states, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
-        log_probs, greedy = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
+        parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
+        log_probs, greedy, distributions = parts
         start = 0
         for number, length in order:
             context, continuation = requests[number]
             end = start + len(continuation)
             cut = len(context) + len(continuation) - 1 - length
-            yield number, Score(log_probs[:, start:end], greedy[start:end], cut)
+            yield number, Score(log_probs[:, start:end], greedy[start:end], cut, distributions[..., start:end])
             start = end
 
 
@@ -241,24 +247,25 @@ def _states(model, dtype, configs, params, factors, frozen, batch):
     return hidden, jnp.stack(scales)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _read(model, dtype, frozen: Frozen, hidden, log_scales, places):
-    """Returns log p `[M, R]` and whether the token is the most likely `[R]`, at (row, position, token) `[R, 3]`."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(model, dtype, top_k, frozen: Frozen, hidden, log_scales, places):
+    """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
+    (row, position, token) `[R, 3]`."""
     row, position, token = places.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
+    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), model)
+    shared: Any = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
+    largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
+    statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
 
-    def head_outputs(log_scale) -> tuple[Any, Any]:
-        stats = vocab_stats(
-            states,
-            unembedding,
-            token,
-            scale=jnp.exp(log_scale),
-            bias=frozen.bias,
-            softcap=model.logit_softcap,
-            statistics=("log_normalizer", "target_logit", "correct"),
-            sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), model),
-        )
-        return stats.log_prob(), stats.require("correct")
+    def head_outputs(log_scale) -> tuple[Any, Any, Any]:
+        scale = jnp.exp(log_scale)
+        stats = vocab_stats(states, unembedding, token, scale=scale, statistics=statistics, **shared)
+        distribution = jnp.zeros((0, len(token)))
+        if largest is not None:
+            log_p = jnp.minimum(scale[None] * largest - stats.require("log_normalizer")[None], 0.0)
+            distribution = jnp.concatenate([stats.entropy()[None], log_p])
+        return stats.log_prob(), stats.require("correct"), distribution
 
-    log_probs, correct = jax.lax.map(head_outputs, log_scales[:, row, position])
-    return log_probs, correct[0]
+    log_probs, correct, distributions = jax.lax.map(head_outputs, log_scales[:, row, position])
+    return log_probs, correct[0], distributions
