@@ -123,7 +123,7 @@ def _write_answers(directory: Path) -> None:
     params = {name: np.asarray(value) for name, value in probe_params().items()}
     save_probe(directory / "probe", params, name="probe_correct_answer", fingerprint=PROBE)
     folder = directory / "answers"
-    rows = [[["a", -1.25], ["b", -2.5]], [["a", -0.5], ["", -3e-05]]]
+    rows = [[["a", -1.25, 0.25, 0.5], ["b", -2.5, 0.1, 0.1]], [["a", -0.5, 0.6, 0.6], ["", -3e-05, 1.0, 1.0]]]
     (folder / "part-4.json").write_text(json.dumps(seal({"samples": rows})))
     write_answers(folder / "task-part.npz", kept_answers())
     claim_answers(folder, tiny.make_lm(), {})

@@ -17,6 +17,7 @@ import calibjax.commands.compare_text as command
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.data.write import write_rows
+from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import COMPARED
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
@@ -496,10 +497,12 @@ def test_several_confidences_become_one(tmp_path, capsys):
     args = ["--table", str(tmp_path / "t.csv"), *columns]
     assert main(["compare", *args, *QUICK, "--methods", "platt,stacking", "--save", str(tmp_path / "fitted")]) == 0
     assert load(tmp_path / "fitted").name == "stacking"
-    out = ["--method", str(tmp_path / "fitted"), "--out", str(tmp_path / "new.npz")]
+    out = ["--method", str(tmp_path / "fitted"), "--out", str(tmp_path / "new.npz"), "--budget", "500"]
     assert main(["apply", *args, *out]) == 0
     want = load(tmp_path / "fitted")(confidences=np.stack(list(noisy.values()), axis=1))
-    np.testing.assert_array_equal(np.load(tmp_path / "new.npz")["calibrated_confidence"], want)
+    new = np.load(tmp_path / "new.npz")
+    np.testing.assert_array_equal(new["calibrated_confidence"], want)
+    np.testing.assert_array_equal(new["calibrated_samples"], allocate(want, 500))
     capsys.readouterr()
     assert main(["compare", *args[:2], "--columns", "confidence=p_true,confidences=p_true,none"]) == 2
     assert "there is no column none" in capsys.readouterr().err

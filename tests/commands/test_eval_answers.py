@@ -25,7 +25,7 @@ from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
 from calibjax.train.probes import load_probe
 
-TOKENS = ("token_entropy", "probability_margin")
+TOKENS = ("token_entropy", "probability_margin", "deepconf_tail", "semantic_density")
 METHODS = ("consistency", "discrete_semantic_entropy", "semantic_entropy", "p_true", "verbalised", *TOKENS)
 K, COUNT = 4, 20
 
@@ -69,10 +69,17 @@ def test_the_table_is_what_the_samples_give(run, material):
     assert [len(row) for row in samples] == [K] * COUNT
     found = {name: np.array([float(row[name]) for row in rows]) for name in METHODS}
     for n, row in enumerate(rows):
-        texts = [plain_text(text) for text, _ in samples[n]]
+        texts = [plain_text(text) for text, *_ in samples[n]]
         assert found["consistency"][n] == pytest.approx(np.mean([text == plain_text(row["answer"]) for text in texts]))
         p = np.array([texts.count(text) for text in dict.fromkeys(texts)]) / K
         assert found["discrete_semantic_entropy"][n] == pytest.approx(1 + (p * np.log(p)).sum() / np.log(K), abs=1e-5)
+        votes = {text: [tail for own, *_, tail in samples[n] if plain_text(own) == text] for text in texts}
+        own = sum(votes.get(plain_text(row["answer"]), []))
+        assert found["deepconf_tail"][n] == pytest.approx(own / sum(map(sum, votes.values())), abs=1e-5)
+        p, p_k = float(row["confidence"]), {text: np.exp(mean) for text, mean, *_ in samples[n]}
+        p_k.pop(row["answer"], None)
+        same = sum(value for text, value in p_k.items() if plain_text(text) == plain_text(row["answer"]))
+        assert found["semantic_density"][n] == pytest.approx((p + same) / (p + sum(p_k.values())), abs=1e-5)
     assert len(np.unique(found["consistency"])) > 2
     asked, lm = TWO_WAY["p_true"], material[1]
     prompt = asked.prompt.format(question=rows[0]["question"], answer=rows[0]["answer"])

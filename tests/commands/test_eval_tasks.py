@@ -346,7 +346,8 @@ SMOLLM2 = (
     ids=["own", "SmolLM2"],
 )
 @pytest.mark.parametrize(
-    ("task", "shots"), [("mmlu", 0), ("mmlu", 2), ("arc_easy", 0), ("triviaqa", 0), ("truthfulqa_mc1", 0)]
+    ("task", "shots"),
+    [("mmlu", 0), ("mmlu", 2), ("arc_easy", 0), ("triviaqa", 0), ("triviaqa", 5), ("truthfulqa_mc1", 0)],
 )
 def test_chats_have_the_requests_of_the_harness(material, task, shots, system, template, turn):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
@@ -384,7 +385,9 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system, t
         return Continuation([1], [1])
 
     asking.encode = encode
-    evaluator = TaskEvaluator(asking, task, BenchmarkTask({task: loaded}, ""), TasksOptions(shots=shots), RunContext())
+    options = TasksOptions(shots=shots, max_new_tokens=4)
+    evaluator = TaskEvaluator(asking, task, BenchmarkTask({task: loaded}, ""), options, RunContext())
+    evaluator.check()
     (asked,) = evaluator.requests(task, loaded.eval_docs, range(5))
     tokenizer.chat_template = None
     assert asked.prompts == [group[0][0] for group in theirs]

@@ -81,7 +81,7 @@ def refused_samples(folder, damaged):
 
 def test_samples(tmp_path):
     """Those that were drawn, or an error, whichever bit has changed."""
-    file, drawn = tmp_path / "part-4.json", [[("a \u00e9", -1.25), ("", -0.5)]]
+    file, drawn = tmp_path / "part-4.json", [[("a \u00e9", -1.25, 0.25, 0.5), ("", -0.5, 0.5, 0.5)]]
     write_samples(file, drawn)
     assert read_samples(file, 1, 2) == drawn
     for damaged in one_bit_each(file.read_bytes()):
@@ -91,9 +91,10 @@ def test_samples(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("[]", '[[["a", -1.0]]]', '[[["a"], ["b"]]]', '[[["a", "x"], ["b", -1]]]', "3"),
-        f'[[["a", -1], ["b", -1{"0" * 400}]]]',
-        *('[[["a", 1.5], ["b", -2]]]', '[[["a", -1], ["b", -1e999]]]', '[[[["a"], -1], ["b", -2]]]'),
+        *("[]", '[[["a", -1.0, 0, 1]]]', '[[["a"], ["b"]]]', '[[["a", "x", 0, 1], ["b", -1, 0, 1]]]', "3"),
+        f'[[["a", -1, 0, 1], ["b", -1{"0" * 400}, 0, 1]]]',
+        *('[[["a", 1.5, 0, 1], ["b", -2, 0, 1]]]', '[[["a", -1, 0, 1], ["b", -1e999, 0, 1]]]'),
+        *('[[[["a"], -1, 0, 1], ["b", -2, 0, 1]]]', '[[["a", -1, 0, 1], ["b", -2, 0.6, 0.5]]]'),
     ],
 )
 def test_samples_of_something_else(tmp_path, text):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.stats
+from tiny import WORDS, write_tokenizer
 
 from calibjax.eval.answers.clusters import (
     CLUSTERINGS,
@@ -18,7 +19,12 @@ from calibjax.eval.answers.clusters import (
     last_number,
     normalised_clusters,
 )
-from calibjax.eval.answers.confidence import entropy_confidence, semantic_confidence, semantic_entropy
+from calibjax.eval.answers.confidence import (
+    entropy_confidence,
+    semantic_confidence,
+    semantic_entropy,
+    trace_confidence,
+)
 from calibjax.eval.answers.methods import METHODS, Evidence
 from calibjax.runtime.errors import UserError
 
@@ -63,7 +69,18 @@ def evidence(n=40, k=6, seed=1):
     stated, probed = rng.random(n).astype(np.float32), rng.normal(0, 9, n).astype(np.float32)
     top = -np.sort(-np.log(rng.dirichlet(np.full(9, 0.3), (n, 5))))[..., :8].astype(np.float32)
     distributions = np.concatenate([rng.uniform(0, 3, (n, 5, 1)).astype(np.float32), top], axis=-1)
-    return Evidence(tokens, distributions, clusters, answer, samples, samples[:, :2], stated, probed)
+    return Evidence(
+        tokens=tokens,
+        distributions=distributions,
+        clusters=clusters,
+        answer=answer,
+        sample_log_probs=samples,
+        traces=rng.uniform(0.1, 1, (n, k, 2)).astype(np.float32),
+        distinct=rng.random((n, k)) < 0.7,
+        two_way=samples[:, :2],
+        stated=stated,
+        log_odds=probed,
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -81,7 +98,11 @@ def test_laws(name):
     shuffled = reads._replace(
         clusters=None if reads.clusters is None else renamed[reads.clusters[:, order]],
         answer=None if reads.answer is None else renamed[reads.answer],
-        sample_log_probs=None if reads.sample_log_probs is None else reads.sample_log_probs[:, order],
+        **{
+            field: value[:, order]
+            for field, value in reads._asdict().items()
+            if field in ("sample_log_probs", "traces", "distinct") and value is not None
+        },
     )
     np.testing.assert_allclose(method.function(shuffled), want, atol=1e-6)
 
@@ -104,6 +125,49 @@ def test_distributions_of_the_tokens(name):
     np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
     nothing = data._replace(tokens=np.full_like(data.tokens, -np.inf))
     assert not np.any(METHODS[name].function(nothing))
+
+
+def votes(part, data, n):
+    """Of DeepConf: the weights of the traces that agree with the answer, and of all."""
+    weights = data.traces[n, :, part].astype(np.float64)
+    return weights[data.clusters[n] == data.answer[n]].sum() / weights.sum()
+
+
+def density(data, n):
+    """As lm-polygraph's `SemanticDensity`, with a distance of 0 within a cluster and of 1 between two."""
+    own = np.exp(data.tokens[n][np.isfinite(data.tokens[n])].astype(np.float64).mean())
+    above = below = own
+    for p, cluster, counts in zip(np.exp(data.sample_log_probs[n]), data.clusters[n], data.distinct[n], strict=True):
+        above, below = above + p * counts * (cluster == data.answer[n]), below + p * counts
+    return above / below
+
+
+def cocoa(data, n):
+    """As uqlm's "consistency_and_confidence", with a similarity of 0 or 1."""
+    own = np.exp(data.tokens[n][np.isfinite(data.tokens[n])].astype(np.float64).mean())
+    return own * np.mean(data.clusters[n] == data.answer[n])
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("deepconf_group", lambda *row: votes(0, *row)),
+        ("deepconf_tail", lambda *row: votes(1, *row)),
+        ("semantic_density", density),
+        ("cocoa", cocoa),
+    ],
+)
+def test_further_confidences_by_their_formulas(name, formula):
+    data = evidence()
+    want = [formula(data, n) for n in range(len(data.answer))]
+    np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 40])
+def test_trace_confidence(window):
+    p = np.random.default_rng(6).random(8)
+    groups = [p[max(end - window, 0) : end].mean() for end in range(min(window, 8), 9)]
+    assert trace_confidence(p.tolist(), window) == pytest.approx((min(groups), groups[-1]))
 
 
 def test_masked_samples_do_not_count():
@@ -164,6 +228,35 @@ def test_a_clustering_of_the_user():
         find_clustering("nowhere:f")
     with pytest.raises(UserError, match="expected a whole number for each of 2 answers"):
         clusters_of(lambda question, answers: [0], ["q"], ["a"], [["b"]])
+
+
+def test_clusters_of_a_model_of_entailment(tmp_path):
+    """Algorithm 1 of Kuhn et al. on what the model itself says of each pair."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, WORDS)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    labels = {0: "CONTRADICTION", 1: "NEUTRAL", 2: "ENTAILMENT"}
+    names = {name: number for number, name in labels.items()}
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS) + 3, **sizes, initializer_range=1.0, id2label=labels, label2id=names
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    texts = [" ".join(words) for words in np.random.default_rng(0).choice(WORDS, (12, 3))]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    pairs = [[tokenizer(f"w1 {a}", f"w1 {b}", return_tensors="pt") for b in texts] for a in texts]
+    with torch.no_grad():
+        entails = np.array([[int(model(**pair).logits.argmax()) == 2 for pair in row] for row in pairs])
+    mutual, want = entails * entails.T, []
+    for row in range(len(texts)):
+        firsts = [want.index(number) for number in range(max(want, default=-1) + 1)]
+        want.append(next((number for number, first in enumerate(firsts) if mutual[first, row]), len(firsts)))
+    assert 0 < max(want) < len(texts) - 1
+    assert find_clustering(f"nli:{tmp_path}")("w1", texts) == want
+    with pytest.raises(UserError, match="nowhere"):
+        find_clustering(f"nli:{tmp_path}/nowhere")
 
 
 def test_cosine_clusters_compare_with_the_first():

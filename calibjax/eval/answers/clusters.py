@@ -1,19 +1,21 @@
 """Which answers mean the same: a clustering is a function of the answers to one question.
 
-`CLUSTERINGS` has those that read the text alone; "hidden" compares the hidden states of the model itself. A function of
-the user, such as one that asks a model whether two answers entail each other, is "package.module:function".
+`CLUSTERINGS` has those that read the text alone; "hidden" compares the hidden states of the model itself, and "nli:DIR"
+asks a model of entailment. A function of the user is "package.module:function".
 """
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax.eval.answers.judges import find_function, plain_text
 from calibjax.models import LanguageModel
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about, require_directory
 
 Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
@@ -87,15 +89,56 @@ def cosine_clusters(vectors: Float[np.ndarray, "K D"], threshold: float = 0.9) -
     vectors = np.asarray(vectors, np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = vectors / np.where(norms > 0, norms, 1.0)
-    firsts: list[int] = []
-    clusters = np.zeros(len(unit), np.int32)
-    for row, own in enumerate(unit):
-        near = np.flatnonzero(unit[firsts] @ own >= threshold) if firsts else np.zeros(0, int)
-        if len(near):
-            clusters[row] = near[0]
-        else:
-            clusters[row] = len(firsts)
-            firsts.append(row)
+    return np.array(_by_first(unit, lambda first, own: first @ own >= threshold), np.int32)
+
+
+def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
+    """Of each item the number of the first cluster whose first member is like it, or of a new one."""
+    firsts, numbers = [], []
+    for own in items:
+        near = (number for number, first in enumerate(firsts) if alike(first, own))
+        numbers.append(next(near, len(firsts)))
+        if numbers[-1] == len(firsts):
+            firsts.append(own)
+    return numbers
+
+
+@functools.cache
+def nli_clustering(path: str) -> Clustering:
+    """Answers that entail each other, each after the question (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1).
+
+    Args:
+        path: directory of a sequence-classification model of Hugging Face with a label "entailment", such as
+            microsoft/deberta-large-mnli. It runs in PyTorch, which must be installed.
+
+    Raises:
+        UserError: no such directory, a model without that label, or no PyTorch.
+    """
+    require_directory(path, "same")
+    with about("--same"):
+        try:
+            import torch
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+        except (ImportError, OSError, ValueError) as error:
+            raise UserError(
+                f"nli:{path}: cannot be loaded in PyTorch ({str(error).strip().splitlines()[0]})."
+            ) from error
+    labels = {name.lower(): number for name, number in model.config.label2id.items()}
+    if "entailment" not in labels:
+        raise UserError(f"--same nli:{path}: expected a label entailment, got {', '.join(labels)}.")
+
+    def entails(premise: str, conclusion: str) -> bool:
+        with torch.no_grad():
+            logits = model(**tokenizer(premise, conclusion, truncation=True, return_tensors="pt")).logits
+        return int(logits.argmax()) == labels["entailment"]
+
+    def clusters(question: str, answers: Sequence[str]) -> list[int]:
+        texts = [f"{question} {answer}" for answer in answers]
+        return _by_first(texts, lambda first, own: entails(first, own) and entails(own, first))
+
     return clusters
 
 
@@ -124,13 +167,15 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), or "package.module:function" of your own.
+    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function".
 
     Raises:
         UserError: there is no such function.
     """
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
+    if name.startswith("nli:"):
+        return nli_clustering(name.removeprefix("nli:"))
     return find_function("--same", name, CLUSTERINGS, "(question, answers) -> a whole number for each answer")
 
 

@@ -5,10 +5,12 @@ Samples are given as clusters: integers `[N, K]`, equal where two samples of a q
 log-probabilities are given, its fraction of the total probability of the samples.
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate import sample_agreement
@@ -196,6 +198,51 @@ def semantic_confidence(
     """
     weights, _ = _weights(clusters, log_probs, where)
     return jnp.minimum(jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1), 1.0)
+
+
+def trace_confidence(probabilities: Sequence[float], window: int = 2048) -> tuple[float, float]:
+    """The confidence of a reasoning trace where it is lowest, and at its end: weights of its vote (DeepConf).
+
+    (least mean of `window` successive tokens, mean of the last `window` tokens), "lowest group" and "tail" confidence
+    of arXiv 2508.15260. A trace that is shorter is one window. In the paper the confidence of a token is minus the mean
+    log-probability of the most likely tokens; here it is the calibrated probability of the token itself.
+
+    Example:
+        >>> trace_confidence([0.5, 0.25, 0.75, 1.0], window=2)
+        (0.375, 0.875)
+    """
+    sums = np.cumsum([0.0, *probabilities])
+    width = min(window, len(sums) - 1)
+    means = (sums[width:] - sums[:-width]) / width
+    return float(means.min()), float(means[-1])
+
+
+def semantic_density(
+    clusters: Int[AnyArray, "N K"],
+    answer: Int[AnyArray, " N"],
+    log_probs: Float[AnyArray, "N K"],
+    distinct: Bool[AnyArray, "N K"],
+    tokens: Float[AnyArray, "N T"],
+) -> Float[Array, " N"]:
+    """Density of the answer among the different texts that were sampled (Qiu and Miikkulainen 2024, arXiv 2405.13845).
+
+    (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the distinct samples; p is the geometric mean of the probabilities of
+    the answer's tokens and p_k that of a sample's. The paper's kernel falls with a distance of meanings; here it is 1
+    within a cluster.
+
+    Args:
+        clusters, answer, log_probs: see `semantic_confidence`; the log-probabilities are divided by the lengths.
+        distinct: of the samples with one text one, and none with the text of the answer.
+        tokens: log-probability of each token of the answer; −inf where there is none.
+
+    Returns:
+        float32 `[N]` in [0, 1].
+    """
+    own = answer_confidence("length_normalised", tokens, jnp.isfinite(tokens))
+    weights = jnp.where(distinct, jnp.exp(jnp.asarray(log_probs, jnp.float32)), 0.0)
+    same = own + jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1)
+    total = own + jnp.sum(weights, axis=-1)
+    return same / jnp.where(total > 0, total, 1.0)
 
 
 def semantic_entropy(

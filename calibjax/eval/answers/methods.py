@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.eval.answers.confidence import (
     DistributionConfidence,
     answer_confidence,
     entropy_confidence,
     semantic_confidence,
+    semantic_density,
     token_confidence,
     two_way_confidence,
 )
@@ -43,6 +44,8 @@ class Evidence(NamedTuple):
         clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
         answer: int `[N]`, the cluster of the answer.
         sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
+        traces: `[N, K, 2]`, `trace_confidence` of each sample by its calibrated tokens.
+        distinct: bool `[N, K]`, the first sample of each text that is not the text of the answer.
         two_way: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
         stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
         log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probes`).
@@ -53,6 +56,8 @@ class Evidence(NamedTuple):
     clusters: Int[AnyArray, "N K"] | None = None
     answer: Int[AnyArray, " N"] | None = None
     sample_log_probs: Float[AnyArray, "N K"] | None = None
+    traces: Float[AnyArray, "N K 2"] | None = None
+    distinct: Bool[AnyArray, "N K"] | None = None
     two_way: Float[AnyArray, "N 2"] | None = None
     stated: Float[AnyArray, " N"] | None = None
     log_odds: Float[AnyArray, " N"] | None = None
@@ -78,6 +83,16 @@ def _sample_method(name: Any) -> Method:
     return _method(functools.partial(answer_confidence, name), "clusters")
 
 
+def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
+    """The fraction of the votes for the answer, each of the weight of its trace."""
+    return semantic_confidence(clusters, answer, jnp.log(traces[..., part]))
+
+
+def _cocoa(tokens: Any, clusters: Any, answer: Any) -> Float[Array, " N"]:
+    own = answer_confidence("length_normalised", tokens, tokens > -jnp.inf)
+    return own * semantic_confidence(clusters, answer)
+
+
 def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
     """One half, which says nothing, where the statement cannot be read."""
     return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
@@ -95,6 +110,10 @@ METHODS: dict[str, Method] = {
     },
     **{name: _sample_method(name) for name in ("agreement", "entropy", "first_second")},
     "consistency": _method(semantic_confidence, "clusters", "answer"),
+    "deepconf_group": _method(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
+    "deepconf_tail": _method(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),
+    "cocoa": _method(_cocoa, "tokens", "clusters", "answer"),
+    "semantic_density": _method(semantic_density, "clusters", "answer", "sample_log_probs", "distinct", "tokens"),
     "semantic_confidence": _method(semantic_confidence, "clusters", "answer", "sample_log_probs"),
     "semantic_entropy": _method(entropy_confidence, "clusters", "sample_log_probs"),
     "discrete_semantic_entropy": _method(entropy_confidence, "clusters"),

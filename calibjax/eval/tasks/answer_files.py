@@ -19,8 +19,8 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file, read_json, write_file
 
 Value = TypeVar("Value")
-Samples = list[list[tuple[str, float]]]
-"""Per question and sample: the text, and the mean log-probability of its tokens."""
+Samples = list[list[tuple[str, float, float, float]]]
+"""Per question and sample: the text, the mean log-probability of its tokens, and its `trace_confidence`."""
 _PER_METHOD = ("confidence", "correct", "choice", "log_prob")
 _PER_QUESTION = ("subject", "cut", "question", "answer", "details")
 
@@ -192,11 +192,13 @@ def write_samples(file: Path, samples: Samples) -> None:
 def read_samples(file: Path, questions: int, count: int) -> Samples:
     """Reads `count` samples of each question; raises `UserError` if the file is damaged or has another number."""
     try:
-        rows = [[(text, float(mean)) for text, mean in row] for row in unseal(read_json(file))["samples"]]
+        given = unseal(read_json(file))["samples"]
+        rows = [[(text, float(mean), float(group), float(tail)) for text, mean, group, tail in row] for row in given]
         if [len(row) for row in rows] != [count] * questions:
             raise ValueError("another number of samples")
-        if not all(isinstance(text, str) and -math.inf < mean <= 0 for row in rows for text, mean in row):
-            raise ValueError("not a text and its mean log-probability")
+        for text, mean, group, tail in (sample for row in rows for sample in row):
+            if not isinstance(text, str) or not -math.inf < mean <= 0 or not 0 <= group <= tail <= 1 + 1e-6:
+                raise ValueError("not a text, its mean log-probability and its trace confidences")
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise UserError(
             f"{file}: expected {count} samples of each of {questions} questions ({error}). Remove this file to draw "

@@ -24,11 +24,13 @@ class Continued(NamedTuple):
         tokens: ids of that text without trailing space; at least the first token, even if the text is empty. A token
             that holds the end of the text and the beginning of the stop sequence is included.
         log_probs: of these tokens under the base model, nats, whatever distribution they were drawn from.
+        confidence: calibrated probability of each token, by the head; without one that of the base model.
     """
 
     text: str
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
+    confidence: tuple[float, ...]
 
 
 def room_for_context(max_new_tokens: int, max_length: int) -> int:
@@ -66,7 +68,7 @@ def continue_contexts(
         max_new_tokens: largest number of new tokens.
         batch_size: rows per step.
         sampling: how tokens are chosen; by default the most likely one.
-        head: of `sampling.calibrated`.
+        head: of `sampling.calibrated`, and of the confidence.
 
     Raises:
         UserError: no context fits beside `max_new_tokens`, or a context is empty.
@@ -103,6 +105,7 @@ def _continue(
     starts = [prompt for prompt in prompts for _ in range(count)]
     tokens: list[list[int]] = [[] for _ in starts]
     log_probs: list[list[float]] = [[] for _ in starts]
+    confidence: list[list[float]] = [[] for _ in starts]
     # Later rounds continue samples of their own, numbered by prompt and sample.
     numbers = [number * count + k for number in sampling.numbers for k in range(count)]
     open_rows, done = list(range(len(starts))), 0
@@ -121,17 +124,18 @@ def _continue(
         )
         padded = [*inputs, *inputs[-1:] * missing]
         out = generate(lm, padded, head=head, max_new_tokens=step, sampling=now)
-        new_tokens, new_log_probs, where = to_host((out.tokens, out.base_log_probs, out.where))
+        new = to_host((out.tokens, out.base_log_probs, out.confidence))
+        where = to_host(out.where)
         for place, row in enumerate(open_rows):
-            tokens[row] += new_tokens[place][where[place]].tolist()
-            log_probs[row] += new_log_probs[place][where[place]].tolist()
+            for lists, values in zip((tokens, log_probs, confidence), new, strict=True):
+                lists[row] += values[place][where[place]].tolist()
         done += step
         open_rows = [
             row
             for row in open_rows
             if tokens[row][-1] not in stops and _first_stop(_decode(lm, tokens[row]), until) is None
         ]
-    return [_cut(lm, *pair, until) for pair in zip(tokens, log_probs, strict=True)]
+    return [_cut(lm, until, *row) for row in zip(tokens, log_probs, confidence, strict=True)]
 
 
 def _decode(lm: LanguageModel, tokens: Sequence[int]) -> str:
@@ -144,7 +148,9 @@ def _first_stop(text: str, until: Sequence[str]) -> int | None:
     return min((place for place in places if place >= 0), default=None)
 
 
-def _cut(lm: LanguageModel, tokens: list[int], log_probs: list[float], until: Sequence[str]) -> Continued:
+def _cut(
+    lm: LanguageModel, until: Sequence[str], tokens: list[int], log_probs: list[float], confidence: list[float]
+) -> Continued:
     text = _decode(lm, tokens)
     end = _first_stop(text, until)
     if end is None:
@@ -153,4 +159,4 @@ def _cut(lm: LanguageModel, tokens: list[int], log_probs: list[float], until: Se
         text, count, needed = text[:end], 1, len(text[:end].rstrip())
         while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
             count += 1
-    return Continued(text, tuple(tokens[:count]), tuple(log_probs[:count]))
+    return Continued(text, *(tuple(values[:count]) for values in (tokens, log_probs, confidence)))

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax import recalibrate
-from calibjax.eval.answers.clusters import clusters_of, find_clustering
-from calibjax.eval.answers.confidence import answer_confidence, semantic_confidence
+from calibjax.eval.answers.clusters import clusters_of, exact_clusters, find_clustering
+from calibjax.eval.answers.confidence import answer_confidence, semantic_confidence, trace_confidence
 from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.methods import METHODS, Evidence
 from calibjax.eval.answers.probes import PROBES, answer_features
@@ -110,7 +110,9 @@ class TaskEvaluator:
                 raise UserError(f"task {name}: expected multiple choice or free text, got {kind}.")
             split = _example_split(task)
             evaluated = task.config.test_split or task.config.validation_split
+            listed = task.fewshot_cfg.samples
             examples = 0 if split is None or split == evaluated else len(task.dataset[split])
+            examples = len(listed() if callable(listed) else listed) if listed else examples
             if shots > examples:
                 raise UserError(
                     f"task {name}: {shots} examples before a question are asked for, and its data has {examples}. Give "
@@ -387,10 +389,14 @@ class TaskEvaluator:
         names, texts = self.options.confidence, written.texts()
         if any("clusters" in METHODS[name].reads for name in names):
             samples = self._samples(batch, written)
-            sampled = [[text for text, _ in row] for row in samples]
+            sampled = [[text for text, *_ in row] for row in samples]
             pair = clusters_of(self.clustering, written.questions, texts, sampled)
             evidence["clusters"], evidence["answer"] = pair
-            evidence["sample_log_probs"] = np.array([[mean for _, mean in row] for row in samples], np.float32)
+            numbers = np.array([[values for _, *values in row] for row in samples], np.float32)
+            evidence["sample_log_probs"], evidence["traces"] = numbers[..., 0], numbers[..., 1:]
+            each, own = clusters_of(exact_clusters, written.questions, texts, sampled)
+            before = np.maximum.accumulate(np.column_stack([own, each[:, :-1]]), axis=1)  # numbers rise where new
+            evidence["distinct"] = each > before
         features = self._features(written, {PROBES[name].feature for name in self.probe_names})
         rows = []
         for name in names:
@@ -410,20 +416,23 @@ class TaskEvaluator:
         """Samples of each question, which depend on nothing but its number, its context and the seed."""
         count, directory, lm = self.options.samples, self.context.directory, self.model
         options = self.generation_options(batch.task)
-        head = list(lm.heads.values())[-1] if self.options.sample_calibrated else None
+        calibrated = self.options.sample_calibrated
+        traced = any("traces" in METHODS[name].reads for name in self.options.confidence)
+        head = list(lm.heads.values())[-1] if calibrated or traced else None
         sampling = Sampling(
             temperature=self.options.sampling_temperature,
             key=jax.random.key(self.context.seed),
             count=count,
             numbers=tuple(batch.numbers),
-            calibrated=head is not None,
+            calibrated=calibrated,
         )
         options |= {"sampling": sampling, "head": head, "batch_size": max(options["batch_size"] // count, 1)}
 
         def draw() -> Samples:
             samples: Samples = [[] for _ in batch.numbers]
             for number, continued in continue_contexts(lm.lm, written.contexts, **options):
-                samples[number].append((continued.text.strip(), float(np.mean(continued.log_probs))))
+                mean, traces = float(np.mean(continued.log_probs)), trace_confidence(continued.confidence)
+                samples[number].append((continued.text.strip(), mean, *traces))
             return samples
 
         file = None
@@ -476,7 +485,7 @@ class TaskEvaluator:
             if "correct" in needed:
                 own["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
             samples = self._samples(batch, written, "-fit") if needed & {"agreement", "capability"} else []
-            texts = [[text for text, _ in row] for row in samples]
+            texts = [[text for text, *_ in row] for row in samples]
             if "agreement" in needed:
                 clusters = clusters_of(self.clustering, written.questions, written.texts(), texts)
                 own["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))

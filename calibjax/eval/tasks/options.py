@@ -29,7 +29,7 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "plain": Preset({}, "options", "length_normalised", 15, "right"),
-    "ats": Preset({"mmlu": 5}, "options", "arithmetic_mean", 15, "none"),
+    "ats": Preset({"mmlu": 5, "triviaqa": 5}, "options", "arithmetic_mean", 15, "none"),
     "label-smoothing": Preset({}, "full_vocabulary", "length_normalised", 15, "right"),
 }
 """The harness's own prompts; arXiv 2409.19817; arXiv 2508.00264. docs/benchmarks.md says what each is."""
@@ -44,7 +44,7 @@ class TasksOptions:
             is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. Of a head,
             too, the options' log-likelihoods get a fitted temperature. Tasks of written answers have no options.
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
-            (5-shot MMLU, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
+            (5-shot MMLU and TriviaQA, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
@@ -60,7 +60,7 @@ class TasksOptions:
         sampling_temperature: temperature of these samples.
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
         same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
-            hidden states), or package.module:function.
+            hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or package.module:function.
         judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
             package.module:function.
         max_new_tokens: largest number of tokens of a written answer.
