@@ -12,26 +12,32 @@ from calibjax.runtime.errors import UserError
 
 
 def sample_agreement(
-    answers: Int[AnyArray, "N S"], where: Bool[AnyArray, "N S"] | None = None
+    answers: Int[AnyArray, "N S"],
+    where: Bool[AnyArray, "N S"] | None = None,
+    weights: Float[AnyArray, "N S"] | None = None,
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
     """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 
     Args:
         answers: of each of N questions, S sampled answers as integers: equal answers, equal numbers.
         where: bool `[N, S]`, False for samples that do not count.
+        weights: >= 0, of the vote of each sample, such as its `trace_confidence` (DeepConf); None: 1.
 
     Returns:
         The answer, int32 `[N]`, of several as frequent ones the first; its fraction, float32 `[N]`, 0 without samples.
     """
     counts = jnp.ones(answers.shape, bool) if where is None else where
 
-    def one(row: tuple[Array, Array]) -> tuple[Array, Array]:
-        given, mask = row
-        votes = jnp.where(mask, jnp.sum((given[:, None] == given[None, :]) & mask[None, :], axis=1), 0)
-        best = jnp.argmax(votes)
-        return given[best], votes[best] / jnp.maximum(jnp.sum(mask), 1)
+    each = jnp.where(counts, 1.0 if weights is None else weights, 0.0)
 
-    answer, fraction = jax.lax.map(one, (answers, counts))
+    def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        given, mask, weight = row
+        votes = jnp.sum(jnp.where(given[:, None] == given[None, :], weight[None, :], 0.0), axis=1)
+        votes = jnp.where(mask, votes, -1.0)
+        best, total = jnp.argmax(votes), jnp.sum(weight)
+        return given[best], jnp.maximum(votes[best], 0.0) / jnp.where(total > 0, total, 1.0)
+
+    answer, fraction = jax.lax.map(one, (answers, counts, each))
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)
 
 

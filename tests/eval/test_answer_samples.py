@@ -235,9 +235,9 @@ def test_clusters_of_a_model_of_entailment(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_tokenizer(tmp_path, WORDS)
-    torch.manual_seed(0)
+    torch.manual_seed(7)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    labels = {0: "CONTRADICTION", 1: "NEUTRAL", 2: "ENTAILMENT"}
+    labels = {0: "CONTRADICTION", 1: "ENTAILMENT"}
     names = {name: number for number, name in labels.items()}
     config = transformers.BertConfig(
         vocab_size=len(WORDS) + 3, **sizes, initializer_range=1.0, id2label=labels, label2id=names
@@ -248,12 +248,12 @@ def test_clusters_of_a_model_of_entailment(tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     pairs = [[tokenizer(f"w1 {a}", f"w1 {b}", return_tensors="pt") for b in texts] for a in texts]
     with torch.no_grad():
-        entails = np.array([[int(model(**pair).logits.argmax()) == 2 for pair in row] for row in pairs])
+        entails = np.array([[int(model(**pair).logits.argmax()) for pair in row] for row in pairs])
     mutual, want = entails * entails.T, []
     for row in range(len(texts)):
         firsts = [want.index(number) for number in range(max(want, default=-1) + 1)]
         want.append(next((number for number, first in enumerate(firsts) if mutual[first, row]), len(firsts)))
-    assert 0 < max(want) < len(texts) - 1
+    assert 2 < max(want) < len(texts) - 2
     assert find_clustering(f"nli:{tmp_path}")("w1", texts) == want
     with pytest.raises(UserError, match="nowhere"):
         find_clustering(f"nli:{tmp_path}/nowhere")

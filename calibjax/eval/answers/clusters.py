@@ -117,11 +117,10 @@ def nli_clustering(path: str) -> Clustering:
     require_directory(path, "same")
     with about("--same"):
         try:
-            import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+            model = AutoModelForSequenceClassification.from_pretrained(path).eval().requires_grad_(False)
         except (ImportError, OSError, ValueError) as error:
             raise UserError(
                 f"nli:{path}: cannot be loaded in PyTorch ({str(error).strip().splitlines()[0]})."
@@ -131,8 +130,7 @@ def nli_clustering(path: str) -> Clustering:
         raise UserError(f"--same nli:{path}: expected a label entailment, got {', '.join(labels)}.")
 
     def entails(premise: str, conclusion: str) -> bool:
-        with torch.no_grad():
-            logits = model(**tokenizer(premise, conclusion, truncation=True, return_tensors="pt")).logits
+        logits = model(**tokenizer(premise, conclusion, truncation=True, return_tensors="pt")).logits
         return int(logits.argmax()) == labels["entailment"]
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:

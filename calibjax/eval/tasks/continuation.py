@@ -159,4 +159,4 @@ def _cut(
         text, count, needed = text[:end], 1, len(text[:end].rstrip())
         while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
             count += 1
-    return Continued(text, *(tuple(values[:count]) for values in (tokens, log_probs, confidence)))
+    return Continued(text, tuple(tokens[:count]), tuple(log_probs[:count]), tuple(confidence[:count]))
