@@ -264,7 +264,7 @@ def test_bad_configurations():
         ({"rope": Rope(fraction=0.2)}, "even number of channels, got 1 of 6"),
         ({"norm": "layer", "norm_offset": 1.0}, "only RMS norms"),
         ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),
-        ({"qk_norm": "heads"}, "qk_norm: expected one of head, projection; got 'heads'"),
+        ({"qk_norm": "heads"}, "qk_norm: expected one of None, head, projection; got 'heads'"),
     ):
         with pytest.raises(UserError, match=message):
             dataclasses.replace(LLAMA, **changes)

@@ -156,7 +156,7 @@ UNSUPPORTED = [
     ("gpt_neox", {"head_dim": 4}, "head_dim = 4 is not supported; expected None, 6"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
-    ("mixtral", {"num_experts_per_tok": 9}, "expected 1 to 8, .*got 9"),
+    ("mixtral", {"num_experts_per_tok": 9}, "expected 1 to 8, the number of experts, got 9"),
     ("mixtral", {"num_local_experts": 1}, "experts: expected at least 2, got 1"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
     ("phi", {"partial_rotary_factor": 0.5, "head_dim": 6}, "even number of channels, got 3 of 6"),
