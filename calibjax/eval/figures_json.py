@@ -10,9 +10,9 @@ from calibjax import metrics
 from calibjax.runtime.arrays import AnyArray
 
 Draws = dict[str, np.ndarray]
-"""On each of R resamples of the groups: nll, brier and accuracy `[R]`; "bins", the accuracy of each, `[R, bins]`, NaN
-where it is empty."""
-_MEANS = ("nll", "brier", "accuracy")
+"""On each of R resamples of the groups: nll, brier, accuracy and confidence `[R]`; "bins", the accuracy of each,
+`[R, bins]`, NaN where it is empty."""
+_MEANS = ("nll", "brier", "accuracy", "confidence")
 
 
 def draws_of(sums: metrics.CalibrationSums, seed: int = 0) -> Draws:
@@ -23,8 +23,8 @@ def draws_of(sums: metrics.CalibrationSums, seed: int = 0) -> Draws:
 
 
 def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
-    count, _, correct, _ = (np.asarray(x) for x in sums.whole())
-    means = np.stack([sums.nll, sums.brier, correct], axis=-1) / count[..., None]
+    count, confidence, correct, _ = (np.asarray(x) for x in sums.whole())
+    means = np.stack([sums.nll, sums.brier, correct, confidence], axis=-1) / count[..., None]
     with np.errstate(invalid="ignore", divide="ignore"):
         bins = np.asarray(sums.correct) / np.asarray(sums.count)
     return np.concatenate([bins, means], axis=-1)
@@ -36,7 +36,7 @@ def row_json(sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right",
     whole, drawn = metrics.total(sums), draws_of(sums, seed)
     row |= ece_json(metrics.error_interval(sums, seed=seed), bins=len(whole.count), closed=closed)
     row["reliability"] = reliability_json(whole, drawn["bins"])
-    ends = {name: metrics.percentile_interval(drawn[name]) for name in _MEANS}
+    ends = {name: metrics.percentile_interval(drawn[name]) for name in ("nll", "brier", "accuracy")}
     row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in ends.items()}
     return row
 

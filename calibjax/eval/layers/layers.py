@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
+from calibjax.eval.figures_json import draws_of
 from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
@@ -19,6 +20,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
+_FIGURES = ("accuracy", "confidence", "nll", "ece", "mce")
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "correct")
 
 
@@ -260,7 +262,7 @@ def layers_json(
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
     for layer, own in enumerate(sums):
-        row = {"layer": layer, "agreement": float(agreement[layer]), **interval_figures(own, tuple(_FIGURES), seed)}
+        row = {"layer": layer, "agreement": float(agreement[layer]), **interval_figures(own, _FIGURES, seed)}
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)
@@ -269,20 +271,15 @@ def layers_json(
     return {"curves": rows, "phase": phase_json}
 
 
-_FIGURES: dict[str, Callable[[CalibrationSums], Any]] = {
-    "accuracy": lambda sums: sums.whole()[2] / sums.whole()[0],
-    "confidence": lambda sums: sums.whole()[1] / sums.whole()[0],
-    "nll": lambda sums: sums.nll / sums.whole()[0],
-    "ece": metrics.ece_from_sums,
-    "mce": metrics.mce_from_sums,
-}
-
-
 def interval_figures(sums: CalibrationSums, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, float]]:
     """Figures of `metrics.summarise`, each as `{"value", "low", "high"}` with its 95% interval over groups."""
-    values = metrics.summarise(sums)
+    values, drawn = metrics.summarise(sums), draws_of(sums, seed)
     figures = {}
     for name in names:
-        low, high = metrics.bootstrap_interval(sums, _FIGURES[name], seed=seed)
+        if name in ("ece", "mce"):
+            error = metrics.error_interval(sums, norm="l1" if name == "ece" else "max", seed=seed)
+            low, high = error.low, error.high
+        else:
+            low, high = metrics.percentile_interval(drawn[name])
         figures[name] = {"value": values[name], "low": low, "high": high}
     return figures
