@@ -97,7 +97,7 @@ def contenders(
     base: Outcome,
     names: tuple[str, ...],
     *,
-    however_large: bool = True,
+    however_large: bool,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
 
