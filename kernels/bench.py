@@ -207,7 +207,9 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
     _progress(f"{TASKS[task].title}: compile {name} for {chip}")
     kernel = contenders.contenders(problem, ahead_of_time=True)[name].kernel
     saves = problem.save_logits or name.startswith("linear_cross_entropy")
-    products = TASKS[task].recomputing if kernel and not saves else TASKS[task].products
+    products = TASKS[task].products
+    if kernel and not saves:
+        products = TASKS[task].recomputing + (problem.dh_waits and 0 in TASKS[task].differentiated)
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}
     build, sizes = contenders.program_of_sizes, (problem.tokens, problem.vocab)
     try:

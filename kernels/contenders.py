@@ -40,6 +40,11 @@ class Problem:
             f"{', logits saved' if self.save_logits else ''}"
         )
 
+    @property
+    def dh_waits(self) -> bool:
+        """Whether `vocab_stats` on a TPU forms dh in the backward pass, by two products: it has two weights on W."""
+        return self.softcap is not None and self.label_smoothing > 0
+
     def product_flops(self) -> int:
         """Of one product N·D·V."""
         return 2 * self.tokens * self.width * self.vocab
@@ -235,7 +240,9 @@ def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
         return (problem.tokens,), (2 * block, 4 * block)
     saved = problem.save_logits or name.startswith("linear_cross_entropy")
     kernels = {"hidden": ("rows",), "both": ("rows", "unembedding")}.get(task, ("statistics",))
-    if saved and task == "both":
+    if problem.dh_waits and task == "hidden":
+        kernels = ("statistics", "d_hidden")
+    if (problem.dh_waits or saved) and task == "both":
         kernels = ("statistics", "d_hidden", "unembedding")
     inputs = (problem.tokens, problem.width, jnp.dtype(problem.dtype).itemsize)
     return our_points(chip, kernels, inputs, saved)

@@ -130,16 +130,13 @@ def jets_of_levels(gaps, log_ratio, log_tops, scale):
     return log_tops + np.logaddexp(0.0, x), -gaps * q, gaps**2 * q * (1 - q)
 
 
-def test_the_default_scales_are_octaves():
-    """K/L exponentials a logit: scales that double only nearly would cost K."""
-    assert octaves(SCALES) == 6
-
-
 def test_the_default_scales_with_two_levels_of_logits():
     """The steepest curves that a vocabulary can have: all mass moves between two levels at one scale.
 
-    V = 262,144. Errors relative to 1, 1/s and 1/s²: of a loss, and of its gradients in log s.
+    V = 262,144. Errors relative to 1, 1/s and 1/s²: of a loss, and of its gradients in log s. The scales are octaves:
+    K/L exponentials a logit, where scales that double only nearly would cost K.
     """
+    assert octaves(SCALES) == 6
     family = levels()
     values = [np.stack(x, axis=1) for x in zip(*(jets_of_levels(*family, node) for node in SCALES), strict=True)]
     worst = np.zeros(3)
