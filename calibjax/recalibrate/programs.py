@@ -20,17 +20,19 @@ from calibjax.recalibrate.saved import Recalibrator
 from calibjax.runtime.errors import UserError
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d")}
-_NAMES = {"n": "n", "k": "k", "d": "d"}
-_LEAST = {"n": 1, "k": 2, "d": 1}
+_AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d"), "confidences": ("n", "c")}
+_NAMES = {"n": "n", "k": "k", "d": "d", "c": "c"}
+_LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}
 _WHOLE = {"few_shot": "it calibrates each slice from all of its predictions together"}
 """Methods whose value for one prediction depends on the others', and why."""
 _SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
     "vector": lambda state: {"k": len(state.slope)},
     "one_vs_rest_platt": lambda state: {"k": len(state.slope)},
     "matrix": lambda state: {"k": len(state.intercept)},
+    "structured_matrix": lambda state: {"k": len(state.intercept)},
     "dirichlet": lambda state: {"k": len(state.intercept)},
     "g_layers": lambda state: {"k": len(state.inner)},
+    "stacking": lambda state: {"c": len(state.weights)},
     "lore": lambda state: {"d": state.features.shape[1]},
     "ats": lambda state: {"d": len(state.params["params"]["gate_up"]["kernel"])},
 }

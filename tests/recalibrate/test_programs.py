@@ -26,6 +26,7 @@ def drawn(n, seed):
     labels = np.array([rng.choice(5, p=row) for row in p / p.sum(1, keepdims=True)])
     top = np.exp(logits.max(1)) / np.exp(logits).sum(1)
     fields = {"logits": logits, "confidence": top, "features": features, "unembedding": 2 * unembedding}
+    fields["confidences"] = np.stack([top, np.sqrt(top)], axis=1)
     fields = {name: value.astype(np.float32) for name, value in fields.items()}
     numbers = {"slices": np.arange(n) % 4, "categories": np.arange(n) % 3}
     numbers = {name: value.astype(np.int32) for name, value in numbers.items()}
