@@ -220,7 +220,7 @@ def test_the_array_is_named(tmp_path, capsys):
     save_head(tmp_path / "other", FittedHead(config, changed, 0.0, "ab" * 32))
     shutil.rmtree(tmp_path / "head/params")
     shutil.copytree(tmp_path / "other/params", tmp_path / "head/params")
-    with pytest.raises(UserError, match=rf"head/params: damaged \(the checksum of {name} differs\)"):
+    with pytest.raises(UserError, match=rf"head/params: .*the checksum of {name} differs"):
         load_head(tmp_path / "head")
     assert leaf.size
 
