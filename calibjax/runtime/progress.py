@@ -41,9 +41,11 @@ class _Timed(standard_tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """tqdm's, with a rate of 0, which it shows as "?", before the second step."""
+        """tqdm's, with a rate of 0, which it shows as "?", before the second step, and `left` where it is known."""
         rate = 1 / max(statistics.median(self._durations), 1e-9) if self._durations else 0.0
-        return {**super().format_dict, "rate": rate}
+        seconds = (self.total - self.n) / rate if self.total and rate else 0.0
+        left = f", about {self.format_interval(seconds)} left" if seconds >= 1 else ""
+        return {**super().format_dict, "rate": rate, "left": left}
 
 
 class Bar(_Timed, tqdm):  # pyright: ignore[reportGeneralTypeIssues]
@@ -70,7 +72,7 @@ class LineBar(_Timed):
     disable = True  # until it has been made: `close` is called where memory ended before
 
     def __init__(self, items: Iterable[Any] | None = None, **options: Any):
-        form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+        form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{left}{postfix}]"
         options |= {"mininterval": _EVERY, "miniters": 1, "bar_format": form, "file": _Lines()}
         super().__init__(items, **options)
 
