@@ -156,7 +156,8 @@ class ColumnOptions:
     Attributes:
         columns: names of columns that are not called confidence, correct, label, logits, probs, group or category, such
             as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
-            precedence over logits. confidences=NAME,NAME,... are several, which stacking makes one of.
+            precedence over logits. confidences=NAME,NAME,... are several, which stacking makes one of; the first is the
+            confidence where there is no other.
         tokens: of a table that holds responses of a server with a text that it scored, a row for each token; by
             default each answer is a row (docs/data.md).
         truth: file with the columns of the table that it lacks, such as correct: rows with the same custom_id or id, or

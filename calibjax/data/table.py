@@ -101,7 +101,8 @@ def read_table(
             or `.json`; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
-            confidence that is named takes precedence over logits. "confidences" -> names, separated by commas.
+            confidence that is named takes precedence over logits. "confidences" -> names, separated by commas; the
+            first is the confidence where the table has no other.
         skip_broken: leave out rows that cannot be read; a note counts them.
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
@@ -123,6 +124,8 @@ def read_table(
         if column not in reader.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
             columns[role], divisors[role] = match[1], float(match[2])
     names = _assigned(path, reader.names, columns)
+    if several:
+        names.setdefault("confidence", several[0])
     probabilities, logits = (None, None) if "confidence" in columns else reader.options(names)
     if logits is not None and ("label" in names or not outcomes):
         right = reader.classes(names["label"], logits) if "label" in names else None

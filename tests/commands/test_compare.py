@@ -493,7 +493,7 @@ def test_several_confidences_become_one(tmp_path, capsys):
     noisy = {name: np.clip(q + rng.normal(size=2000) * 0.4, 0, 1).round(4) for name in ("p_true", "minimum")}
     table = pa.table({**noisy, "correct": (rng.random(2000) < q).astype(int)})
     pa_csv.write_csv(table, tmp_path / "t.csv")
-    columns = ["--columns", "confidence=p_true,confidences=p_true,minimum"]
+    columns = ["--columns", "confidences=p_true,minimum"]
     args = ["--table", str(tmp_path / "t.csv"), *columns]
     assert main(["compare", *args, *QUICK, "--methods", "platt,stacking", "--save", str(tmp_path / "fitted")]) == 0
     assert load(tmp_path / "fitted").name == "stacking"
