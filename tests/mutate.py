@@ -407,7 +407,11 @@ TABLE = {
         ),
     ],
     "runtime/arrays.py": [
-        ("np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max)", "values", f"{OPERATOR} -k outside_the_vocabulary"),
+        (
+            "np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max)",
+            "values",
+            f"{OPERATOR} -k outside_the_vocabulary",
+        ),
     ],
 }
 """File -> rows of what is replaced, by what, and the tests that must kill it."""
