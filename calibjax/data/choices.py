@@ -84,8 +84,8 @@ def choice_sequences(
             raise UserError(f"{place}: the last token of the question is not the letter.")
         examples.append(Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)))
     sequences = make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad")
-    asked = tuple(subjects[i] for i in chosen)
-    return Choices(sequences, letters, cue, asked, too_long=len(ids) - len(short), read=len(ids))
+    chosen_subjects = tuple(subjects[i] for i in chosen)
+    return Choices(sequences, letters, cue, chosen_subjects, too_long=len(ids) - len(short), read=len(ids))
 
 
 def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:

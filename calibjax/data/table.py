@@ -405,7 +405,7 @@ class _Columns:
         return values
 
     def labels(self, name: str) -> np.ndarray:
-        """Text `[N]`: a cell that is text as it is; a whole number, also as a float, in digits; true and false.
+        """Text `[N]`: text unchanged, whole numbers (also of floats) in digits, and true or false.
 
         A row without a label is refused: several of them would be taken for one group.
         """

@@ -66,6 +66,6 @@ def of_logits(
         "logit_variance": variance,
     }
     if targets is not None:
-        found = jnp.take_along_axis(z, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
-        everything["target_logit"] = found[..., 0]
+        target = jnp.take_along_axis(z, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
+        everything["target_logit"] = target[..., 0]
     return everything

@@ -97,7 +97,7 @@ def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metri
 
 
 def _plain_array(value: Any) -> Any:
-    """What `numpy.asarray` makes of a list, a column of pandas or a tensor of PyTorch; anything else as it is."""
+    """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged."""
     foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
     return np.asarray(value) if foreign or isinstance(value, list) else value
 

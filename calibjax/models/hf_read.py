@@ -177,24 +177,24 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
     leaves = dict(dotted_leaves(abstract_params(config)))
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
     for rule, layer in family.stored(config, leaves):
-        experts, found = rule.experts(config), []
+        experts, present = rule.experts(config), []
         for expert in experts:
             entry = by_name.pop(rule.source.format(layer, expert), None)
             if entry is None:
                 problems["missing"].append(rule.full_name(family.prefix, layer, expert))
             else:
-                found.append(entry)
-        if len(found) < len(experts):
+                present.append(entry)
+        if len(present) < len(experts):
             continue
         layout = rule.layout(config)
         leading = (layer is not None) + (experts != (None,))
         expected, columns = layout.divide([leaves[target].shape[leading:] for target in rule.targets])
-        wrong = [entry for entry in found if entry.shape != expected]
-        unread = [entry for entry in found if entry.dtype not in FLOATS]
+        wrong = [entry for entry in present if entry.shape != expected]
+        unread = [entry for entry in present if entry.dtype not in FLOATS]
         problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]
         problems["not floating-point"] += [f"{entry.name} {entry.dtype}" for entry in unread]
         for target, part in zip(rule.targets, columns, strict=True):
-            pieces[target].append(Piece(tuple(found), layer, layout, part))
+            pieces[target].append(Piece(tuple(present), layer, layout, part))
     problems["unknown"] += [entry.name for entry in by_name.values()]
     if any(problems.values()):
         report = ""

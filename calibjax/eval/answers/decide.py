@@ -84,7 +84,9 @@ def decide(
         "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
         "(conformal risk control)",
         "options": f"the set of a new question{each} holds the right option with probability at least "
-        f"{1 - risk:.10g}; rows and new questions are exchangeable (split-conformal)",
+        f"{1 - risk:.10g}; rows and new questions are exchangeable (split-conformal). Its score is the "
+        "option's probability; options_aps: 1 minus the probability of all more probable options; options_raps: the "
+        "same minus 0.1 for each of them",
     }
     categories: dict[str, Any] = {}
     for name, at in rows.items():
