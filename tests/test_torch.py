@@ -196,7 +196,6 @@ def test_what_compare_kept(tmp_path):
     recalibrate.save(tmp_path / "kept", "platt", recalibrate.METHODS["platt"].fit(data))
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]) == 0
     assert recalibrate.load(tmp_path / "out")(data) == pytest.approx(0.75, abs=1e-3)
-    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "x"), "--also", "model-stablehlo"]) == 2
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "p"), "--also", "stablehlo"]) == 0
     program = export.deserialize(bytearray((tmp_path / "p" / "method.stablehlo").read_bytes()))
     assert program.call(np.float32([0.9])) == pytest.approx(0.75, abs=1e-3)
@@ -326,9 +325,7 @@ def test_the_guide(tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL):
         exec(block, scope)
     assert scope["generated"].scores.confidence.shape == (1, scope["generated"].sequences.shape[1] - 1)
-    log_probs = scope["log_probs"].detach().numpy()
-    np.testing.assert_allclose(scope["calibrated"], log_probs, atol=1e-5)  # StableHLO and PyTorch
-    assert scope["session"].get_outputs()[0].name == "log_scale"
+    np.testing.assert_allclose(scope["log_scale"], scope["same"], atol=1e-5)  # StableHLO and ONNX
     lm = load_model(tmp_path / "path/to/model")
     held_out = evaluate(lm, make_sequences(8, vocab_size=LLAMA_JSON["vocab_size"]), {"ats": head}).document
     metrics = {"schema": SCHEMA, "run": {"model": "path/to/model"}, "held_out": held_out}

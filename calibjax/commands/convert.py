@@ -11,7 +11,7 @@ import jax
 from calibjax.commands.common import JsonOptions
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files
-from calibjax.models.load import stored_dtype, tensor_dtypes
+from calibjax.models.load import stored_dtype
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_directory, check_orbax_path
@@ -60,7 +60,7 @@ def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str
         lm = load_model(options.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
     assert lm.path is not None
     if options.to == "orbax":
-        save_checkpoint(options.out, lm, dtype=dtype, tensor_dtypes=tensor_dtypes(options.model))
+        save_checkpoint(options.out, lm, dtype=dtype)
     else:
         save_model(options.out, lm.config, lm.params, like=lm.path, dtype=dtype)
     log(f"The model was converted to {options.to} in {dtype}: {lm!r}.")

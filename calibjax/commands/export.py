@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
-from calibjax.models.calibrated import head_program, model_program
+from calibjax.models.calibrated import head_program
 from calibjax.recalibrate.programs import check_program, onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.errors import UserError, about
@@ -49,12 +49,11 @@ class ExportOptions(HeadOptions):
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
         also: further files: the head, or the method that compare saved, as an ONNX model (onnx) or as a program of
-            StableHLO (stablehlo), or a program of a small base model with its head (model-stablehlo), which JAX runs
-            without calibjax.
+            StableHLO (stablehlo), which JAX runs without calibjax.
     """
 
     out: Path
-    also: tuple[Literal["onnx", "stablehlo", "model-stablehlo"], ...] = ()
+    also: tuple[Literal["onnx", "stablehlo"], ...] = ()
 
 
 def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -118,8 +117,6 @@ def write_export(
         )
     if "stablehlo" in also:
         more["head.stablehlo"] = head_program(head)
-    if "model-stablehlo" in also:
-        more["model.stablehlo"] = model_program(lm, head)
     if "onnx" in also:
         from calibjax.torch import to_onnx
 
@@ -134,7 +131,6 @@ _NEEDS = {
     "onnx": ("torch", "onnx", "onnxscript"),
     "method-onnx": ("onnx", "onnx_ir", "jax2onnx"),
     "stablehlo": ("flatbuffers",),
-    "model-stablehlo": ("flatbuffers",),
 }
 
 

@@ -1,17 +1,6 @@
-"""A model and its head together: calibrated probabilities of any text, and programs that need no calibjax.
-
-Programs are StableHLO of `jax.export`, which JAX runs on CPU, GPU and TPU:
-
-    from jax import export
-
-    program = export.deserialize(Path("DIR/head.stablehlo").read_bytes())
-    log_scale = program.call(features, mask)
-
-Batch and length are symbolic; parameters are constants of the program.
-"""
+"""A model and its head together: calibrated probabilities of any text, and the head as a program of its own."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +10,7 @@ from jax import export
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.data import Sequences
-from calibjax.heads import FittedHead, head_features
+from calibjax.heads import FittedHead
 from calibjax.models import decoder
 from calibjax.models.frozen import batch_stats, freeze
 from calibjax.models.model import LanguageModel
@@ -64,17 +53,13 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _logprobs(model, config, dtype, params, factor, frozen, batch, z):
+    """log softmax(exp(log_scale) · z), float32; the largest logit stays strictly the first."""
     _, log_scale = batch_stats(model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=())
-    return scaled_log_probs(z, log_scale)
-
-
-def scaled_log_probs(logits: Float[Array, "B T V"], log_scale: Float[Array, "B T"]) -> Float[Array, "B T V"]:
-    """log softmax(exp(log_scale) · logits), float32; the largest logit stays strictly the first."""
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
-    log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * logits, axis=-1)
+    best = jnp.argmax(z, axis=-1, keepdims=True)
+    log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
     # Rounding can make a near tie a tie, or the other way round.
     top = jnp.take_along_axis(log_probs, best, axis=-1)
-    others = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1) != best
+    others = jax.lax.broadcasted_iota(best.dtype, z.shape, z.ndim - 1) != best
     return jnp.where(others & (log_probs >= top), jnp.nextafter(top, -jnp.inf), log_probs)
 
 
@@ -132,69 +117,20 @@ def calibrated_confidence(
     return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)
 
 
-# --- programs ---
-
-_PLATFORMS = ("cpu", "cuda", "tpu")
-_LARGEST = 2**30  # bytes of weights; the format holds 2 GiB
-
-
 def head_program(head: FittedHead) -> bytes:
-    """The head alone as a serialized program.
+    """The head as a StableHLO program of `jax.export`, which JAX runs on CPU, GPU and TPU without calibjax.
 
-    Inputs: features (float32 `[B, T, F]`, see `HeadConfig.features`) and mask (bool `[B, T]`, False for padding).
-    Output: log_scale (float32 `[B, T]`).
+    Inputs, for any B and T: features (float32 `[B, T, F]`, see `HeadConfig.features`) and mask (bool `[B, T]`, False
+    for padding). Output: log_scale (float32 `[B, T]`).
     """
 
     def log_scale(features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-        return _log_scale(head, features, mask)
-
-    return _serialized(log_scale, None, ("float32", head.config.width), ("bool", None))
-
-
-def _log_scale(head: FittedHead, features: Float[Array, "B T F"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    segments = mask.astype(jnp.int32)
-    log_scale = head.config.build().apply({"params": head.params}, features, where=mask, segment_ids=segments)
-    return jnp.asarray(log_scale) + np.float32(head.log_factor)
-
-
-def model_program(lm: LanguageModel, head: FittedHead) -> bytes:
-    """A small model, of at most 1 GiB, with its head as a serialized program.
-
-    Inputs: tokens (int32 `[B, T]`) and mask (bool `[B, T]`, False for padding), T at most the model's largest number of
-    positions. Outputs: log-probabilities (float32 `[B, T, V]`, see `calibrated_logprobs`) and log_scale (float32
-    `[B, T]`).
-
-    Raises:
-        UserError: the head belongs to another model, or the model is larger.
-    """
-    check_base(lm, head)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
-    if size > _LARGEST:
-        raise UserError(
-            f"a program holds at most {_LARGEST >> 20:,} MiB of weights as constants; this model has {size >> 20:,}. "
-            "Export the head alone."
-        )
-    frozen = freeze(lm, head.config)
-    options: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": lm.config.logit_softcap}
-
-    def log_probs(tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> tuple[Array, Array]:
         segments = mask.astype(jnp.int32)
-        hidden = decoder.hidden_states(lm.config, lm.params, tokens, segment_ids=segments, dtype=lm.dtype)
-        logits = decoder.unembed(lm.config, lm.params, hidden)
-        matrix = frozen.unembedding.astype(lm.dtype)
-        features = head_features(head.config.features, hidden, matrix, logits=logits, **options)
-        log_scale = _log_scale(head, features, mask)
-        return scaled_log_probs(logits, log_scale), log_scale
+        scale = head.config.build().apply({"params": head.params}, features, where=mask, segment_ids=segments)
+        return jnp.asarray(scale) + np.float32(head.log_factor)
 
-    return _serialized(log_probs, lm.config.max_positions, ("int32", None), ("bool", None))
-
-
-def _serialized(function: Callable[..., Any], longest: int | None, *inputs: tuple[str, int | None]) -> bytes:
-    """The program of a function of arrays [B, T] or [B, T, F], given by dtype and F."""
-    limits = ["b >= 1", "t >= 1", *([] if longest is None else [f"t <= {longest}"])]
-    batch, length = export.symbolic_shape("b, t", constraints=limits)
-    shapes = [
-        jax.ShapeDtypeStruct((batch, length) if width is None else (batch, length, width), jnp.dtype(dtype))
-        for dtype, width in inputs
-    ]
-    return bytes(export.export(jax.jit(function), platforms=_PLATFORMS)(*shapes).serialize())
+    batch, length = export.symbolic_shape("b, t", constraints=["b >= 1", "t >= 1"])
+    features = jax.ShapeDtypeStruct((batch, length, head.config.width), jnp.float32)
+    mask = jax.ShapeDtypeStruct((batch, length), jnp.bool_)
+    exported = export.export(jax.jit(log_scale), platforms=("cpu", "cuda", "tpu"))(features, mask)
+    return bytes(exported.serialize())

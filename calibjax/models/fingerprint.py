@@ -10,7 +10,6 @@ from typing import Any
 import blake3
 import numpy as np
 from flax import traverse_util
-from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 from calibjax.models.config import DecoderConfig
@@ -70,15 +69,6 @@ def join_chunks(name: str, dtype: np.dtype, shape: Sequence[int], digests: bytes
     return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode() + digests).hexdigest()
 
 
-def join_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Returns the digests of all tensors `names`, of which each process has computed some in `digests`."""
-    if len(digests) == len(names):
-        return dict(digests)
-    mine = np.array([list(bytes.fromhex(digests.get(name, "00" * 32))) for name in names], np.uint8)
-    joined = multihost_utils.process_allgather(mine).max(axis=0)
-    return {name: row.tobytes().hex() for name, row in zip(names, joined, strict=True)}
-
-
 def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
     """Returns the fingerprint of a model from the digests of its tensors by name."""
     canonical = [distinctive(config), sorted(digests.items())]
@@ -98,14 +88,11 @@ def distinctive(config: Any) -> dict[str, Any]:
 def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a parameter tree on the host with dotted names; stacked tensors layer by layer."""
     for path, leaf in dotted_leaves(params):
-        yield from by_layer(path, np.asarray(leaf)).items()
-
-
-def by_layer(path: str, array: Any) -> dict[str, Any]:
-    """The tensors of the parameter at `path` by the names of their digests; stacked tensors layer by layer."""
-    if path.startswith("layers."):
-        return {layer_name(path, layer): piece for layer, piece in enumerate(array)}
-    return {path: array}
+        array = np.asarray(leaf)
+        if path.startswith("layers."):
+            yield from ((layer_name(path, layer), piece) for layer, piece in enumerate(array))
+        else:
+            yield path, array
 
 
 def dotted_leaves(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import config_from_hf, config_from_settings
-from calibjax.models.fingerprint import combine_digests, layer_name
+from calibjax.models.fingerprint import combine_digests
 from calibjax.models.gguf import gguf_entries, gguf_settings, is_gguf, read_gguf
 from calibjax.models.hf_read import Plan, TensorEntry, merge_mxfp4, plan_tensors, read_params
 from calibjax.models.hub import download, repository_of
@@ -66,7 +66,7 @@ def load_model(
     if is_checkpoint(folder):
         description, config = read_description(folder), config_from_hf(folder)
         tokenizer = find_tokenizer(folder, config)
-        params, fingerprint = restore_params(folder, description, config, dtype, mesh)
+        params, fingerprint = restore_params(folder, description, config, dtype, mesh), description["fingerprint"]
     else:
         plan = together(lambda: _plan(folder))
         config = plan.config
@@ -111,22 +111,6 @@ def stored_dtype(path: str | Path) -> str:
         return read_description(folder)["dtype"]
     kinds = {entry.dtype for entry in _read_entries(folder, read_config(folder))}
     return {"BF16": "bfloat16", "F16": "float16"}.get("".join(kinds), "float32")
-
-
-def tensor_dtypes(path: str | Path) -> dict[str, str]:
-    """Returns the dtypes of the tensors that are not stored as `stored_dtype`, by their names in `fingerprint`.
-
-    float64 is read, and reported, as float32. For `path` and errors see `load_model`.
-    """
-    folder = _find_folder(path)
-    if is_checkpoint(folder):
-        return dict(read_description(folder)["tensor_dtypes"])
-    plan, common = _plan(folder), stored_dtype(folder)
-    dtypes = {}
-    for path, pieces in plan.pieces.items():
-        for piece in pieces:
-            dtypes[layer_name(path, piece.layer)] = piece.dtype.name if piece.dtype.itemsize == 2 else "float32"
-    return {name: dtype for name, dtype in dtypes.items() if dtype != common}
 
 
 def read_config(path: str | Path) -> DecoderConfig:

@@ -6,7 +6,7 @@
 `CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
 `CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
 Both change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the temperature of
-a request. On TPUs, `calibjax.torch.tpu_inference` serves the JAX models that it knows.
+a request. vLLM's models for TPUs have another layer of logits, which this plugin does not replace.
 """
 
 import inspect
@@ -35,11 +35,7 @@ def register() -> None:
     if mode not in ("calibrated", "unchanged"):
         raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
     if import_module("vllm.platforms").current_platform.is_tpu():
-        if mode != "calibrated":
-            raise HeadError(f"{LOGITS}={mode}: only calibrated is supported on TPUs.")
-        from calibjax.torch import tpu_inference
-
-        return tpu_inference.register(os.environ[HEAD])
+        raise HeadError(f"{HEAD}: vLLM's models for TPUs have another layer of logits. Unset it.")
     export = read_export(os.environ[HEAD])
     if export.head.reads_sequence or export.head.pooling == "sequence":
         raise HeadError(

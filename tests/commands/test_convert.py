@@ -112,7 +112,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path, converted, capsys):
             shutil.copy(converted / original, copy)
 
     stored = json.loads((copy / "calibjax.json").read_text())
-    for content in ("{", "[1]", json.dumps(stored | {"schema": 9}), json.dumps({"schema": 3})):
+    for content in ("{", "[1]", json.dumps(stored | {"schema": 9}), json.dumps({"schema": 4})):
         edit("calibjax.json", content, "not a checkpoint's description")
     settings = json.loads((copy / "config.json").read_text())
     edit("config.json", json.dumps(settings | {"rms_norm_eps": 1e-3}), r"config\.json is not the one")

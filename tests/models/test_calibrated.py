@@ -5,8 +5,6 @@ import functools
 import gc
 import json
 import shutil
-import subprocess
-import sys
 
 import chex
 import jax
@@ -208,34 +206,3 @@ def test_program_of_a_head(kind):
     segments = MASK.astype(np.int32)
     expected = head.config.build().apply({"params": head.params}, features, where=MASK, segment_ids=segments) + 0.1
     np.testing.assert_allclose(found[MASK], expected[MASK], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_program_of_a_model_where_calibjax_cannot_be_imported(tmp_path):
-    lm, head = the_lm(), random_head("transformer", 0.1, features=tuple(FEATURES))
-    tokens = np.random.default_rng(0).integers(0, VOCAB, MASK.shape).astype(np.int32)
-    (tmp_path / "program").write_bytes(calibrated.model_program(lm, head))
-    np.savez(tmp_path / "inputs.npz", tokens, MASK)
-    code = """
-import sys, numpy, pathlib
-sys.modules["calibjax"] = None
-from jax import export
-given = numpy.load("inputs.npz")
-program = export.deserialize(bytearray(pathlib.Path("program").read_bytes()))
-numpy.savez("found.npz", *program.call(*(given[name] for name in given.files)))
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
-    with np.load(tmp_path / "found.npz") as found:
-        log_probs, log_scale = (found[name] for name in found.files)
-    expected = calibrated_logprobs(lm, head, tokens, segment_ids=MASK.astype(np.int32))
-    np.testing.assert_allclose(log_probs[MASK], expected[MASK], atol=1e-5)
-    np.testing.assert_array_equal(log_probs[MASK].argmax(-1), expected[MASK].argmax(-1))
-    assert np.isfinite(log_scale[MASK]).all()
-
-
-def test_programs_that_cannot_be(monkeypatch):
-    with pytest.raises(UserError, match="another base model"):
-        calibrated.model_program(make_lm(seed=1), random_head("linear"))
-    monkeypatch.setattr(calibrated, "_LARGEST", 1 << 10)
-    with pytest.raises(UserError, match="at most 0 MiB of weights"):
-        calibrated.model_program(the_lm(), random_head("linear"))
