@@ -1,7 +1,6 @@
 """What is on disk is verified when it is read: single bits flipped in a head, a converted model, a checkpoint."""
 
 import gc
-import json
 import shutil
 from collections import Counter
 
@@ -13,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import model_tensors, write_model
 
 from calibjax import FittedHead, HeadConfig, UserError, load_head, load_model, save_head
-from calibjax.cli import main
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime import checksums
 from calibjax.runtime.checksums import array_digests, read_checksums, write_checksums
