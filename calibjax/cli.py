@@ -205,10 +205,8 @@ def _execute(options: Any, run: Run) -> int:
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
-    from calibjax.runtime.options import check_options
 
     try:
-        check_options(options)
         if hasattr(options, "devices"):
             options.devices.join()
         prints = not hasattr(options, "devices") or is_first()

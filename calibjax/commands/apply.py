@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ class ApplyOptions(TableOptions, JsonOptions):
         json: print the figures as one JSON document.
     """
 
-    heading: ClassVar[str] = "data"
     method: Path
     budget: Count | None = None
     out: Path

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +62,16 @@ class ModelOptions:
         dtype: compute dtype of the model; by default bfloat16 on accelerators where its weights are, else float32.
     """
 
-    heading: ClassVar[str] = "model"
     model: str
     adapter: Path | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     devices: DeviceOptions = presentation(DeviceOptions())
+
+    def load(
+        self, mesh: Mesh, log: Callable[[str], None] | None = None, *, stored: DTypeLike | None = None
+    ) -> "LanguageModel":
+        """The model, placed by `load_placed`."""
+        return load_placed(self.model, mesh, self.dtype, stored=stored, adapter=self.adapter, log=log)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,20 +83,20 @@ class ChatOptions:
         system: text of a system message before it.
     """
 
-    heading: ClassVar[str] = "model"
     chat: bool | None = None
     system: Annotated[str, AnyText()] | None = None
 
     def applies(self, lm: "LanguageModel", log: Callable[[str], None]) -> bool:
         """Whether prompts are messages, which is logged; raises `UserError` if there is no template for it."""
-        template = bool(lm.tokenizer.chat_template)
         if self.chat is False and self.system is not None:
             raise UserError("--system: only a chat template writes a system message. Leave out --no-chat.")
-        if not template and (self.chat or self.system is not None):
-            raise UserError("--chat, --system: the model has no chat template. Leave them out.")
-        if template and self.chat is not False:
+        if not lm.tokenizer.chat_template:
+            if self.chat or self.system is not None:
+                raise UserError("--chat, --system: the model has no chat template. Leave them out.")
+            return False
+        if self.chat is not False:
             log("chat: prompts are messages in the model's chat template; --no-chat gives them as plain text")
-        return template and self.chat is not False
+        return self.chat is not False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,6 @@ class JsonOptions:
         json: print one JSON document to standard output at the end, and nothing else there.
     """
 
-    heading: ClassVar[str] = "output"
     json: bool = presentation(False)
 
 
@@ -117,7 +121,6 @@ class OutputOptions(JsonOptions):
         seed: seed of everything random.
     """
 
-    heading: ClassVar[str] = "output"
     out: Path = presentation()
     quiet: bool = presentation(False)
     seed: Seed = 0
@@ -131,7 +134,6 @@ class TrainingOutputOptions(OutputOptions):
         track: where the scalars of training go beside TensorBoard and train.jsonl.
     """
 
-    heading: ClassVar[str] = "output"
     track: TrackerName = presentation("tensorboard")
 
 
@@ -144,7 +146,6 @@ class BinningOptions:
         closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
     """
 
-    heading: ClassVar[str] = "evaluation"
     bins: Bins = presentation(15)
     closed: Literal["right", "left", "none"] = presentation("right")
 
@@ -164,7 +165,6 @@ class ColumnOptions:
             else in the same order.
     """
 
-    heading: ClassVar[str] = "data"
     columns: tuple[str, ...] = ()
     tokens: bool = False
     truth: Path | None = None
@@ -193,52 +193,8 @@ class TableOptions(ColumnOptions):
         skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
     """
 
-    heading: ClassVar[str] = "data"
     table: Path
     skip_broken: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceOptions:
-    """The text of a command.
-
-    Attributes:
-        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
-        split: split of a hub data set or directory.
-        text: how text becomes sequences of tokens.
-    """
-
-    heading: ClassVar[str] = "data"
-    data: str
-    split: str | None = None
-    text: "DataOptions" = dataclasses.field(default_factory=lambda: DataOptions())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions(SourceOptions):
-    """The text of a command, and which part of it is held out.
-
-    Attributes:
-        fit_fraction: fraction of the sequences to fit on; the rest is held out. A row is never on both sides.
-        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. A single row,
-            such as one text file, is cut once.
-    """
-
-    heading: ClassVar[str] = "data"
-    fit_fraction: Fraction = 0.6
-    split_order: Literal["shuffled", "sequential"] = "shuffled"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalDataOptions:
-    """Text to evaluate on beside the part that is held out.
-
-    Attributes:
-        eval_data: further sets to evaluate on: files, directories or hub ids.
-    """
-
-    heading: ClassVar[str] = "data"
-    eval_data: tuple[str, ...] = presentation(())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,8 +215,6 @@ class DataOptions:
         packing: pack several short examples into one sequence, each attending to itself alone; --no-packing pads.
         examples: keep only the first so many sequences.
     """
-
-    heading: ClassVar[str] = "data"
 
     text_column: str | None = None
     prompt_template: Annotated[str, AnyText()] | None = None
@@ -341,18 +295,55 @@ class DataOptions:
         return sets
 
 
-@contextlib.contextmanager
-def attention(options: Any) -> Iterator[None]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """The text of a command.
+
+    Attributes:
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id.
+        split: split of a hub data set or directory.
+        text: how text becomes sequences of tokens.
+    """
+
+    data: str
+    split: str | None = None
+    text: DataOptions = DataOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions(SourceOptions):
+    """The text of a command, and which part of it is held out.
+
+    Attributes:
+        fit_fraction: fraction of the sequences to fit on; the rest is held out. A row is never on both sides.
+        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. A single row,
+            such as one text file, is cut once.
+    """
+
+    fit_fraction: Fraction = 0.6
+    split_order: Literal["shuffled", "sequential"] = "shuffled"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalDataOptions:
+    """Text to evaluate on beside the part that is held out.
+
+    Attributes:
+        eval_data: further sets to evaluate on: files, directories or hub ids.
+    """
+
+    eval_data: tuple[str, ...] = presentation(())
+
+
+def attention(options: Any) -> contextlib.AbstractContextManager[Any]:
     """Within it, attention is cuDNN's where the options of a command choose it."""
     if not (hasattr(options, "devices") and options.devices.cudnn_attention):
-        yield
-        return
+        return contextlib.nullcontext()
     from calibjax.nn.attention import cudnn_attention
 
     if getattr(options, "dtype", None) == "float32":
         raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
-    with cudnn_attention(True):
-        yield
+    return cudnn_attention(True)
 
 
 def load_placed(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import load_placed, split_text
+from calibjax.commands.common import split_text
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.compare import Contender, Material, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
@@ -33,7 +33,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
     assert options.model is not None
     assert options.data is not None
     log, mesh = context.log, context.mesh
-    lm = load_placed(options.model, mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = options.load(mesh, log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     plan = make_plan(AtsOptions(), lm.config.hidden_size)

@@ -37,7 +37,6 @@ class DecideOptions(TableOptions, JsonOptions):
         out: file to write, .json: thresholds and figures.
     """
 
-    heading = "data"
     risk: Fraction = 0.05
     level: Fraction = 0.9
     claims: bool = False

@@ -54,7 +54,7 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Docum
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
-    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = options.load(context.mesh, log)
     edits = 1 + len(options.swept(lm.config.num_layers)) * len(options.strengths)
     material = together(functools.partial(_read, options, lm, log))
     fit, held_out = material.halves

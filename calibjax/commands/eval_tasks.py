@@ -75,7 +75,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
     manager = together(functools.partial(check_tasks, names, assets))
     context = common.begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
-    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = options.load(context.mesh, log)
     chat = Chat(options.system) if options.applies(lm, log) else None
     heads = _heads(options, lm, log)
     document = evaluate_tasks(lm, tasks, heads, options, context, chat=chat, probes=with_probes)

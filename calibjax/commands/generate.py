@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions, load_placed
+from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
@@ -16,7 +16,7 @@ from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.distributed import is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
-from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed, check_options
+from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed
 from calibjax.train import head_notes, load_head
 
 
@@ -49,7 +49,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
 
 def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Runs the command; returns texts and tokens."""
-    check_options(options)
     if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")
     sampling = Sampling(
@@ -62,7 +61,7 @@ def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[st
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    lm = load_placed(options.model, options.devices.make_mesh(), options.dtype, adapter=options.adapter)
+    lm = options.load(options.devices.make_mesh())
     chat = options.applies(lm, log)
     generated = generate(
         lm,

@@ -28,8 +28,18 @@ from calibjax.runtime.options import Positional, check_value, command_line, flag
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
 
-HEADINGS = ("model", "data", "method", "evaluation", "output", "device")
-"""In the order of the help. An options class names its own by a class variable `heading`; without one it is method."""
+HEADINGS = {
+    "model": ("ModelOptions", "ChatOptions"),
+    "data": (
+        *("ColumnOptions", "TableOptions", "SourceOptions", "TextOptions", "EvalDataOptions", "DataOptions"),
+        *("ApplyOptions", "DecideOptions"),
+    ),
+    "method": (),
+    "evaluation": ("BinningOptions", "TrainLhtsOptions"),
+    "output": ("JsonOptions", "OutputOptions", "TrainingOutputOptions"),
+    "device": ("DeviceOptions",),
+}
+"""Heading of the help -> the classes that declare its options; those of all other classes are of the method."""
 CONFIG = "run.yaml"
 
 _CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
@@ -113,7 +123,7 @@ def list_options(options_type: type, default: Any = None, path: Fields = ()) -> 
             yield from list_options(typing.cast(type, hint), None if value is dataclasses.MISSING else value, at)
             continue
         declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
-        heading = declared.__dict__.get("heading", "method")
+        heading = next((name for name, classes in HEADINGS.items() if declared.__name__ in classes), "method")
         unset = getattr(options_type, "unset_value", lambda name: None)(field.name) if value is None else None
         yield Option(at, flag_of(field), heading, hint, value, unset, documented.get(field.name, ""))
 

@@ -47,7 +47,7 @@ class TrainAtsOptions(
 def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("train ats", options, log)
-    lm = common.load_placed(options.model, context.mesh, options.dtype, adapter=options.adapter, log=log)
+    lm = options.load(context.mesh, log)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
     read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,6 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
         lhts: how the student is trained.
     """
 
-    heading: ClassVar[str] = "evaluation"
     fit_fraction: Fraction = 0.9
     partition: bool = True
     myopic: tuple[NonNegative, ...] = common.presentation((1.0, 0.5, 0.0))
@@ -73,9 +72,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
 def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("train lhts", options, log)
-    base = common.load_placed(
-        options.model, context.mesh, options.dtype, stored=jnp.float32, adapter=options.adapter, log=log
-    )
+    base = options.load(context.mesh, log, stored=jnp.float32)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)

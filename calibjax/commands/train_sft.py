@@ -48,9 +48,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
     context = common.begin("train sft", options, log)
     adapters = options.sft.lora is not None
     stored = None if adapters else jnp.float32
-    base = common.load_placed(
-        options.model, context.mesh, options.dtype, stored=stored, adapter=options.adapter, log=log
-    )
+    base = options.load(context.mesh, log, stored=stored)
     options.sft.check_model(base.config)
     compute = base.dtype
     assert base.path is not None

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -35,7 +35,6 @@ class DeviceOptions:
             the same bits.
     """
 
-    heading: ClassVar[str] = "device"
     mesh: str | None = None
     distributed: bool = False
     coordinator: str | None = None

@@ -40,15 +40,15 @@ _Computation = dict[str, _Instruction]
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.+?) ([a-z][\w-]*)\((.*)")
 
 
-def collectives(text: str, turns: int = 1) -> tuple[dict[str, Collective], int]:
+def collectives(text: str) -> tuple[dict[str, Collective], int]:
     """The collectives of an HLO module by kind, and the number of loops whose length the text does not tell.
 
-    Such loops count `turns` times. A collective that the TPU compiler spreads over several fusions counts where it
+    The body of such a loop counts once. A collective that the TPU compiler spreads over several fusions counts where it
     starts.
     """
     moved: dict[str, Collective] = {}
     unknown = 0
-    for x, times, length in _executed(text, turns):
+    for x, times, length in _executed(text):
         kind = x.opcode.removesuffix("-start")
         unknown += length is None
         if kind in KINDS:
@@ -61,12 +61,12 @@ def collectives(text: str, turns: int = 1) -> tuple[dict[str, Collective], int]:
 def executions(text: str) -> dict[str, int]:
     """How often each instruction of an HLO module runs, by name; those in loops of unknown length as if it were 1."""
     counts: dict[str, int] = {}
-    for x, times, _ in _executed(text, 1):
+    for x, times, _ in _executed(text):
         counts[x.name] = counts.get(x.name, 0) + times
     return counts
 
 
-def _executed(text: str, turns: int) -> Iterator[tuple[_Instruction, int, int | None]]:
+def _executed(text: str) -> Iterator[tuple[_Instruction, int, int | None]]:
     """Every instruction, how often it runs, and the length of a loop: None where it is unknown, else 1."""
     computations, entry = _parse(text)
 
@@ -75,7 +75,7 @@ def _executed(text: str, turns: int) -> Iterator[tuple[_Instruction, int, int | 
             length = _length(computations, x, computation) if x.opcode == "while" else 1
             yield x, times, length
             if x.opcode == "while":
-                yield from walk(computations[_called(x, "body")[0]], times * (turns if length is None else length))
+                yield from walk(computations[_called(x, "body")[0]], times * (length or 1))
             elif x.opcode in ("fusion", "call", "conditional", "async-start"):
                 for name in _called(x, "calls", "to_apply", "branch_computations"):
                     yield from walk(_begun(computations[name]), times)

@@ -1,6 +1,5 @@
 """`calibjax plan`: what follows from the shapes against hand counts, what is read from programs, and a real compile."""
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -9,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from published_sizes import PUBLISHED
@@ -23,7 +21,6 @@ from calibjax.commands.plan import (
     Job,
     _note,
     build,
-    cache_bytes,
     compile_step,
     device_bytes,
     flops,
@@ -37,7 +34,7 @@ from calibjax.models.shapes import SHAPES
 from calibjax.runtime.compilers import DoesNotCompile, compiler_version, with_compiler
 from calibjax.runtime.hlo import collectives, executions
 from calibjax.runtime.sharding import make_mesh
-from calibjax.train.options import AtsOptions
+from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.sft import SftOptions
 
 needs_compiler = pytest.mark.skipif(
@@ -46,15 +43,11 @@ needs_compiler = pytest.mark.skipif(
 
 
 def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, seq=1024, head="linear", **sft):
-    options = SftOptions(batch_size=batch, **sft)
-    fields = {
-        "batch": batch,
-        "seq": seq,
-        "mesh": mesh,
-        "dtype": "bfloat16",
-        "ats": AtsOptions(head=head, features="hidden_states"),
-    }
-    return Job(config=SHAPES[model], objective=objective, sft=options, **fields)
+    config, method = SHAPES.get(model, model), SftOptions(batch_size=batch, **sft)
+    if objective == "ats":
+        options = AtsOptions(head=head, features="hidden_states", batch_size=batch)
+        method = make_plan(options, config.hidden_size)
+    return Job(config, method, seq, mesh, "bfloat16")
 
 
 # --- bytes ---
@@ -74,16 +67,10 @@ def test_bytes_of_fine_tuning(mesh, divided):
 
 
 def test_bytes_of_frozen_models():
-    """bfloat16 weights; of the evaluation a linear head (D + 1 numbers in float32) and two temperatures too."""
     job = make_job("gemma-2-9b", mesh=(1, 8, 2))
-    program = build(job, job.abstract_mesh())
-    norms, head = (4 * 42 + 1) * 3584, 4 * (3584 + 1)
+    program, norms = build(job, job.abstract_mesh()), (4 * 42 + 1) * 3584
     assert device_bytes(program.parameters) == 2 * ((PUBLISHED["gemma-2-9b"] - norms) // 16 + norms)
     assert program.optimizer is None
-    job = make_job("gemma-2-9b", objective="eval", mesh=(1, 8, 2))
-    evaluation = build(job, job.abstract_mesh())
-    assert device_bytes(evaluation.parameters) == device_bytes(program.parameters) + head + 2 * 4
-    assert evaluation.optimizer is None
 
 
 def test_bytes_of_adapters():
@@ -96,14 +83,10 @@ def test_bytes_of_adapters():
     assert device_bytes(program.optimizer) == 2 * adapters + 2 * 4
 
 
-@pytest.mark.parametrize(
-    "objective", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ats", "eval", "generate"))]
-)
+@pytest.mark.parametrize("objective", ["sft", pytest.param("ats", marks=pytest.mark.slow)])
 def test_bytes_as_xla_counts_them(objective):
     """The program of a small model, compiled for 8 virtual devices: its arguments take the bytes that are planned."""
-    config = make_lm().config
-    job = dataclasses.replace(make_job(objective=objective, mesh=(2, 2, 2), batch=8, seq=16), config=config)
-    job = dataclasses.replace(job, new_tokens=8 if objective == "generate" else 0)
+    job = make_job(make_lm().config, objective=objective, mesh=(2, 2, 2), batch=8, seq=16)
     mesh = make_mesh(job.mesh)
     program = build(job, mesh)
     with jax.set_mesh(mesh):
@@ -142,26 +125,6 @@ def test_operations_of_temperatures():
     found = traced_flops(make_job())
     print(f"{found:.6e}, expected {blocks + unembedding + head:.6e}")
     assert found == pytest.approx(blocks + unembedding + head, rel=1e-4)
-
-
-def test_operations_of_generation():
-    """The prompts, and each further token once, which attends to every column of the cache, filled or not."""
-    job = dataclasses.replace(make_job(objective="generate"), new_tokens=17)
-    program = build(job)
-    found = flops(program.function.trace(*program.arguments).jaxpr, job.turns)
-    kernels = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
-    tokens, rows, attended = 64 * (1024 + 16), 64 * 17, 64 * (1024 * ATTENDED + 16 * (1024 + 16))
-    blocks = 32 * (2 * tokens * kernels + 2 * 2 * attended * 4096)
-    expected = blocks + 2 * rows * 128256 * 4096 + 2 * tokens * 4096  # unembedding of last columns; head of D numbers
-    print(f"{found:.6e}, expected {expected:.6e}")
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(("mesh", "divided"), [((1, 16, 1), 16), ((2, 2, 4), 16), ((1, 1, 16), 1)])
-def test_kept_keys_and_values(mesh, divided):
-    """32 layers, 64 rows, 1,024 + 16 columns, 8 heads of 128 in bfloat16, twice; 8 heads do not divide among 16."""
-    job = dataclasses.replace(make_job(objective="generate", mesh=mesh), new_tokens=17)
-    assert cache_bytes(job) == 2 * 2 * 32 * 64 * 1040 * 8 * 128 // divided
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -335,7 +298,7 @@ def test_what_does_not_fit_is_read():
 
 def test_what_jaxlib_cannot_read_is_reported():
     """libtpu 0.0.51 writes such programs for v5p and v6e: their memory is known, what they move is not."""
-    found = Compiled(arguments=1, total=2, flops=3.0, collectives=None, unknown_loops=0)
+    found = Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
     assert "jaxlib cannot read libtpu's program" in _note(found, parse_topology("v5p:2x2x1"))
 
 
@@ -415,7 +378,8 @@ def test_without_the_compiler(monkeypatch, capsys):
     monkeypatch.setattr("calibjax.runtime.compilers.compiler_version", lambda platform: None)
     assert main(["plan", "--model", "gpt2", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "From the shapes alone: the TPU compiler is not installed" in out
+    assert "From the shapes alone" in out
+    assert 'The compiler is not installed: pip install "jax[tpu]".' in out
     assert "This probably fits, at" in out
     assert "probably yes, with" in out
 
@@ -515,4 +479,3 @@ def test_a_step_of_8b_compiles_for_v5e():
     received += found.collectives["collective-permute"].bytes if "collective-permute" in found.collectives else 0
     print(f"received {received:.4e}, the weights by hand {weights:.4e}")
     assert 0.95 * weights < received < 1.4 * weights
-    assert np.isclose(found.flops, traced_flops(make_job(head="mlp")), rtol=0.02)
