@@ -30,32 +30,24 @@ from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
 MAX_LOG_FACTOR = 6.0  # of the refitted factor, in absolute value: the bounds of `fit_temperature`
-# The distribution is uniform to every digit of float32 long before, but s stays a normal number, so that the most
-# likely token remains distinct.
-NO_MIN_SCALE = 1e-30
-
+NO_MIN_SCALE = 1e-30  # uniform to every digit of float32, but a normal number: the most likely token remains distinct
 
 Mask = Bool[Array, "B T"] | None
 Segments = Int[Array, "B T"] | None
 
 
 class Feature(NamedTuple):
-    """One entry of `FEATURES`.
+    """One entry of `FEATURES`."""
 
-    `width` is its numbers a token, None for D, the width of the hidden states. `function` computes it `[..., width]`
-    from these `statistics` of `vocab_stats` at s = 1; None where it reads the unembedding, too.
-    """
-
-    width: int | None
-    statistics: tuple[str, ...] = ()
-    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None
+    width: int | None  # numbers a token; None: D, as the hidden states
+    statistics: tuple[str, ...] = ()  # what it is computed from, of `vocab_stats` at s = 1
+    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None  # None where it reads the unembedding, too
 
 
 def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
-    """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z, of the base model.
+    """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z; 0 for a token that does not count.
 
-    What entropy-based and parameterised temperature scaling read (arXiv 2206.08957, 2102.12182 and 2207.06211), and how
-    far the rest of the vocabulary lies below the most likely token. A token that does not count has 0.
+    What entropy-based and parameterised temperature scaling read (arXiv 2206.08957, 2102.12182 and 2207.06211).
     """
     largest = stats.require("max_logit")
     numbers = (
@@ -84,10 +76,9 @@ _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"
 
 
 class _Head(nn.Module, kw_only=True):
-    """A head that reads features; for its fields see `HeadConfig`.
+    """A head that reads features `[B, T, F]`; for its fields see `HeadConfig`. Returns float32 `[B, T]`.
 
-    Called with features `[B, T, F]` and, by name, `where` (bool `[B, T]`, False for tokens that do not count) and
-    `segment_ids` (int `[B, T]`); both matter for the pooling over sequences. Returns float32 `[B, T]`.
+    `where` (False for tokens that do not count) and `segment_ids` matter for the pooling over sequences.
     """
 
     identity_start: bool = True
@@ -129,13 +120,7 @@ def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: 
 
 
 class ConstantTemperature(nn.Module):
-    """One learned log inverse temperature for every token. Reads nothing but the shape of the features.
-
-    Example:
-        >>> head, features = ConstantTemperature(), jnp.ones((1, 3, 4))
-        >>> head.apply({"params": {"log_scale": jnp.float32(-0.5)}}, features).tolist()
-        [[-0.5, -0.5, -0.5]]
-    """
+    """One learned log inverse temperature for every token. Reads nothing but the shape of the features."""
 
     min_scale: float = MIN_SCALE
 
@@ -162,7 +147,7 @@ class MLPHead(_Head):
 
     The norm makes one learning rate serve models whose hidden states differ by orders of magnitude. The authors' MLP
     reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output.
-    `intermediate_size` is the width of A and B, `dtype` that of these products; the output layer is float32.
+    `intermediate_size` is the width of A and B, `dtype` that of these products.
     """
 
     intermediate_size: int
@@ -185,10 +170,8 @@ class TransformerHead(_Head):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
-    authors' block is as wide as all features together. `dtype` is that of the block; the output layer is float32.
-
-    Called to `keep` a cache, or with one, on features of the tokens that follow those in it, it returns log_scale and
-    the new cache, which knows its columns by their segment ids.
+    authors' block is as wide as all features together. Called to `keep` a cache, or with one, on features of the tokens
+    that follow those in it, it also returns the new cache; it needs segment ids then.
     """
 
     block: BlockConfig
@@ -212,17 +195,15 @@ class TransformerHead(_Head):
         block = Block(self.block, dtype=self.dtype, name="block", **starts)
         if segment_ids is None:
             positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
-        elif cache is None:
-            positions = segment_positions(segment_ids)
-        else:
+            return self._output_log_scale(block(features, sequence_context(self.block, positions)), where, None)
+        if cache is not None:
             cache, positions = reserve(cache, segment_ids)
             context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
             mixed, new = block(features, context, cache.past)
             return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
-        context = sequence_context(self.block, positions, segment_ids)
+        context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
         if not keep:
             return self._output_log_scale(block(features, context), where, segment_ids)
-        assert segment_ids is not None
         mixed, new = block(features, context, None, keep)
         return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
 
@@ -241,8 +222,8 @@ class HeadEntry(NamedTuple):
 _SHARED = ("identity_start", "pooling", "min_scale")
 
 
-def _build_mlp(config: "HeadConfig") -> nn.Module:
-    return MLPHead(config.intermediate_size or config.hidden_size, normalize=config.normalize, **_shared(config))
+def _shared(config: "HeadConfig") -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _SHARED}
 
 
 def _build_transformer(config: "HeadConfig") -> nn.Module:
@@ -260,14 +241,13 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     return TransformerHead(block, **_shared(config))
 
 
-def _shared(config: "HeadConfig") -> dict[str, Any]:
-    return {name: getattr(config, name) for name in _SHARED}
-
-
 HEADS: dict[str, HeadEntry] = {
     "constant": HeadEntry(lambda config: ConstantTemperature(config.min_scale), ("min_scale",)),
     "linear": HeadEntry(lambda config: LinearHead(**_shared(config)), ("features", *_SHARED)),
-    "mlp": HeadEntry(_build_mlp, ("features", "intermediate_size", "normalize", *_SHARED)),
+    "mlp": HeadEntry(
+        lambda config: MLPHead(config.intermediate_size or config.hidden_size, config.normalize, **_shared(config)),
+        ("features", "intermediate_size", "normalize", *_SHARED),
+    ),
     "transformer": HeadEntry(_build_transformer, ("features", "intermediate_size", "num_heads", *_SHARED)),
 }
 """Kind of head -> how it is built, and what it reads of its configuration."""
@@ -286,7 +266,7 @@ class HeadConfig:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".
         hidden_size: D of the base model.
         features: names from `FEATURES`, joined along the last axis. Those with `statistics` cost one more product with
-            the unembedding, log_std_logits one with a D x D matrix.
+            the unembedding.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start, of every matrix.
         intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").
@@ -321,7 +301,7 @@ class HeadConfig:
 
     @property
     def reads_states(self) -> bool:
-        """Whether a feature is as wide as the model: its weights are many, and a linear head's are penalised."""
+        """Whether a feature is as wide as the model; a linear head's weights are penalised then."""
         return any(FEATURES[name].width is None for name in self.features)
 
     @property
@@ -332,7 +312,7 @@ class HeadConfig:
         return tuple(sorted({statistic for name in self.features for statistic in FEATURES[name].statistics}))
 
     def build(self) -> nn.Module:
-        """The module; raises `ValueError` for a transformer head whose attention heads do not divide `hidden_size`."""
+        """The module; raises `ValueError` where the attention heads of a transformer do not divide `hidden_size`."""
         return HEADS[self.kind].build(self)
 
     @property
@@ -368,13 +348,12 @@ def head_features(
     logits: Float[Array, "B T V"] | None = None,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T F"]:
-    """The features named, joined along the last axis, float32 (hidden states alone keep their dtype).
+    """The features of `FEATURES` named, joined along the last axis, float32 (hidden states alone keep their dtype).
 
     Args:
-        names: among `FEATURES`.
         hidden, unembedding, bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
-        covariance: of `logit_covariance`, to save its computation where log_std_logits is named.
-        logits, stats: of the tokens, the latter at s = 1, where they are at hand: to save the pass over the vocabulary.
+        covariance: of `logit_covariance`, where it is at hand, for log_std_logits.
+        logits, stats: of the tokens, the latter at s = 1, where they are at hand: no pass over the vocabulary then.
     """
     if names == ("hidden_states",):
         return hidden
@@ -399,16 +378,14 @@ def join_features(
     names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
 ) -> Float[Array, "*B F"]:
     """The features named, float32: those in `parts`, and others from the statistics at s = 1."""
-
-    def part(name: str) -> Array:
-        if name in parts:
-            return parts[name].astype(jnp.float32)
+    joined = []
+    for name in names:
         function = FEATURES[name].function
-        assert function is not None
-        assert stats is not None
-        return function(stats)
-
-    return jnp.concatenate([part(name) for name in names], axis=-1)
+        if name in parts or function is None or stats is None:
+            joined.append(parts[name].astype(jnp.float32))
+        else:
+            joined.append(function(stats))
+    return jnp.concatenate(joined, axis=-1)
 
 
 def check_log_factor(log_factor: float) -> None:
@@ -422,10 +399,7 @@ class FittedHead:
     """A head with its parameters and the base model that it belongs to.
 
     Attributes:
-        config: what it is.
-        params: its parameters.
-        log_factor: log of a common factor on every token's scale (the refitted temperature; 0 for none), from
-            −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`.
+        log_factor: log of a common factor on every token's scale (the refitted temperature), within ±`MAX_LOG_FACTOR`.
         fingerprint: of the base model's configuration and weights.
 
     Example:

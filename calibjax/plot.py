@@ -1,7 +1,8 @@
 """Plots of calibration: matplotlib axes in, axes out, from arrays or from the results of a run.
 
 Results are what `calibjax.evaluate` returned, the contents of a metrics.json, one of its sets, or one row of a set.
-`ax` are the axes to draw in, by default pyplot's current ones. Nothing global is changed.
+`ax` are the axes to draw in, by default pyplot's current ones. Nothing global is changed. Arrays out of range, and
+results without the method or the figures that are drawn, raise `UserError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,26 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["forest", "layers", "reliability", "risk_coverage", "temperature_histogram"]
 
-INK, MUTED = "#1c2530", "#7a838c"
-"""The colour of the text and a fainter one; a report replaces both by its own, light or dark."""
-LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
-"""Colours of lines: the colour-blind safe set of Okabe and Ito."""
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
-"""Markers of lines, so that colour is not the only difference."""
+INK, MUTED = "#1c2530", "#7a838c"  # text, and fainter; a report replaces both by its own, light or dark
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")  # Okabe and Ito's
+MARKS = ("o", "s", "^", "D", "v", "P", "X")  # of lines, so that colour is not the only difference
 _BLUE, _ORANGE, _GREEN = LINES[:3]
 _COLOURS = {
-    "uncalibrated": _ORANGE,
-    "base": _ORANGE,
-    "pretrained": _ORANGE,
-    "temperature": _BLUE,
-    "confidence_temperature": _BLUE,
-    "ats": _GREEN,
-    "base_temperature": "#e69f00",
-    "partition": "#e69f00",
-    "fine_tuned": _GREEN,
-    "fine_tuned_temperature": "#56b4e9",
-    "edited": _GREEN,
-    "lhts": _GREEN,
+    **dict.fromkeys(("uncalibrated", "base", "pretrained"), _ORANGE),
+    **dict.fromkeys(("ats", "fine_tuned", "edited", "lhts"), _GREEN),
+    **dict.fromkeys(("base_temperature", "partition"), LINES[4]),
+    "fine_tuned_temperature": LINES[5],
 }
 _NAMES = {"ece": "ECE", "mce": "MCE", "nll": "NLL", "kl": "KL from the last layer", "log_loss": "log loss"}
 
@@ -52,8 +42,7 @@ def reliability(
 ) -> "Axes":
     """Accuracy by confidence: a smooth curve with its 95% band, bins with whiskers, and the density below.
 
-    A point is a bin's accuracy at its mean confidence, with its 95% interval; the curve is `metrics.reliability_curve`
-    (kernel regression with the reflected Gaussian kernel); the strip on the bottom is the density of the confidences.
+    A point is a bin's accuracy at its mean confidence, with its 95% interval; the curve is `metrics.reliability_curve`.
     Points below the diagonal are overconfident.
 
     Args:
@@ -62,9 +51,6 @@ def reliability(
         method: of results with several, such as "ats"; by default the last one.
         bins: of the points, equal-width, closed on the right; results have their own.
         label, colour: of the curve; by default the colour of the method in a report.
-
-    Raises:
-        UserError: neither arrays nor results with this method.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -78,20 +64,21 @@ def reliability(
         points, curve = row["reliability"], row.get("curve")
     else:
         name, (points, curve) = method or "", _from_points(confidence, correct, bins)
-    colour = colour or _colour(name)
+    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
+    marks: Any = {"color": colour, "label": label}
     if curve is not None:
+        marks = {"color": INK}
         at = np.linspace(0, 1, len(curve["accuracy"]))
         accuracy, low, high, density = (_numbers(curve[key]) for key in ("accuracy", "low", "high", "density"))
         ax.fill_between(at, 0.13 * density / max(density.max(), 1e-30), color=colour, alpha=0.28, linewidth=0)
         ax.fill_between(at, low, high, color=colour, alpha=0.22, linewidth=0)
         ax.plot(at, accuracy, color=colour, linewidth=2, label=label)
-    full = [i for i, accuracy in enumerate(points["accuracy"]) if accuracy is not None]
-    x, y = (_numbers([points[key][i] for i in full]) for key in ("confidence", "accuracy"))
-    ends = [_numbers([points[end][i] for i in full]) if end in points else y for end in ("low", "high")]
-    reach = np.nan_to_num(np.stack([y - ends[0], ends[1] - y]).clip(min=0))
-    style = {"color": INK if curve is not None else colour, "linewidth": 1, "markersize": 3.5, "capsize": 2}
-    ax.errorbar(x, y, reach, fmt="o", label=label if curve is None else None, **style)
+    y = _numbers(points["accuracy"])
+    full = ~np.isnan(y)
+    x, y, low, high = (_numbers(points.get(key, y))[full] for key in ("confidence", "accuracy", "low", "high"))
+    reach = np.nan_to_num(np.stack([y - low, high - y]).clip(min=0))
+    ax.errorbar(x, y, reach, fmt="o", linewidth=1, markersize=3.5, capsize=2, **marks)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     return plain(ax)
 
@@ -102,21 +89,17 @@ def temperature_histogram(
     """Histogram of the temperatures of tokens, on a logarithmic axis, with the one of temperature scaling marked.
 
     Args:
-        temperatures: of tokens, > 0, any shape, 0 where a token does not count; or results (see the module).
+        temperatures: any shape, 0 where a token does not count; or results, of which `method` is read.
         fitted: temperature of temperature scaling; by default that of the results, where they have it.
-        method: of the results.
-
-    Raises:
-        UserError: no temperatures, or results without them.
     """
     ax = _axes(ax)
-    if isinstance(temperatures, Mapping) or hasattr(temperatures, "document"):
+    if isinstance(_set(temperatures), Mapping):
         if fitted is None and isinstance(temperatures, Mapping):
             fitted = temperatures.get("run", {}).get("fit", {}).get("temperature")
         row = _row(temperatures, method)[1]
         if "temperatures" not in row:
             raise UserError(f"temperature_histogram: expected results with temperatures, {method} has none.")
-        edges, count = np.asarray(row["temperatures"]["edges"]), np.asarray(row["temperatures"]["count"])
+        edges, count = (np.asarray(row["temperatures"][key]) for key in ("edges", "count"))
     else:
         values = np.asarray(temperatures, np.float64).ravel()
         values = values[values > 0]
@@ -124,14 +107,13 @@ def temperature_histogram(
             raise UserError("temperature_histogram: expected at least one temperature above 0, got none.")
         count, edges = np.histogram(np.log(values), 40)
         edges = np.exp(edges)
-    ax.stairs(count, edges, fill=True, color=_COLOURS.get(method, _GREEN), alpha=0.8)
+    ax.stairs(count, edges, fill=True, color=_GREEN, alpha=0.8)
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle="--", label="1: unchanged")
     if fitted is not None:
         ax.axvline(fitted, color=_BLUE, linewidth=2, label=f"temperature scaling: {fitted:.3g}")
     full = np.flatnonzero(count)
-    ends = (edges[full[0]], edges[full[-1] + 1]) if len(full) else (edges[0], edges[-1])
-    marked = [1.0, *([] if fitted is None else [fitted])]
-    low, high = min(ends[0], *marked) / 1.15, max(ends[1], *marked) * 1.15
+    shown = [1.0, fitted or 1.0, edges[full[0]], edges[full[-1] + 1]]
+    low, high = min(shown) / 1.15, max(shown) * 1.15
     ax.set(xscale="log", xlim=(low, high), xlabel="temperature of a token", ylabel="tokens")
     grid = (0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if high / low > 6 else (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6)
     ticks = [t for t in grid if low <= t <= high]
@@ -148,12 +130,8 @@ def layers(
     Of results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
 
     Args:
-        curves: the contents of the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]` with the ends
-            of an interval behind each value.
+        curves: the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]`: value, low, high.
         figures: those to draw: of results accuracy, confidence, ece, mce, entropy, kl.
-
-    Raises:
-        UserError: a figure that is not there.
     """
     ax = _axes(ax)
     phase, last = None, 0
@@ -191,28 +169,22 @@ def risk_coverage(
 ) -> "Axes":
     """Error rate of the most confident predictions, by the fraction of predictions that they are.
 
-    Args:
-        confidence: `[N]`, in [0, 1]; or results (see the module), of which the curve has a point for each bin.
-        correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
-        method: of results with several; by default the last one.
-
-    Raises:
-        UserError: neither arrays nor results with this method.
+    The arguments are those of `reliability`; of results the curve has a point for each bin.
     """
     ax = _axes(ax)
     if correct is None:
         name, row = _row(confidence, method)
-        full = [i for i, count in enumerate(row["reliability"]["count"]) if count][::-1]
-        count = _numbers([row["reliability"]["count"][i] for i in full])
-        right = count * _numbers([row["reliability"]["accuracy"][i] for i in full])
+        count, accuracy = (_numbers(row["reliability"][key])[::-1] for key in ("count", "accuracy"))
+        count, right = count[count > 0], (count * accuracy)[count > 0]
     else:
-        name, (points, right) = method or "", _points(confidence, correct)
+        name = method or ""
+        points, right = _points(confidence, correct)
         order = np.argsort(-points, kind="stable")
         ends = np.append(np.flatnonzero(np.diff(points[order])), len(order) - 1)  # equal confidences are one step
         count = np.diff(ends, prepend=-1).astype(np.float64)
         right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
     covered = np.cumsum(count)
-    colour, mark = colour or _colour(name), "." if correct is None else None
+    colour, mark = colour or _COLOURS.get(name.partition("-")[0], _BLUE), "." if correct is None else None
     ax.plot(covered / covered[-1], 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
     return plain(ax)
@@ -224,13 +196,9 @@ def forest(
     """Differences from a reference, one line each with its 95% interval; filled where the interval excludes 0.
 
     Args:
-        differences: name -> (difference, low, high), drawn from the top; or results (see the module) of which each row
-            has a difference from temperature scaling.
+        differences: name -> (difference, low, high), drawn from the top; or results with differences from a reference.
         figure: of results: ece, brier, log_loss or nll.
         title: of the horizontal axis.
-
-    Raises:
-        UserError: no difference.
     """
     ax = _axes(ax)
     if "methods" in (results := _set(differences)):
@@ -251,9 +219,6 @@ def forest(
     return plain(ax)
 
 
-# --- what they share ---
-
-
 def plain(ax: "Axes") -> "Axes":
     """Keeps the left and bottom spines only, in the colours that a report replaces."""
     for side, spine in ax.spines.items():
@@ -271,16 +236,12 @@ def legend(ax: "Axes", **options: Any) -> "Axes":
     return ax
 
 
-def _colour(method: str) -> str:
-    return _COLOURS.get(method.partition("-")[0], _BLUE)
-
-
 def _axes(ax: "Axes | None") -> "Axes":
-    if ax is not None:
-        return ax
-    from matplotlib import pyplot
+    if ax is None:
+        from matplotlib import pyplot
 
-    return pyplot.gca()
+        ax = pyplot.gca()
+    return ax
 
 
 def _set(results: Any) -> Any:
@@ -294,9 +255,7 @@ def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
     results = _set(results)
     if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
-    if "methods" not in results:
-        return method or "", results
-    rows = results["methods"]
+    rows = results.get("methods", {method or "": results})
     name = list(rows)[-1] if method is None else method
     if name not in rows:
         raise UserError(f"method: expected one of {', '.join(rows)}, got {name!r}.")
@@ -305,8 +264,8 @@ def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
 
 def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
     confidence, correct = (np.asarray(x, np.float64).ravel() for x in (confidence, correct))
-    fine = len(confidence) == len(correct) > 0 and all(((x >= 0) & (x <= 1)).all() for x in (confidence, correct))
-    if not fine:
+    both = np.append(confidence, correct)
+    if not len(confidence) == len(correct) > 0 or not ((both >= 0) & (both <= 1)).all():
         raise UserError("expected confidence and correct in [0, 1], of one length of at least 1.")
     return confidence, correct
 
@@ -317,16 +276,13 @@ def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, An
 
     confidence, correct = _points(confidence, correct)
     sums = metrics.total(metrics.calibration_sums(confidence, correct, bins=bins))
-    full = np.asarray(sums.count) > 0
-    n, p = np.where(full, sums.count, 1), np.where(full, sums.correct, 0) / np.where(full, sums.count, 1)
-    z = 1.959963984540054
+    n = np.where(np.asarray(sums.count) > 0, sums.count, np.nan)
+    p, z = np.asarray(sums.correct) / n, 1.959963984540054
     middle, reach = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    ends = ((middle - reach) / (1 + z * z / n), (middle + reach) / (1 + z * z / n))
-    values = {"confidence": sums.confidence / n, "accuracy": p, "low": ends[0], "high": ends[1]}
-    points = {name: [x if is_full else None for x, is_full in zip(v, full, strict=True)] for name, v in values.items()}
-    return {"count": sums.count, **points}, metrics.reliability_curve(confidence, correct)._asdict()
+    ends = {"low": (middle - reach) / (1 + z * z / n), "high": (middle + reach) / (1 + z * z / n)}
+    points = {"count": sums.count, "confidence": np.asarray(sums.confidence) / n, "accuracy": p, **ends}
+    return points, metrics.reliability_curve(confidence, correct)._asdict()
 
 
 def _numbers(values: Any) -> np.ndarray:
-    """float64, NaN for None."""
-    return np.array(values, dtype=np.float64)
+    return np.array(values, dtype=np.float64)  # NaN for None

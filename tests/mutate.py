@@ -149,8 +149,8 @@ TABLE = {
     ],
     "losses/long_horizon.py": [
         (
-            "backwards = None if segment_ids is None else segment_ids[:, ::-1]\n        weights",
-            "backwards = segment_ids\n        weights",
+            "backwards = None if segment_ids is None else segment_ids[:, ::-1]",
+            "backwards = segment_ids",
             "losses/test_long_horizon.py -k definition",
         ),
         ("jax.lax.stop_gradient(weights)", "weights", "losses/test_long_horizon.py -k no_gradient"),

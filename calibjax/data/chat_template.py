@@ -1,43 +1,50 @@
 """Chat templates, rendered in a process with limited time and memory.
 
 A chat template is a program from the model's directory. The sandbox of transformers keeps it from reading files, but
-not from looping or from allocating memory without end.
+not from looping or from allocating memory without end. The process runs this file as a script, so that it starts
+without jax: the module itself imports nothing of calibjax.
 """
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibjax.data import template_process
-from calibjax.runtime.errors import UserError
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any
+
+SECONDS = 10  # of one rendering
+MEMORY = 2**30  # bytes that the process may allocate for rendering, where the operating system limits them
+LONGEST = 2**26  # characters of a text
 
 
-def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
     Messages, at least one, and options are JSON values, none of them null.
 
     Raises:
-        UserError: the template raises an error, or takes more than `template_process.SECONDS` or `MEMORY` bytes.
+        UserError: the template raises an error, or takes more than `SECONDS` or `MEMORY` bytes.
     """
+    from calibjax.runtime.errors import UserError
+
     try:
         template = tokenizer.get_chat_template(tools=options.get("tools"))
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
     request = {**tokenizer.special_tokens_map, **options, "conversations": [list(messages)], "chat_template": template}
-    answer = _renderer.answer(json.dumps([template_process.SECONDS, request]) + "\n")
+    answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
     if not answer:
         raise UserError(
-            f"the tokenizer's chat template was stopped: it took more than {template_process.SECONDS} s or "
-            f"{template_process.MEMORY / 2**30:g} GiB. Correct chat_template in the model's tokenizer_config.json or "
-            "chat_template.jinja."
+            f"the tokenizer's chat template was stopped: it took more than {SECONDS} s or {MEMORY / 2**30:g} GiB. "
+            "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
         )
     if "error" in answer:
         raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
@@ -56,7 +63,7 @@ class _Renderer:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", template_process.__file__],
+                    [sys.executable, "-P", __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -64,7 +71,7 @@ class _Renderer:
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 )
                 if not self._process.stdout.readline():
-                    raise RuntimeError(f"{template_process.__file__}: cannot be started.")
+                    raise RuntimeError(f"{__file__}: cannot be started.")
             try:
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
@@ -80,3 +87,40 @@ class _Renderer:
 
 
 _renderer = _Renderer()
+
+
+def _main() -> None:
+    """The process: writes a line when it is ready, and then one answer per line of standard input."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    print("{}", flush=True)
+    for line in sys.stdin:
+        seconds, request = json.loads(line)
+        # Ends the process from a thread of its own, so that it also stops a loop inside a built-in function.
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        try:
+            texts, _ = render_jinja_template(**request)
+            if len(texts[0]) > LONGEST:
+                raise ValueError(f"the text has {len(texts[0]):,} characters, more than {LONGEST:,}")
+            answer = {"text": texts[0]}
+        except BaseException as error:  # MemoryError and RecursionError among them
+            answer = {"error": str(error)[:500] or type(error).__name__}
+        print(json.dumps(answer), flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    statistics = Path("/proc/self/statm")
+    used = int(statistics.read_text().split()[0]) * resource.getpagesize() if statistics.exists() else 4 * MEMORY
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = used + MEMORY if hard == resource.RLIM_INFINITY else min(used + MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    _main()

@@ -2,17 +2,15 @@
 
 import string
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from calibjax.data.chat_template import Tokenizer
 from calibjax.data.examples import Example
 from calibjax.data.sequences import Sequences, make_sequences
 from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
@@ -35,17 +33,16 @@ def is_multiple_choice(rows: Rows) -> bool:
 
 
 def choice_sequences(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, *, limit: int | None = None, seed: int = 0
+    rows: Rows, tokenizer: Tokenizer, max_tokens: int, *, limit: int | None = None, seed: int = 0
 ) -> Choices:
     """Renders questions without few-shot examples, and samples from those that fit the model's context.
 
     A question is `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, the common format of MMLU
     (Hendrycks et al., 2021, arXiv 2009.03300). If some letter is not a single token there, the space, the colon or both
-    are omitted. All rows must have the same number of choices.
+    are omitted.
 
     Args:
-        rows: with the columns question, choices and answer, and optionally subject.
-        tokenizer: of transformers.
+        rows: with the columns question, choices (equally many in each row) and answer, and optionally subject.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random by `seed`, in the order of the rows. None: all.
 
@@ -58,8 +55,8 @@ def choice_sequences(
     for place, row in rows.placed():
         choices, answer = _choices(row, place), row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
-            expected = f"expected {count} choices, as in the first row, and an answer from 0 to {count - 1}"
-            raise UserError(f"{place}: {expected}; got {len(choices)} and {answer!r}.")
+            expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
+            raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
         lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
         text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
         if not is_text(text):
@@ -95,7 +92,7 @@ def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:
     return choices
 
 
-def _letter_ids(tokenizer: "PreTrainedTokenizerBase", count: int) -> tuple[str, tuple[int, ...]]:
+def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:
     names = string.ascii_uppercase[:count]
     for cue in _CUES:
         encoded: Any = tokenizer([cue + letter for letter in names])

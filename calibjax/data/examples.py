@@ -2,19 +2,17 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from calibjax.data.chat_template import Tokenizer
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, render_row
 from calibjax.data.source import Rows, Skipped
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 _ROWS_PER_CALL = 1000
@@ -24,19 +22,12 @@ _AGREED = 16  # tokens in which two parts must agree to be joined
 
 
 class Example(NamedTuple):
-    """One row as tokens.
-
-    Attributes:
-        tokens: token ids, int32 `[n]`.
-        loss_mask: whether the loss includes this token, bool `[n]`; False for the first token.
-        row: index of the row in the source.
-        is_document: whether the row is a whole text file.
-    """
+    """One row as tokens."""
 
     tokens: Int32[np.ndarray, " n"]
-    loss_mask: Bool[np.ndarray, " n"]
-    row: int
-    is_document: bool = False
+    loss_mask: Bool[np.ndarray, " n"]  # whether the loss includes the token; not the first one
+    row: int  # index in the source
+    is_document: bool = False  # a whole text file
 
     @property
     def has_prompt(self) -> bool:
@@ -47,19 +38,17 @@ class Example(NamedTuple):
 def tokenize_rows(
     rows: Rows | Sequence[Mapping[str, Any]],
     format: Format,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     *,
     max_tokens: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[Example]:
     """Tokenises rows lazily, in batches of at most 1,000 rows and a million characters; yields one example per row.
 
-    Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. A text of
-    more than a million characters is tokenised in parts that overlap and are joined where both give the same tokens.
-
-    For prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and
-    the special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token
-    is appended, if it has one.
+    Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. For
+    prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and the
+    special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token is
+    appended, if it has one.
 
     Args:
         rows: result of `read_source`, or any sequence of dicts.
@@ -72,10 +61,8 @@ def tokenize_rows(
         UserError: an option does not apply, or (while iterating) a row does not match the format.
     """
     if not format.is_plain and not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer, which is required to find the tokens of a response. "
-            "Use a model with a tokenizer.json, or read one column as plain text (text_column)."
-        )
+        hint = "Use a model with a tokenizer.json, or read one column as plain text (text_column)."
+        raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer, which responses need. {hint}")
     source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     skipped = Skipped() if skipped is None else skipped
     # The output of a chat template already holds the special tokens.
@@ -134,9 +121,9 @@ def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
 
 
 def _encode(
-    rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, *, offsets: bool
+    rendered: list[Rendered], tokenizer: Tokenizer, add_special_tokens: bool, *, offsets: bool
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Token ids `[n]`, and the half-open ranges of characters that they stand for, `[n, 2]`, if asked for."""
+    """Token ids `[n]`, and the half-open ranges of characters that they stand for, `[n, 2]`, or None."""
     # verbose=False suppresses warnings about texts beyond the model's context, which are cut into sequences later.
     options: Any = {"return_offsets_mapping": True} if offsets else {}
     texts = [item.text for item in rendered]
@@ -147,12 +134,12 @@ def _encode(
 
 
 def _encode_long(
-    text: str, tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool, max_tokens: int | None
+    text: str, tokenizer: Tokenizer, add_special_tokens: bool, max_tokens: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokenises a text in parts, up to `max_tokens` tokens; the result is that of the whole text.
 
-    Each part begins within the one before it. In the middle of their overlap both have enough context to give the same
-    tokens, and there they are joined; where they differ, a longer overlap is tried.
+    Parts overlap. In the middle of the overlap both have enough context to give the same tokens, and there they are
+    joined; where they differ, a longer overlap is tried.
     """
 
     def encode(text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -199,8 +186,7 @@ def _find_answers(
     begin, end = offsets.T
     loss_mask = np.zeros(len(ids), bool)
     for first, last in rendered.answers or ():
-        # A token belongs to the answer if they have a character in common. Some tokens have no width, such as a leading
-        # space that the tokenizer has inserted.
+        # A token without width, such as a leading space that the tokenizer has inserted, counts as one character.
         inside = (begin < last) & (np.maximum(end, begin + 1) > first)
         after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else int((begin < first).sum())
         loss_mask |= inside

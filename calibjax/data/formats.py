@@ -10,9 +10,8 @@ from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
 _EXPECTED = (
-    "chat (messages or conversations), instructions (instruction, optionally input or context, and output or "
-    "response), prompts (prompt or question, and response, completion, answer or output), or plain text (text, content "
-    "or document)"
+    "chat (messages, conversations), instructions (instruction, optionally input or context, and output or response), "
+    "prompts (prompt or question, and response, completion, answer or output), or plain text (text, content, document)"
 )
 
 
@@ -21,8 +20,7 @@ class Format:
     """Format of a row.
 
     Attributes:
-        kind: "text" for plain text, "document" for plain text that is a whole file, "instruction" or "prompt" for a
-            prompt and its response, "chat" for a list of messages.
+        kind: "text", "document" (a whole file), "instruction" or "prompt" (with a response), "chat" (messages).
         columns: columns that are read. The last one holds the text, the response or the messages; others the prompt.
         prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which is the
             prompt in place of the chat template; for instructions and prompts.
@@ -41,8 +39,8 @@ class Format:
         return self.kind in ("text", "document")
 
     def __str__(self) -> str:
-        names = {"text": "plain text", "document": "whole documents", "instruction": "instructions"}
-        names |= {"prompt": "prompts with responses", "chat": "chat"}
+        names = {"text": "plain text", "document": "whole documents", "prompt": "prompts with responses"}
+        names |= {"instruction": "instructions", "chat": "chat"}
         return f"{names[self.kind]} (column{'s'[: len(self.columns) > 1]} {', '.join(self.columns)})"
 
 
@@ -78,8 +76,8 @@ def recognise(
 
 
 def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None) -> Format:
-    columns = list((rows if isinstance(rows, Rows) else Rows(rows, "the data")).first)
-    plain = "document" if isinstance(rows, Rows) and rows.documents else "text"
+    rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
+    columns, plain = list(rows.first), "document" if rows.documents else "text"
     if text_column is not None:
         if text_column not in columns:
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
@@ -117,11 +115,8 @@ def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool
 # --- conversations ---
 
 Message = dict[str, Any]
-
-# Roles of ShareGPT files under the names that chat templates know.
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-SEPARATOR = "\n\n"
-"""Text between messages where there is no chat template."""
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT files
+SEPARATOR = "\n\n"  # between messages where there is no chat template
 
 
 class Conversation(NamedTuple):
@@ -135,11 +130,10 @@ class Conversation(NamedTuple):
 def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Conversation:
     """Returns the conversation of a row: its messages, or its prompt and response as two messages.
 
-    Messages have `role` and `content`, or ShareGPT's `from` and `value`. A list of text parts becomes their text;
-    messages, tools and the arguments of tool calls may be JSON strings; null values are absent, because columnar files
-    add them. Of a prompt and a completion that are messages (TRL's), and of `history` with a prompt and a response
-    (LLaMA-Factory's), the answers are those of the last part. Columns `system`, `tools`, `documents` and
-    `chat_template_kwargs` of the row are used beside the messages.
+    Messages have `role` and `content`, or ShareGPT's `from` and `value`; messages, tools and the arguments of calls may
+    be JSON strings; null values are absent, because columnar files add them. Of a prompt and a completion that are
+    messages (TRL's), and of `history` with a prompt and a response (LLaMA-Factory's), the answers are those of the last
+    part. Columns `system`, `tools`, `documents` and `chat_template_kwargs` are used beside the messages.
     """
     options: dict[str, Any] = {}
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
@@ -158,8 +152,7 @@ def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Con
             messages.append(message)
         roles = [message["role"] for message in messages[-len(turns) :]]
     if "assistant" not in roles:
-        why = "no message of role assistant (or gpt), hence nothing to predict"
-        raise UserError(f"{where}: {why}. Roles: {', '.join(roles)}.")
+        raise UserError(f"{where}: no message of role assistant (or gpt) to predict. Roles: {', '.join(roles)}.")
     return Conversation(messages, tuple(answers), options)
 
 
@@ -189,15 +182,14 @@ def _text_turns(row: Mapping[str, Any], format: Format, place: str) -> list[tupl
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
-    """A message and its weight, None if it has none."""
+    """A message, and its weight or None."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
     message = _without_nulls(turn)
-    shown = str(message)[:60]
     role, content = (message.pop(old, None) for old in ("from", "value"))
     role, content = message.get("role") or role, message.get("content") or content or ""
     if not isinstance(role, str):
-        raise UserError(f"{where}: expected role and content (or from and value) to be strings, got {shown!r}.")
+        raise UserError(f"{where}: expected role and content (or from and value) as strings, got {str(turn)[:60]!r}.")
     if "train_detail" in message:
         raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
     trained = message.pop("train", message.pop("training", None))  # axolotl's
@@ -208,8 +200,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            shown = str(part)[:60]
-            raise UserError(f"{where}: expected text or a list of text parts, got {shown!r}. Only text is read.")
+            raise UserError(f"{where}: expected text or text parts, got {str(part)[:60]!r}. Only text is read.")
     content = "".join(part["text"] for part in parts)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call
@@ -223,7 +214,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
 
 def _read_call(call: Any, where: str) -> Message:
     """A tool call with its arguments as an object, which templates write as JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {str(call)[:60]!r}.")
     read = {**function, "arguments": _parsed(function.get("arguments", {}), where)}

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from calibjax.data.chat_template import Tokenizer
 from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.render import describe_template
@@ -14,11 +15,8 @@ from calibjax.data.sequences import Layout, Sequences, check_context, make_seque
 from calibjax.data.source import Rows, Skipped, read_source
 from calibjax.runtime.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def choose_seq_len(rows: Rows, format: Format, tokenizer: "PreTrainedTokenizerBase", max_positions: int | None) -> int:
+def choose_seq_len(rows: Rows, format: Format, tokenizer: Tokenizer, max_positions: int | None) -> int:
     """Returns a length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
     It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, 128.
@@ -33,7 +31,7 @@ def choose_seq_len(rows: Rows, format: Format, tokenizer: "PreTrainedTokenizerBa
 
 def load_sequences(
     rows: Rows,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     *,
     seq_len: int,
     layout: Layout,
@@ -45,8 +43,8 @@ def load_sequences(
     For the arguments and errors see `recognise`, `tokenize_rows` and `make_sequences`.
 
     Returns:
-        The sequences, and a description: a line with the format, the counts of rows, sequences, tokens and skipped
-        rows, and the chat template; and a line on rows that were cut, if any were.
+        The sequences, and a description: a line with the format, the counts of rows, sequences and tokens, and the chat
+        template; and a line on rows that were cut, if any were.
     """
     format = recognise(rows) if format is None else format
     read = predicted = cut = scored = lost = 0

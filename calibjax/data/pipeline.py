@@ -28,15 +28,13 @@ def batches(
     """Iterates over batches for training, dicts with the keys of `arrays`.
 
     Batches continue across epochs, so every row occurs once per epoch for any batch size. Rows after the last whole
-    batch are dropped. If `epochs` do not fill a single batch, one padded batch is returned, as in `eval_batches`.
-
-    The iterator's `get_state()` is a dict of plain numbers, which can be stored as JSON in a checkpoint. `set_state` on
-    an iterator with the same arguments resumes with the next batch.
+    batch are dropped. If `epochs` do not fill a single batch, one padded batch is returned, as in `eval_batches`. The
+    iterator's `get_state()` is JSON; `set_state` on an iterator with the same arguments resumes with the next batch.
 
     Args:
         arrays: arrays with one row per example, such as `sequences.arrays()`.
         batch_size: rows per batch, over all processes.
-        seed: of the order of the rows, which is another one each epoch; an integer >= 0.
+        seed: >= 0, of the order of the rows, which is another one each epoch.
         epochs, steps: passes over the rows, or number of batches; one of them is required.
         part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
     """

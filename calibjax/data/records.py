@@ -1,13 +1,12 @@
 """Records of other tools as rows of a table: responses of servers with log-probabilities, and samples of lm-eval.
 
-OpenAI, vLLM, SGLang, llama.cpp and Ollama answer with log-probabilities of tokens. Each choice is a row: `answer`, its
-number of `tokens`, and a confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised`
-(Π p)^(1/n), which is `confidence` too, `arithmetic_mean`, `product` and `minimum`. What was right is a column `correct`
-beside them or in a file of its own, a list where a response has several choices.
+Of OpenAI, vLLM, SGLang, llama.cpp and Ollama, each choice is a row: `answer`, its number of `tokens`, and a confidence
+by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), which is `confidence`
+too, `arithmetic_mean`, `product` and `minimum`. `correct` is a list where a response has several choices.
 
 With `tokens`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
-likely tokens, from the first, and of all others together as one more outcome; `label` is the place of the text's token.
-Temperature scaling of such logits is exact only where the probability of the others is small.
+likely tokens and of all others together as one more outcome; `label` is the place of the text's token. Temperature
+scaling of such logits is exact only where the probability of the others is small.
 """
 
 import math
@@ -46,13 +45,12 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                         raise UserError(f"question {question} is there for {several}.")
             except UserError as error:
                 yield place, UserError(f"{place}: {error}")
-                continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 yield place, UserError(f"{place}: not a record as in the first row ({type(error).__name__}: {error}).")
-                continue
-            for one in flat:
+            else:
                 group = str(row.get("custom_id") or _body(row).get("id") or number)
-                yield place, one if len(flat) == 1 else {"group": group, **one}
+                for one in flat:
+                    yield place, one if len(flat) == 1 else {"group": group, **one}
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 
@@ -60,9 +58,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
 def with_truth(rows: Rows, truth: Rows) -> Rows:
     """Rows with the columns of a second file, such as `correct`.
 
-    Rows belong together by the column `custom_id` or `id` of `truth`, which a row or its response has; without such a
-    column, the n-th row of both. Raises `UserError` for an id that is there twice, a row that `truth` lacks, and a
-    column that both have.
+    Rows belong together by the column `custom_id` or `id` of `truth`, which a row or its response has, or else by their
+    order. Raises `UserError` for an id that is there twice, a row that `truth` lacks, and a column that both have.
     """
     name = next((name for name in ("custom_id", "id") if name in truth.first), None)
     known: dict[str, Row] = {}
@@ -80,8 +77,10 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
             if not more:
                 yield place, UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
             elif both := more.keys() & row.keys():
-                twice = f"the column {min(both)} is in {truth.name} as well; remove one of them."
-                yield place, UserError(f"{place}: {twice}")
+                yield (
+                    place,
+                    UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them."),
+                )
             else:
                 yield place, {**row, **more}
         if name is None and count != len(known):
@@ -169,13 +168,12 @@ def _answers(row: Row) -> list[Row]:
 
 def _known(value: float | None, place: int) -> float:
     if value is None or not _LEAST < value <= 1e-3:
-        unknown = "the probability of the answer is unknown"
-        raise UserError(f"token {place}: expected a log-probability, got {value}: {unknown}.")
+        raise UserError(f"token {place}: expected a log-probability, got {value}: that of the answer is unknown.")
     return min(float(value), 0.0)
 
 
 def _reasoning_tokens(choice: _Choice) -> int:
-    """The number of tokens before the answer: of its reasoning, if the server counts them."""
+    """The number of tokens before the answer, if the server counts those of the reasoning."""
     if not choice.reasoning or not choice.text:
         return 0
     after = ""

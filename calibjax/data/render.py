@@ -5,15 +5,12 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from calibjax.data.chat_template import render_chat
+from calibjax.data.chat_template import Tokenizer, render_chat
 from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read_conversation, string_at
 from calibjax.data.source import is_text
 from calibjax.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 
@@ -25,12 +22,11 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...] | None
 
 
-def render_row(row: Mapping[str, Any], format: Format, tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
+def render_row(row: Mapping[str, Any], format: Format, tokenizer: Tokenizer, place: str) -> Rendered:
     """Renders a row; its `place`, such as "line 7", is named in errors.
 
-    Prompts and conversations are rendered with the tokenizer's chat template. Without one, or with a prompt template,
-    the text is prompt + response. The default prompt is the instruction and, if there is one, the input, each followed
-    by a blank line. In a conversation, every message that is not from the assistant is a prompt.
+    Prompts and conversations are rendered with the prompt template that is given, or the tokenizer's chat template;
+    without one, messages are joined by blank lines.
     """
     if format.is_plain:
         return Rendered(string_at(row, format.columns[0], place), None)
@@ -55,7 +51,7 @@ def render_row(row: Mapping[str, Any], format: Format, tokenizer: "PreTrainedTok
     return rendered
 
 
-def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> str:
+def describe_template(format: Format, tokenizer: Tokenizer) -> str:
     """Returns how `render_row` renders rows, "" for plain text."""
     if format.is_plain:
         return ""
@@ -69,7 +65,7 @@ def describe_template(format: Format, tokenizer: "PreTrainedTokenizerBase") -> s
     return f"rendered with the model's chat template (SHA-256 {digest}){date}"
 
 
-def _without_chat_template(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> Rendered:
+def _without_chat_template(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
     text, answers, last = "", [], len(conversation.messages) - 1
     extras = sorted({key for message in conversation.messages for key in _extras(message)} | set(conversation.options))
     if extras:
@@ -90,11 +86,11 @@ def _without_chat_template(conversation: Conversation, tokenizer: "PreTrainedTok
 class _Chat:
     """A conversation and its tokenizer's chat template.
 
-    Answers are located by rendering the conversation once more with a mark in place of each of them: what stands
-    around the marks must stand around the answers.
+    An answer is located by rendering the conversation once more with a mark in its place: what stands around the mark
+    must stand around the answer.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", conversation: Conversation):
+    def __init__(self, tokenizer: Tokenizer, conversation: Conversation):
         self._tokenizer, self._messages, self._options = tokenizer, conversation.messages, conversation.options
         self._answers = conversation.answers
         self._text = self._render(self._messages)
@@ -107,10 +103,7 @@ class _Chat:
     def rendered(self, score_template_text: bool) -> Rendered:
         """Returns the text with its answers; raises `UserError` if the template leaves out something of the row."""
         self._check_context()
-        extras = any(_extras(self._messages[index]) for index in self._answers)
-        ranges = None if extras else self._locate_all()
-        if ranges is None:
-            ranges = [self._locate(index) for index in self._answers]
+        ranges = [self._locate(index) for index in self._answers]
         if score_template_text:
             starts = [self._prompt_end(self._text, index) for index in self._answers]
             ranges = [(min(a, b or a), end) for (a, end), b in zip(ranges, starts, strict=True)]
@@ -120,7 +113,7 @@ class _Chat:
         """Raises `UserError` if tools, or messages that are not scored, are missing in the text."""
         for name in self._options.keys() & {"tools", "documents"}:
             options = {key: value for key, value in self._options.items() if key != name}
-            if _Chat(self._tokenizer, Conversation(self._messages, (), options))._text == self._text:
+            if render_chat(self._tokenizer, self._messages, add_generation_prompt=False, **options) == self._text:
                 raise UserError(f"the model's chat template does not write the {name} of this row. Leave them out.")
         for index, message in enumerate(self._messages):
             if index in self._answers:
@@ -139,41 +132,22 @@ class _Chat:
         """The messages, with a mark as the whole content of one of them."""
         return self._with(index, {"role": self._messages[index]["role"], "content": self._mark})
 
-    def _locate_all(self) -> list[tuple[int, int]] | None:
-        """Locates answers that the template writes as they are, but for white space around them; None if it differs."""
-        messages = list(self._messages)
-        for index in self._answers:
-            messages[index] = {**messages[index], "content": self._mark}
-        first, *between = self._render(messages).split(self._mark)
-        if len(between) != len(self._answers) or not self._text.startswith(first):
-            return None
-        ranges, start = [], len(first)
-        for index, after in zip(self._answers, between, strict=True):
-            content = self._messages[index]["content"]
-            variants = (content, content.lstrip(), content.rstrip(), content.strip())
-            written = next((each for each in variants if self._text.startswith(each + after, start)), None)
-            if written is None:
-                return None
-            ranges.append((start, start + len(written)))
-            start += len(written) + len(after)
-        return ranges if start == len(self._text) or not ranges else None
-
     def _locate(self, index: int) -> tuple[int, int]:
-        """Locates one answer of any form, such as a tool call: what stands where the mark would stand."""
+        """Locates one answer, text or a tool call: what stands where the mark would stand."""
         message, marked = self._messages[index], self._marked(index)
-        for stop in (index + 1, len(marked)):  # later messages may change how this one is written
+        for stop in (len(marked), index + 1):  # without the call that it answers, a tool's message may be refused
             try:
-                whole, skeleton = self._render(self._messages[:stop]), self._render(marked[:stop])
+                whole = self._text if stop == len(marked) else self._render(self._messages[:stop])
+                before, *others = self._render(marked[:stop]).split(self._mark)
             except UserError:
                 continue
-            before, *others = skeleton.split(self._mark)
             if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):
                 continue
-            end = len(whole) - len(others[0])
-            bare = before.rstrip()  # some templates write a space or a line end before text only
-            starts = [len(before) if whole.startswith(before) else None, self._prompt_end(whole, index)]
-            starts += [len(bare) if whole.startswith(bare) else None]
-            start = next((each for each in starts if each is not None and each <= end), None)
+            start, end = len(before), len(whole) - len(others[0])
+            if not whole.startswith(before) or start > end:
+                bare = before.rstrip()  # some templates write a space or a line end before text only
+                starts = [self._prompt_end(whole, index), len(bare) if whole.startswith(bare) else None]
+                start = next((each for each in starts if each is not None and each <= end), None)
             if start is None:
                 continue
             for key in _extras(message):
@@ -220,16 +194,13 @@ def _strings(value: Any) -> Iterator[str]:
     """The strings in a field of a message; of tool calls those of the functions, without ids and types."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for each in [value["function"]] if "function" in value else value.values():
-            yield from _strings(each)
-    elif isinstance(value, list):
+    if isinstance(value, Mapping):
+        value = [value["function"]] if "function" in value else list(value.values())
+    if isinstance(value, list):
         for each in value:
             yield from _strings(each)
 
 
 def _changed(index: int, reason: str) -> UserError:
-    hint = "Change the row, or, for an answer that shall not be scored, give its message weight 0."
-    return UserError(
-        f"the model's chat template does not write message {index} as it stands in the row: {reason}. {hint}"
-    )
+    hint = "Change the row, or give the message weight 0, so that it is not scored."
+    return UserError(f"the model's chat template does not write message {index} as in the row: {reason}. {hint}")

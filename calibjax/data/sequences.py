@@ -26,8 +26,7 @@ class Sequences(NamedTuple):
         where: whether the loss includes the target, bool `[S, T]`; False in padding.
         segment_ids: 1, 2, ... for the examples within a sequence, 0 in padding, int32 `[S, T]`.
         positions: 0, 1, ... within each segment, 0 in padding, int32 `[S, T]`.
-        source: index of the row of the sequence, or the smallest among rows that packing connects, int32 `[S]`,
-            ascending.
+        source: row of the sequence, or the smallest among rows that packing connects, int32 `[S]`, ascending.
     """
 
     tokens: Int32[np.ndarray, "S T"]
@@ -88,14 +87,14 @@ def make_sequences(
 
     - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A document is
       cut into consecutive full sequences.
-    - "pad": every token of every example is predicted once. A longer example continues in the next sequence, whose
-      first input is the last target of the previous one; but of an example with a prompt only the first sequence is
-      read, because the next one would not hold the prompt. The end is padded.
-    - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time. A
-      target always belongs to the example of its input; `segment_ids` must keep attention within examples.
+    - "pad": every token is predicted once. A longer example continues in the next sequence, whose first input is the
+      last target of the previous one; but of an example with a prompt only the first sequence is read, because the next
+      one would not hold the prompt. The end is padded.
+    - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time;
+      `segment_ids` must keep attention within examples.
 
-    A sequence or piece without a target in the loss is dropped, such as a prompt whose answer was cut off. Only the
-    first `max_sequences` sequences are made, at least 1. Raises `UserError` where none remains.
+    A piece without a target in the loss is dropped, such as a prompt whose answer was cut off. Only the first
+    `max_sequences` sequences are made, at least 1. Raises `UserError` where none remains.
     """
     if seq_len < 2:
         raise UserError(f"seq_len: expected at least 2 (an input and its target), got {seq_len}.")
@@ -121,8 +120,7 @@ def make_sequences(
             break
     if not source:
         hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
-        if layout == "full":
-            hint = "Give a smaller seq_len, or layout='pack'."
+        hint = "Give a smaller seq_len, or layout='pack'." if layout == "full" else hint
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
     # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
     # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
@@ -177,14 +175,10 @@ def split_sequences(
 ) -> tuple[Sequences, Sequences]:
     """Splits S sequences into (fit, held_out), neither empty. A row is never on both sides.
 
-    `int(fit_fraction * S)` are for fitting; the cut is at the nearest end of a row, and sequences keep their order
-    within a part. A single row, such as one text file, is always cut between two sequences, its start for fitting.
-
-    Args:
-        sequences: S sequences.
-        fit_fraction: between 0 and 1, both excluded; `UserError` where it gives an empty part.
-        order: "shuffled": rows are drawn at random for fitting; "sequential": the first rows are for fitting.
-        seed: of "shuffled", an integer >= 0.
+    `int(fit_fraction * S)` are for fitting, 0 < fit_fraction < 1: rows drawn at random by `seed`, or the first ones
+    ("sequential"). The cut is at the nearest end of a row, and sequences keep their order within a part. A single row,
+    such as one text file, is always cut between two sequences, its start for fitting. Raises `UserError` for an empty
+    part.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     group, counts = _groups(sequences)
@@ -221,10 +215,10 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
 
 
 def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
-    """Divides at least 2 sequences into folds of about equal size. All sequences of one row are in one fold.
+    """Divides at least 2 sequences into 2 to `folds` folds of about equal size, none empty; returns ascending indices.
 
-    Rows are drawn at random by `seed`; a row belongs to the fold in which it starts. A single row, such as one text
-    file, is divided into consecutive parts. Returns the ascending indices of 2 to `folds` folds, none empty.
+    Rows are drawn at random by `seed`; a row is in the fold in which it starts. A single row, such as one text file, is
+    divided into consecutive parts.
     """
     total = len(sequences.source)
     if total < 2:

@@ -68,7 +68,7 @@ def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Skipped:
-    """Rows that were left out: how many, and what was wrong with the first."""
+    """Rows that were left out, and what was wrong with the first."""
 
     count: int = 0
     first: str = ""
@@ -85,13 +85,12 @@ def read_source(
 
     Args:
         source: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt` file (each but Parquet also with
-            `.gz`); a directory of such files, or with such files in its subdirectories, read in the order of their
-            names; a directory that `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with
-            its configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a branch, tag or commit after an at
-            sign (`"org/name@revision"`). Text is UTF-8, or UTF-16 with a byte order mark. A `.json` file is an array of
-            objects, one object, or one object per line. Cells of CSV are separated by commas, or else by semicolons,
-            tabs or vertical bars, or as its first line says (`sep=;`); they are text. A `.txt` file is one row,
-            `{"text": <the whole file>}`.
+            `.gz`); a directory of such files, also in subdirectories, read in the order of their names, or one that
+            `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with its configuration after
+            a colon (`"wikitext:wikitext-2-raw-v1"`) and a revision after an at sign (`"org/name@revision"`). Text is
+            UTF-8, or UTF-16 with a byte order mark. A `.json` file is an array of objects, one object, or one object
+            per line. Cells of CSV are text, separated by commas, semicolons, tabs or vertical bars, or as its first
+            line says (`sep=;`). A `.txt` file is one row, `{"text": <the whole file>}`.
         split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
             subdirectories' names, begin with `split`; it is required where the names are of several splits.
         rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
@@ -107,18 +106,15 @@ def read_source(
     if is_hub_id(source):
         return _read_hub(str(source), split or "train", rows)
     with _readable(path, "data"):
-        if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            return _read_saved(path, split, rows)
-        if path.is_dir():
-            files = _files_in(path, split)
-        elif not path.exists():
+        if not path.exists():
             raise UserError(f"{path} does not exist. Check the path (the current directory is {Path.cwd()}).")
-        else:
-            if split is not None:
-                raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
-            if _suffix(path) not in _READERS or not path.is_file():
-                raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
-            files = [path]
+        if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return _read_saved(path, split, rows)
+        files = _files_in(path, split) if path.is_dir() else [path]
+        if files == [path] and split is not None:
+            raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
+        if _suffix(files[0]) not in _READERS or not files[0].is_file():
+            raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
 
     def read() -> Iterator[Placed]:
         return islice((placed for file in files for placed in _read_file(file)), rows)
@@ -343,16 +339,12 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?")
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     import datasets
     from datasets import config
-    from huggingface_hub import constants
 
     named, _, revision = name.partition("@")
     repository, _, configuration = named.partition(":")
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    # Streaming fetches only what is read, but does not work offline from the cache.
+    options: Any = {"streaming": rows is not None and not config.HF_HUB_OFFLINE, "revision": revision or None}
     try:
-        if not any(before) and not _answers(repository):
-            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-        # Streaming fetches only what is read, but does not work offline from the cache.
-        options: Any = {"streaming": rows is not None and not config.HF_HUB_OFFLINE, "revision": revision or None}
         data: Any = datasets.load_dataset(repository, configuration or None, split=split, **options)
         if rows is not None:
             data = list(islice(data, rows))
@@ -361,22 +353,6 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
             f"{name!r} is neither a local file or directory nor an available dataset of the Hugging Face Hub "
             f"(split {split!r}): {error}"
         ) from error
-    finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
     if len(data) == 0:
         raise UserError(f"{name!r}, split {split!r}, holds no rows. Choose another split.")
     return Rows(data, name=name)
-
-
-def _answers(repository: str) -> bool:
-    """Whether the hub answers a first request. Otherwise only the cache is read: `datasets` would retry for 30 s."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        huggingface_hub.HfApi().dataset_info(repository, timeout=10)
-    except HfHubHTTPError:
-        return True  # `datasets` describes what is wrong with the name
-    except Exception:
-        return False
-    return True

@@ -17,8 +17,7 @@ _VOCAB, _TOPICS, _DRIFT = 32, 3, 0.02
 class TopicLanguage(NamedTuple):
     """A hidden Markov mixture of Markov chains: a hidden topic drifts, and each topic has its own transitions.
 
-    The next token depends on the last one and on the topic, which must be inferred from all tokens so far. Some (topic,
-    token) contexts have one likely successor, others dozens, so overconfidence differs between contexts.
+    Some (topic, token) contexts have one likely successor, others dozens, so overconfidence differs between contexts.
     """
 
     transitions: Float[Array, "K V V"]  # P(next token | topic, token)

@@ -1,6 +1,5 @@
 """Tables of recorded predictions: confidences or logits with outcomes, read from a file and checked row by row."""
 
-import contextlib
 import dataclasses
 import decimal
 import itertools
@@ -36,9 +35,10 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "features": ("features",),
     "unembedding": ("unembedding",),
 }
-_RIGHT = ("true", "yes", "correct", "right", "t", "y")
-_WRONG = ("false", "no", "incorrect", "wrong", "f", "n")
-_WORDS: dict[str, float] = {**dict.fromkeys(_RIGHT, 1.0), **dict.fromkeys(_WRONG, 0.0)}
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "correct", "right", "t", "y"), 1.0),
+    **dict.fromkeys(("false", "no", "incorrect", "wrong", "f", "n"), 0.0),
+}
 _NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
 _LARGEST = float(np.finfo(np.float32).max)
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
@@ -94,11 +94,10 @@ def read_table(
             the columns `confidence` (0 to 1) and `correct` (0, 1, yes, no, or the fraction of correct attempts); or
             `logits`, lists, or `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and
             `label` (0 to K − 1). A logit of −inf is an option that is impossible, as are those that a list lacks.
-            Optionally `group`, labels of dependent rows (questions, users, domains), and `category`, labels of kinds
-            of questions (subjects, domains) that new data will have too; labels are text. Logits take precedence over
-            confidences. Or `.npz` with arrays of these names, logits `[N, K]`, and optionally `features` `[N, D]` and
-            `unembedding` `[K, D]`. Or responses of a server with log-probabilities, or samples of lm-eval, in `.jsonl`
-            or `.json`; see `calibjax.data.records`.
+            Optionally `group`, labels of dependent rows (questions, users), and `category`, labels of kinds of
+            questions (subjects) that new data will have too. Logits take precedence over confidences. Or `.npz` with
+            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or responses of a
+            server with log-probabilities, or samples of lm-eval, in `.jsonl` or `.json`; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
             confidence that is named takes precedence over logits. "confidences" -> names, separated by commas; the
@@ -128,21 +127,23 @@ def read_table(
         names.setdefault("confidence", several[0])
     probabilities, logits = (None, None) if "confidence" in columns else reader.options(names)
     if logits is not None and ("label" in names or not outcomes):
-        right = reader.classes(names["label"], logits) if "label" in names else None
-        predictions = Predictions(logits=logits, labels=right)
+        predictions = Predictions(logits=logits)
+        if "label" in names:
+            predictions = predictions._replace(labels=reader.classes(names["label"], logits))
     elif "confidence" in names and ("correct" in names or not outcomes):
+        probabilities = None
         confidence = reader.fractions(names["confidence"], divisors.get("confidence", 1.0))
-        probabilities = right = None
+        predictions = Predictions(confidence=confidence)
         if "correct" in names:
             right = reader.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
-        predictions = Predictions(confidence=confidence, correct=right)
+            predictions = predictions._replace(correct=right)
     else:
         raise UserError(f"{path}: {_EXPECTED}; got: {_listed(reader.names)}.")
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
         predictions = predictions._replace(**{role: reader.matrix(names[role]).astype(np.float32)})
-    labels = {role: reader.labels(names[role]) for role in ("group", "category") if role in names}
+    groups, categories = (reader.labels(names[role]) if role in names else None for role in ("group", "category"))
     lengths = {name: len(reader.cells[name]) for role, name in names.items() if role != "unembedding"}
     if len(set(lengths.values())) > 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
@@ -150,28 +151,24 @@ def read_table(
     if not len(rows):
         raise UserError(f"{path}: expected at least one row, got none.")
     if count := reader.skipped.count + int(reader.broken.sum()):
-        first = reader.skipped.first or reader.first_broken
-        reader.notes.append(f"{count:,} broken rows left out, the first: {first.rstrip('.')}")
-    table = PredictionTable(predictions, None, None, probabilities).take(rows)
-    labels = {role: texts[rows] for role, texts in labels.items()}
-    if "category" in labels:
-        predictions = table.predictions._replace(categories=_category_numbers(path, labels["category"]))
-        table = dataclasses.replace(table, predictions=predictions, categories=labels["category"])
-    if "group" in labels:
+        reader.notes.append(f"{count:,} broken rows left out, the first: {reader.skipped.first.rstrip('.')}")
+    table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
+    if table.categories is not None:
+        predictions = table.predictions._replace(categories=_category_numbers(path, table.categories))
+        table = dataclasses.replace(table, predictions=predictions)
+    if table.groups is not None:
         # By first appearance, so that labels as numbers and as text give the same result.
-        order = {label: number for number, label in enumerate(dict.fromkeys(labels["group"].tolist()))}
-        table = dataclasses.replace(table, groups=np.array([order[label] for label in labels["group"].tolist()]))
+        order = {label: number for number, label in enumerate(dict.fromkeys(table.groups.tolist()))}
+        table = dataclasses.replace(table, groups=np.array([order[label] for label in table.groups.tolist()]))
     return dataclasses.replace(table, rows=rows, notes=tuple(reader.notes))
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
     """A number of each label that is the same in every file, where a fitted method meets it again."""
-    numbers = {label: zlib.crc32(label.encode()) & 0x7FFFFFFF for label in set(labels.tolist())}
-    if len(set(numbers.values())) < len(numbers):
-        every = list(numbers.values())
-        same = min(label for label, number in numbers.items() if every.count(number) > 1)
-        raise UserError(f"{path}: category: {same!r} has the checksum of another label; rename it.")
-    return np.array([numbers[label] for label in labels.tolist()], np.int32)
+    numbers = [zlib.crc32(label.encode()) & 0x7FFFFFFF for label in labels.tolist()]
+    if len(set(numbers)) < len(set(labels.tolist())):
+        raise UserError(f"{path}: category: two labels have one checksum; change a letter of one of them.")
+    return np.array(numbers, np.int32)
 
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
@@ -328,23 +325,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Columns:
-    """Columns of a file as arrays; rows that cannot be read are refused, or marked as broken to be left out.
-
-    Attributes:
-        broken: bool `[N]`; `first_broken` is what is wrong with the first of these rows.
-        notes: lines that say how cells were read where that is a choice.
-    """
+    """Columns of a file as arrays; rows that cannot be read are refused, or marked in `broken` `[N]` to be left out."""
 
     def __init__(
         self, path: Path, skip_broken: bool, cells: dict[str, Any], names: list[str], rows: int, skipped: Skipped
     ) -> None:
         self.cells, self.names, self.skipped = cells, names, skipped
         self._path, self._skip_broken = path, skip_broken
-        self.broken, self.first_broken = np.zeros(rows, bool), ""
-        self.notes: list[str] = []
+        self.broken, self.notes = np.zeros(rows, bool), list[str]()
 
     def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:
         """Raises `UserError` for the first row that is `bad`, or marks these rows as broken."""
+        bad = bad & ~self.broken
         if not bad.any():
             return
         row = int(np.argmax(bad))
@@ -352,27 +344,21 @@ class _Columns:
         message = f"{self._path}: {name}: row {row} holds {_shown(cell)}, expected {expected}"
         if not self._skip_broken:
             raise UserError(f"{message}. Correct or remove the row.")
-        self.first_broken = self.first_broken or message
+        self.skipped.first = self.skipped.first or message
         self.broken |= bad
 
     def _numbers(self, name: str, words: Mapping[str, float] | None = None) -> np.ndarray:
         """Real numbers `[N]`, NaN where a row has none: of the file's dtype, or float64 of text and JSON.
 
-        Text may be a percentage (87%), one of `words`, or have a decimal comma, unless it could be thousands (1,234).
+        Text may be a percentage, one of `words`, or have a decimal comma, unless it could be thousands (1,234).
         """
         cells = self.cells[name]
-        if isinstance(cells, np.ndarray):
-            if cells.dtype.kind in "biuf":
-                if cells.ndim != 1:
-                    raise UserError(f"{self._path}: {name}: expected one number for each row, got {cells.shape}.")
-                return cells
-            if cells.dtype.kind == "c":
-                raise UserError(f"{self._path}: {name}: expected real numbers, got {cells.dtype}.")
-            cells = cells.tolist()
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            values = np.array(cells, np.float64)
-            if values.ndim == 1 and not any(isinstance(cell, str) and "_" in cell for cell in cells):
-                return values
+        if isinstance(cells, np.ndarray) and cells.dtype.kind in "biufc":
+            if cells.ndim != 1 or cells.dtype.kind == "c":
+                got = f"{cells.dtype} of shape {cells.shape}"
+                raise UserError(f"{self._path}: {name}: expected real numbers, got {got}; give one for each row.")
+            return cells
+        cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
         commas = [cell for cell in cells if isinstance(cell, str) and "," in cell]
         points = any(isinstance(cell, str) and "." in cell for cell in cells)
         thousands = all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", cell) for cell in commas)
@@ -387,10 +373,7 @@ class _Columns:
         return values
 
     def fractions(self, name: str, divisor: float, *, words: bool = False) -> np.ndarray:
-        """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`; with `words` also yes and no, true and false.
-
-        A column of numbers from 0 to 100 without any between 0 and 1 holds percentages.
-        """
+        """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken]
         within = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
@@ -399,29 +382,23 @@ class _Columns:
         elif not words and within and not ((known > 0) & (known < 1)).any():
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
-        bad = np.asarray(~((values >= 0) & (values <= 1)) & ~self.broken)
+        bad = np.asarray(~((values >= 0) & (values <= 1)))
         hint = "" if words else " (of another range, such as 1 to 10? --columns confidence=NAME/10 divides by 10)"
         self._refuse(name, bad, "0 to 1" + (hint if np.nanmax(values, initial=0) > 1 else ""))
         return values
 
     def labels(self, name: str) -> np.ndarray:
-        """Text `[N]`: text unchanged, whole numbers (also of floats) in digits, and true or false.
-
-        A row without a label is refused: several of them would be taken for one group.
-        """
+        """Text `[N]`: text unchanged, whole numbers (also of floats) in digits, and true or false."""
         cells = self.cells[name]
-        if isinstance(cells, np.ndarray):
-            if cells.ndim != 1:
-                raise UserError(f"{self._path}: {name}: expected one label for each row, got shape {cells.shape}.")
-            if cells.dtype.kind == "f":  # with the digits of their dtype: .1, not .10000000149
-                cells = cells.astype(str).astype(np.float64)
+        if isinstance(cells, np.ndarray) and cells.ndim != 1:
+            raise UserError(f"{self._path}: {name}: expected one label for each row, got shape {cells.shape}.")
+        if isinstance(cells, np.ndarray) and cells.dtype.kind == "f":  # with the digits of their dtype
+            cells = cells.astype(str).astype(np.float64)
         texts = [_label(cell) for cell in cells]
         missing = np.array([text is None for text in texts], bool)
         self._refuse(name, missing, "a label: Unicode text or a number", cells)
-        if words := {text for text in texts if text and text.casefold() in _NULLS}:
-            self.notes.append(
-                f"{name}: {', '.join(sorted(words))} is read as a label as any other, not as a missing one"
-            )
+        if words := ", ".join(sorted({text for text in texts if text and text.casefold() in _NULLS})):
+            self.notes.append(f"{name}: {words} is read as a label as any other, not as a missing one")
         return np.array([text or "" for text in texts], str)
 
     def classes(self, name: str, logits: np.ndarray) -> np.ndarray:
@@ -430,10 +407,10 @@ class _Columns:
         options = logits.shape[1]
         with np.errstate(invalid="ignore"):
             bad = np.asarray(~((values >= 0) & (values < options)) | (values != np.round(values)))
-        self._refuse(name, bad & ~self.broken, f"a whole number from 0 to {options - 1}")
+        self._refuse(name, bad, f"a whole number from 0 to {options - 1}")
         labels = np.where(bad, 0, values).astype(np.int32)
         impossible = ~np.isfinite(logits[np.arange(len(labels)), labels])
-        self._refuse(name, impossible & ~self.broken, "an option whose logit is finite")
+        self._refuse(name, impossible, "an option whose logit is finite")
         return labels
 
     def matrix(self, name: str) -> np.ndarray:
@@ -489,7 +466,7 @@ class _Columns:
         impossible = np.isneginf(values)
         bad = np.asarray(~(_finite(values) | impossible).all(axis=1))
         self._refuse(name, bad, "finite numbers of float32, or -inf", cells)
-        self._refuse(name, impossible.all(axis=1) & ~self.broken, "at least one logit that is finite", cells)
+        self._refuse(name, impossible.all(axis=1), "at least one logit that is finite", cells)
         return values.astype(np.result_type(values.dtype, np.float32))
 
     def _log_probabilities(self, name: str, values: np.ndarray, cells: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -498,7 +475,7 @@ class _Columns:
         p = np.where(there, values, 0.0).astype(np.float64)
         with np.errstate(invalid="ignore"):
             bad = np.asarray(~((p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1) <= 1e-3)))
-        self._refuse(name, bad & ~self.broken, "probabilities that sum to 1", cells)
+        self._refuse(name, bad, "probabilities that sum to 1", cells)
         logs = np.log(np.maximum(np.where(bad[:, None], 1.0, p), _TINY))
         return p, self._logits(name, np.where(there, logs, -np.inf), cells)
 

@@ -16,13 +16,10 @@ WRITABLE = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
 
 
 def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
-    """Writes rows with the union of their columns; those that a row lacks are empty.
+    """Writes rows in the format of the suffix of `out`, with the union of their columns.
 
-    The suffix of `out`, one of `WRITABLE`, is the format. In .csv and .tsv, a list or an object is written as JSON;
-    .jsonl has the columns of each row. `rows` is called once or twice, and yields all rows from the first.
-
-    Raises:
-        UserError: a column holds values of different types, which .parquet and .npz cannot.
+    `rows` is called once or twice. In .csv and .tsv, a list or an object is written as JSON; .jsonl has the columns of
+    each row. Raises `UserError` for a column with values of different types, which .parquet and .npz cannot hold.
     """
     with new_file(out) as file:
         if out.suffix in (".parquet", ".npz"):

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 def smoothed_optimum(frequencies: Float[Array, "... V"], label_smoothing: float) -> Float[Array, "... V"]:
     """Distribution that minimises the smoothed loss for given frequencies f of next tokens, (1−β) f + β/V.
 
-    It is the maximum a posteriori estimate of n tokens under a symmetric Dirichlet prior of the concentration
-    1 + n β / ((1−β) V) (arXiv 2508.00264, section 4.1). The frequencies sum to 1 over the last axis.
+    It is the maximum a posteriori estimate from n tokens under a symmetric Dirichlet prior of the concentration
+    1 + n β / ((1−β) V) (section 4.1). The frequencies sum to 1 over the last axis.
     """
     return (1.0 - label_smoothing) * frequencies + label_smoothing / jnp.shape(frequencies)[-1]
 
@@ -28,8 +28,8 @@ class EntropyBound(NamedTuple):
 def entropy_lower_bound(norm: float, vocab_size: int) -> EntropyBound:
     """Smallest entropy of softmax(z) over all z with Σ z_v = 0 and |z| ≤ s, in nats.
 
-    arXiv 2508.00264, eq. 5, after Zhai et al. 2023, theorem 3.1. It is attained if one logit is s √((V−1)/V) and all
-    others −s/√(V(V−1)): with the gap g = s √(V/(V−1)) and r = (V−1) e^−g, H = log(1 + r) + g r/(1 + r).
+    Eq. 5, after Zhai et al. 2023, theorem 3.1. It is attained if one logit is s √((V−1)/V) and all others
+    −s/√(V(V−1)): with the gap g = s √(V/(V−1)) and r = (V−1) e^−g, H = log(1 + r) + g r/(1 + r).
     """
     return _one_against_all(norm, math.sqrt(vocab_size / max(vocab_size - 1, 1)), vocab_size)
 
@@ -49,8 +49,7 @@ def _one_against_all(size: float, gap_of_size: float, vocab_size: int) -> Entrop
     # log(1 + r) and r/(1 + r) from log r, because r may underflow.
     log_one_plus = float(np.logaddexp(0.0, log_ratio))
     log_miss = log_ratio - log_one_plus
-    log_terms = [math.log(log_one_plus) if log_one_plus > 0 else log_ratio]
+    log_entropy = math.log(log_one_plus) if log_one_plus > 0 else log_ratio
     if gap > 0:
-        log_terms.append(math.log(gap) + log_miss)
-    log_entropy = float(np.logaddexp.reduce(log_terms))
+        log_entropy = float(np.logaddexp(log_entropy, math.log(gap) + log_miss))
     return EntropyBound(math.exp(log_entropy), log_entropy, math.exp(log_miss))

@@ -11,9 +11,9 @@ with log p(x_i:) = Σ_{j≥i} log p(x_j | x_<j) the weight is
     w_i = exp((1/T − 1) (log p(x_i:) − b_i)).
 
 A baseline b_i that does not depend on the suffix keeps the minimiser. Here b_i sums a baseline of each token's log p
-over the suffix, and therefore shifts the minimiser if sequences end early, towards lengths whose tokens are more likely
-than the baseline. A horizon (which truncates the suffix) and clipping always shift it, in exchange for less variance.
-Data that are not samples of p, such as a corpus, give the weighted distribution of the data instead of p_T.
+over the suffix, which shifts the minimiser if sequences end early. A horizon (which truncates the suffix) and clipping
+always shift it, in exchange for less variance. Data that are not samples of p, such as a corpus, give the weighted
+distribution of the data instead of p_T.
 """
 
 import dataclasses
@@ -38,13 +38,11 @@ class Horizon:
     Attributes:
         horizon: number of tokens of a suffix whose likelihood enters its weight, at least 1. None: all.
         clip: upper bound of log-weights. None: no clipping.
-        baseline: baseline of each token's log p: `none`, `scalar` (the running mean over all tokens) or `position` (the
-            running mean of each position).
+        baseline: of each token's log p: `none`, `scalar` (running mean of all tokens) or `position` (of each position).
         form: `suffix`: w_i weights −log q of the whole suffix, up to the horizon; `next_token`: of its first token.
             Without horizon and clipping, both have the minimiser p_T.
         kl_weight: weight >= 0 of KL(q ‖ p) of every next token, which keeps the student near the scorer and off p_T.
-        average: `token`: the loss is the mean over all tokens of a batch; `sequence`: the mean over sequences of their
-            means, so that all sequences have equal weight.
+        average: the loss is the mean over all tokens of a batch (`token`), or over its sequences' means (`sequence`).
     """
 
     horizon: int | None = None
@@ -68,10 +66,9 @@ MODES: dict[Mode, Horizon] = {
     "paper": Horizon(),
     "official": Horizon(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
 }
-"""`paper`: the objective as derived: likelihood of the whole suffix, no clipping, no further term; constants of the
-paper's experiments may differ. `official`: the constants and the average of the authors' code for GPT-2
-(github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and model_gpt2.py, commit 5c4c39d). Their
-running means start from a count of 0.001 tokens, ours from 0.
+"""`paper`: the objective as derived; constants of the paper's experiments may differ. `official`: the constants and the
+average of the authors' code for GPT-2 (github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and
+model_gpt2.py, commit 5c4c39d). Their running means start from a count of 0.001 tokens, ours from 0.
 """
 
 
@@ -101,25 +98,10 @@ class RunningMean(NamedTuple):
         return total / jnp.maximum(count, 1.0)
 
 
-def suffix_sums(
-    values: Float[Array, "B T"],
-    *,
-    where: Bool[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    horizon: int | None = None,
+def _suffix_sums(
+    values: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, horizon: int | None = None
 ) -> Float[Array, "B T"]:
-    """Sums over suffixes, Σ_{j = i}^{i + horizon − 1} values_j at position i, of values for which `where` is True.
-
-    A sum ends at the end of the segment, or of the row without `segment_ids`, or after `horizon` values, at least 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> suffix_sums(jnp.array([[-2.0, -1, -3, -1, -1]]), horizon=2).tolist()
-        [[-3.0, -4.0, -4.0, -2.0, -1.0]]
-    """
-    values = values.astype(jnp.float32)
-    if where is not None:
-        values = jnp.where(where, values, 0.0)
+    """Σ_{j = i}^{i + horizon − 1} values_j at position i, up to the end of its segment."""
     segments = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
     last = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True)
 
@@ -135,6 +117,14 @@ def suffix_sums(
     return sums - jnp.where(same, beyond, 0.0)
 
 
+def _prefix_sums(
+    values: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, horizon: int | None = None
+) -> Float[Array, "B T"]:
+    """Σ_{j = i − horizon + 1}^i values_j at position i, from the start of its segment."""
+    backwards = None if segment_ids is None else segment_ids[:, ::-1]
+    return _suffix_sums(values[:, ::-1], backwards, horizon)[:, ::-1]
+
+
 def token_weights(
     log_p: Float[Array, "B T"],
     temperature: Float[Array, " B"] | float,
@@ -146,9 +136,9 @@ def token_weights(
 ) -> Float[Array, "B T"]:
     """Weight of each token's −log q in the loss, without gradient; 0 where `where` is False.
 
-    In the form `next_token` it is w_i, log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)); for the sum see
-    `suffix_sums`. In the form `suffix`, token j belongs to all suffixes that begin at or before it, so its weight is
-    the sum of theirs: Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
+    In the form `next_token` it is w_i, log w_i = min(clip, (1/T − 1) Σ_{j ≥ i} (log p_j − b_j)), where the sum ends
+    after `horizon` tokens and with the segment. In the form `suffix` it is the sum of the weights of all suffixes that
+    hold the token: Σ_i w_i (−Σ_{j ≥ i} log q_j) = −Σ_j log q_j Σ_{i ≤ j} w_i.
 
     Args:
         log_p: log-probability of each token under the scorer, nats, `[B, T]`.
@@ -170,19 +160,16 @@ def token_weights(
     """
     if isinstance(temperature, float | int) and not 0 < temperature < math.inf:
         raise UserError(f"temperature: expected a positive number, got {temperature}.")
-    horizon = objective.horizon
+    counts = True if where is None else where
     baselines = jnp.broadcast_to(jnp.asarray(baseline, jnp.float32), log_p.shape[1:])
-    sums = suffix_sums(log_p - baselines[None, :], where=where, segment_ids=segment_ids, horizon=horizon)
+    centred = jnp.where(counts, (log_p - baselines[None, :]).astype(jnp.float32), 0.0)
+    sums = _suffix_sums(centred, segment_ids, objective.horizon)
     factor = 1.0 / jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), log_p.shape[:1]) - 1.0
     log_weights = factor[:, None] * sums
     weights = jnp.exp(log_weights if objective.clip is None else jnp.minimum(log_weights, objective.clip))
-    if where is not None:
-        weights = jnp.where(where, weights, 0.0)
+    weights = jnp.where(counts, weights, 0.0)
     if objective.form == "suffix":
-        backwards = None if segment_ids is None else segment_ids[:, ::-1]
-        weights = suffix_sums(weights[:, ::-1], segment_ids=backwards, horizon=horizon)[:, ::-1]
-        if where is not None:
-            weights = jnp.where(where, weights, 0.0)
+        weights = jnp.where(counts, _prefix_sums(weights, segment_ids, objective.horizon), 0.0)
     return jax.lax.stop_gradient(weights)
 
 
@@ -194,10 +181,7 @@ def long_horizon_loss(
     kl_weight: float = 0.0,
     where: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """−w_i log q_i + kl_weight · KL_i of every token, unreduced; 0 where `where` is False.
-
-    log q are log-probabilities under the student in nats, w the `token_weights`, KL the `reverse_kl`, if any.
-    """
+    """−w_i log q_i + kl_weight · KL_i of every token, nats, with `token_weights` and `reverse_kl`; 0 off `where`."""
     loss = -weights * log_q
     if kl is not None:
         loss = loss + kl_weight * kl
@@ -215,9 +199,7 @@ def sequence_weights(where: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] |
         [[0.5, 0.5, 0.0, 1.0]]
     """
     ones = where.astype(jnp.float32)
-    backwards = None if segment_ids is None else segment_ids[:, ::-1]
-    before = suffix_sums(ones[:, ::-1], segment_ids=backwards)[:, ::-1]
-    count = suffix_sums(ones, segment_ids=segment_ids) + before - ones
+    count = _suffix_sums(ones, segment_ids) + _prefix_sums(ones, segment_ids) - ones
     return jnp.where(where, 1.0 / jnp.maximum(count, 1.0), 0.0)
 
 

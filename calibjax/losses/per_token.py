@@ -67,10 +67,9 @@ def selective_smoothing(
         balanced: each group is averaged over its own tokens and weighted by the other group's fraction,
             w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right, counted in the
             array given; scaled so that the mean over all valid tokens is the balanced loss. 0 where a group is empty.
-        masking: which tokens the balanced form counts. "exclude": an ignored token (one with the label −100) is neither
-            right nor wrong. "authors": it counts as wrong in n_wrong, with a loss of 0, as in `SelectiveSmoothingLoss`
-            of the authors' code (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309), so that the
-            loss depends on how much of a sequence is ignored. It needs `balanced`: the other form has no counts.
+        masking: whether the balanced form counts an ignored token (label −100): "exclude": no; "authors": as wrong,
+            with a loss of 0, as `SelectiveSmoothingLoss` of the authors' code does
+            (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309). It needs `balanced`.
         where: bool, False for padding, which is counted under neither `masking`.
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
@@ -83,8 +82,8 @@ def selective_smoothing(
         n_right, n = jnp.sum(counts & right).astype(jnp.float32), jnp.sum(counts).astype(jnp.float32)
         n_wrong = n - n_right
         if masking == "authors":
-            everything = jnp.ones_like(counts) if where is None else jnp.broadcast_to(where, counts.shape)
-            n_wrong = jnp.sum(everything).astype(jnp.float32) - n_right
+            real = jnp.broadcast_to(True if where is None else where, counts.shape)
+            n_wrong = jnp.sum(real).astype(jnp.float32) - n_right
         total = right_weight * n_wrong + wrong_weight * n_right
         right_weight, wrong_weight = (
             jnp.where((n_right > 0) & (n_wrong > 0), w * other * n / jnp.maximum(total * own, 1e-30), 0.0)
@@ -110,9 +109,8 @@ def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array,
 def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float = 3.0) -> Float[Array, "..."]:
     """FLSD-53, the focal loss with a focusing γ that adapts to the token (Mukhoti et al. 2020, section 4).
 
-    −(1−q_y)^γ log q_y with γ = `low` where q_y < 0.2 and `high` elsewhere: a token that the model thinks
-    unlikely needs a larger γ for the loss to pull less than cross-entropy. The step in γ is a jump of the loss, not
-    differentiated. Reads `log_normalizer` and `target_logit`.
+    −(1−q_y)^γ log q_y with γ = `low` where q_y < 0.2 and `high` elsewhere; the step in γ is not differentiated.
+    Reads `log_normalizer` and `target_logit`.
     """
     gamma = jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high))
     return focal(stats, gamma)
@@ -123,14 +121,6 @@ def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
 
     Exact to about 1e-6: it is a difference of numbers of size 1. Reads `log_normalizer` and `target_logit`; `doubled`
     has the `log_normalizer` of the same tokens at `scale=2 * scale`, since Σ_v q_v² = exp(lse(2s) − 2 lse(s)).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.kernels import vocab_stats
-        >>> hidden, unembedding, y, s = jnp.ones((1, 4)), jnp.eye(3, 4), jnp.array([0]), jnp.array([0.7])
-        >>> doubled = vocab_stats(hidden, unembedding, y, scale=2 * s, statistics=["log_normalizer"])
-        >>> round(float(brier(vocab_stats(hidden, unembedding, y, scale=s), doubled)[0]), 4)  # q = 1/3 each
-        0.6667
     """
     excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
     squares = jnp.exp(jnp.minimum(excess, 0.0))
@@ -173,9 +163,8 @@ def confidence_penalty(stats: VocabStats, weight: float) -> Float[Array, "..."]:
 def top_label(stats: VocabStats) -> Float[Array, "..."]:
     """Log loss of the confidence: −log c where the most likely token is right, −log(1 − c) where it is wrong.
 
-    With c = max_v q_v. A proper score for the one probability that a calibration diagram shows. Cross-entropy alone
-    scores the whole distribution, and where no temperature makes it exact, its best temperature can leave c biased.
-    Reads `log_normalizer`, `max_logit` and `correct`; at most about 16 (c is kept below 1 − 1e-7).
+    With c = max_v q_v, the one probability that a calibration diagram shows; a proper score for it. At most about 16
+    (c is kept below 1 − 1e-7). Reads `log_normalizer`, `max_logit` and `correct`.
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
@@ -191,8 +180,7 @@ def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray
     """Correctness minus the Brier score of the stated confidence, correct − (confidence − correct)².
 
     RLCR (Damani et al. 2025, arXiv 2507.16806, section 3). Of an answer that is right with probability p, a policy that
-    states q expects p − p(1 − q)² − (1 − p) q² = p² − (q − p)²: most at q = p, because the Brier score is proper, and
-    then p², which rises with p, so that a better answer is never worth giving up for an easier confidence.
+    states q expects p − p(1 − q)² − (1 − p) q² = p² − (q − p)²: most at q = p, and then p², which rises with p.
 
     Args:
         correct: 1 for right, 0 for wrong, or a fraction, any shape.

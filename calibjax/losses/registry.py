@@ -32,8 +32,8 @@ class Loss(NamedTuple):
         alpha: the argument that `--alpha` sets; None: the loss has no such weight.
         doubled: what it reads of the statistics at the scale 2 s.
         top_k: how many of the largest logits it reads; 0: none.
-        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too, but for the padding, where its `where`
-            is False, and micro-batches weigh alike. Otherwise a batch is averaged over the tokens that count.
+        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too but not the padding (where its `where`
+            is False), and micro-batches weigh alike. Otherwise a batch is averaged over the tokens that count.
     """
 
     function: Callable[..., Float[Array, "..."]]
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
     per_micro_batch: bool = False
 
     def weight(self) -> Hyperparameter | None:
-        """Returns the hyper-parameter that `--alpha` sets; None if the loss has none."""
+        """The hyper-parameter that `--alpha` sets; None if the loss has none."""
         return None if self.alpha is None else self.hyperparameters[self.alpha]
 
     def arguments(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,10 +63,6 @@ _SELECTIVE = Loss(
     {"alpha": Hyperparameter(0.5, _FRACTION, "weight of the tokens that the model gets wrong")},
     alpha="alpha",
 )
-
-
-def _with_z_loss(stats: VocabStats, weight: float | Array) -> Array:
-    return per_token.cross_entropy(stats) + weight * per_token.z_loss(stats)
 
 
 LOSSES: dict[str, Loss] = {
@@ -120,7 +116,7 @@ LOSSES: dict[str, Loss] = {
         alpha="weight",
     ),
     "z-loss": Loss(
-        _with_z_loss,
+        lambda stats, weight: per_token.cross_entropy(stats) + weight * per_token.z_loss(stats),
         _TARGET,
         {"weight": Hyperparameter(1e-4, _NON_NEGATIVE, "weight of the squared log-normaliser, beside cross-entropy")},
         alpha="weight",

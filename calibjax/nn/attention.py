@@ -19,7 +19,6 @@ from calibjax.kernels.platforms import platform
 from calibjax.runtime.sharding import AXES
 
 _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
-
 _SPLASH_BLOCKS = (512, 256)
 _ROWS, _HEADS = AXES[:2], AXES[2]  # mesh axes that divide them
 
@@ -35,13 +34,11 @@ class Visible:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
-        segment_ids: segment of each column, `[B, S]`; padding is a segment too, so that every token attends to at least
-            one column. None: one segment per row.
+        segment_ids: segment of each column, `[B, S]`; padding is one too. None: one segment per row.
         start: the tokens are at columns `start` to `start + T`. None: the columns are the tokens.
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
         kind: index into `windows`, known at run time; None if there is one window.
-        until: first column that does not attend to the column any more, `[B, S]`, for trees of continuations that are
-            laid out depth first.
+        until: first column that does not attend to the column any more, `[B, S]`; for trees laid out depth first.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
@@ -90,14 +87,10 @@ def attend(
     XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
-        query, key, value: `[B, T, H, K]`, and `[B, T, N, K]`, where N divides H.
+        query, key, value: N divides H.
         visible: mask, without `start`.
-        scale: factor on the logits.
         softcap: c of `c * tanh(logits / c)`, or None.
         sinks: for each head, the logit of a further column whose value is zero, or None.
-
-    Returns:
-        `[B, T, H, K]`, in the dtype of `value`.
     """
     name = platform().name
     if name == "tpu" and visible.until is None and suits_splash(query, key):
@@ -144,10 +137,9 @@ def attend_by_products(
 ) -> Float[Array, "B T H K"]:
     """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
-    With this order of axes, XLA's products need no transposes, and gradients on CPUs are much faster. The heads and
-    the rows of single tokens that share keys are rows of one product; for more tokens, products with keys that are
-    repeated for each head are faster. `past` are keys and values of consecutive columns; each row is that of B / A
-    consecutive queries. `mask` is that of all columns.
+    With this order of axes, XLA's products need no transposes. The heads and the rows of single tokens that share keys
+    are rows of one product; for more tokens, products with keys that are repeated for each head are faster. `past` are
+    keys and values of consecutive columns; each row is that of B / A consecutive queries.
     """
     batch, time, heads, _ = query.shape
     if time != 1:
@@ -191,8 +183,8 @@ def attend_by_products(
 def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -> bool:
     """Whether the kernel supports these shapes of the whole batch on the current mesh; decided while tracing.
 
-    It requires whole sequences in blocks of at least 256 tokens; bfloat16, or float32 with default matmul precision
-    (which the kernel's gradient ignores); and rows and heads that the devices of the mesh divide.
+    It takes whole sequences in blocks of at least 256 tokens, in bfloat16, or float32 with default matmul precision
+    (which the kernel's gradient ignores), with rows and heads that the devices of the mesh divide.
     """
     batch, length, heads, width = query.shape
     mesh = jax.sharding.get_abstract_mesh()
@@ -221,15 +213,12 @@ def splash_attend(
 ) -> Float[Array, "B T H K"]:
     """`attend` without stored logits, for shapes that `suits_splash` accepts: JAX's splash attention.
 
-    The kernel (`jax.experimental.pallas.ops.tpu.splash_attention`) iterates over blocks of keys with a running softmax
-    (Dao et al., 2022, https://arxiv.org/abs/2205.14135), skips blocks that order or window mask completely, and
-    recomputes the weights in the backward pass from one number per row. It stores `[B, T, H, K]` and 4 bytes for each
-    of `[B, H, T]`, where the dense form stores `[B, H, T, T]` in float32.
+    It iterates over blocks of keys with a running softmax (Dao et al., 2022, arXiv 2205.14135) and skips blocks that
+    order or window mask completely.
     """
 
     def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
-        # The kernel has no scale argument. The product is rounded to the dtype of the queries.
-        query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+        query = (query.astype(jnp.float32) * scale).astype(query.dtype)  # the kernel has no scale
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
         arguments = (query, key, value, segment_ids, sinks)
         branches = [functools.partial(_over_rows, window, softcap) for window in visible.windows]
@@ -246,8 +235,7 @@ def splash_attend(
 
 def _over_rows(window: int | None, softcap: float | None, query, key, value, segment_ids, sinks) -> Array:
     """Maps the kernel over the rows of the batch; the head axis is before time."""
-    # Not above: Mosaic takes long to import, and most platforms never need it.
-    from jax.experimental.pallas.ops.tpu import splash_attention as library
+    from jax.experimental.pallas.ops.tpu import splash_attention as library  # takes long to import
 
     kernel = _kernel(query.shape[1], query.shape[2], window, softcap)
 

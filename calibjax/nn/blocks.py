@@ -1,7 +1,6 @@
 """Transformer blocks, used by the frozen decoder and by the calibration heads.
 
-One configuration, `BlockConfig`, describes a block: attention and an MLP, with norms and residual connections. Its
-defaults are a Llama block; other settings give the blocks of other families.
+`BlockConfig` describes a block. Its defaults are a Llama block; other settings give the blocks of other families.
 """
 
 import dataclasses
@@ -31,8 +30,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 """Activations by their names in Hugging Face configurations."""
 
-_kernel_init = nn.initializers.normal(0.02)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -42,14 +39,11 @@ class Rope:
         theta: base of the wavelengths; positive.
         fraction: fraction of the channels of each head that are rotated, in (0, 1].
         scaling: `None`; `"linear"`: every frequency is divided by `factor`; `"llama3"`: only low frequencies are
-            divided (arXiv 2407.21783), with a smooth transition for wavelengths between `original_max_positions /
-            high_freq_factor` and `original_max_positions / low_freq_factor`; `"yarn"`: likewise, with a transition that
-            is linear in the index of the frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is
-            divided by its own of `divisors`, one for each pair of channels; `"none"`: nothing is rotated.
+            (arXiv 2407.21783), with a smooth transition between `low_freq_factor` and `high_freq_factor` turns over the
+            original context; `"yarn"`: likewise between `beta_slow` and `beta_fast` turns, linear in the index of the
+            frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is divided by its own of
+            `divisors`, one for each pair of channels; `"none"`: nothing is rotated.
         factor: scaling of the context; positive.
-        low_freq_factor, high_freq_factor: for `"llama3"`; the second is greater.
-        beta_fast, beta_slow: for `"yarn"`. Frequencies with more than `beta_fast` turns over the original context stay,
-            those with fewer than `beta_slow` are divided by `factor`.
         truncate: for `"yarn"`: whether the transition begins and ends at whole indices.
         original_max_positions: context before scaling; for `"llama3"` and `"yarn"`.
         amplitude: factor on cosines and sines.
@@ -141,10 +135,8 @@ class BlockConfig:
 
     def __post_init__(self):
         if not (isinstance(self.norm_eps, int | float) and 0 <= self.norm_eps <= 1):
-            raise UserError(
-                f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; correct it in config.json "
-                "(rms_norm_eps, layer_norm_eps or layer_norm_epsilon)."
-            )
+            hint = "correct it in config.json (rms_norm_eps, layer_norm_eps or layer_norm_epsilon)"
+            raise UserError(f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; {hint}.")
         check_fields(self)
         if self.num_heads % self.num_kv_heads:
             heads = f"{self.num_heads} and {self.num_kv_heads}"
@@ -170,7 +162,7 @@ class BlockConfig:
 
 
 class SequenceContext(NamedTuple):
-    """Inputs of every block besides hidden states, computed once by `sequence_context`: rotary table and mask."""
+    """Inputs of every block besides hidden states: rotary table and mask."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
     visible: Visible
@@ -200,12 +192,9 @@ def sequence_context(
     start: Int[Array, ""] | None = None,
     until: Int[Array, "B S"] | None = None,
 ) -> SequenceContext:
-    """Computes the rotary table and the attention mask of a batch; `segment_ids`, `start` and `until` as in `Visible`.
+    """The rotary table and the attention mask of a batch, whose tokens have these positions in their segments.
 
-    Args:
-        config: configuration of the blocks.
-        positions: position of each token in its segment, `[B, T]`, or `[1, T]` if equal for all rows.
-        window: a token attends to itself and to the `window - 1` tokens before it. `None`: all before it.
+    `segment_ids`, `window`, `start` and `until` as in `Visible`.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
     return SequenceContext(rotary, Visible(segment_ids, start, (window,), until=until))
@@ -266,7 +255,7 @@ def rotate(
     """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
 
     If `interleaved`, the pairs are `(x_{2i}, x_{2i + 1})`. Channels from 2R on pass unchanged. The arithmetic is
-    float32 for any dtype of `x`, because bfloat16 cannot represent the angles of large positions.
+    float32, because bfloat16 cannot represent the angles of large positions.
     """
     cos, sin = table
     pairs = cos.shape[-1]
@@ -295,8 +284,7 @@ class Norm(nn.Module):
     """The norm `kind` of a `BlockConfig`, over the last axis, computed in float32 and cast to `dtype` at the end.
 
     "rms": `x / sqrt(mean(x²) + eps) * (offset + scale)` (arXiv 1910.07467). "layer": the same of `x - mean(x)`, plus a
-    bias. The variance is computed from centred values, because `E[x²] - E[x]²` loses digits if the mean is large, which
-    occurs in GPT-2.
+    bias; `E[x²] - E[x]²` would lose digits where the mean is large, as in GPT-2.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -330,7 +318,7 @@ class _Layer(nn.Module):
     config: BlockConfig
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
-    kernel_init: nn.initializers.Initializer = _kernel_init
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
 
     def _dense(self, width: int, name: str, use_bias: bool) -> Dense:
         kinds: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
@@ -341,10 +329,7 @@ class _Layer(nn.Module):
 
 
 class Attention(_Layer):
-    """Causal grouped-query attention: the output, and the keys and values of the tokens.
-
-    With `past` they are inserted from column `context.visible.start` on.
-    """
+    """Causal grouped-query attention: output, keys and values; with `past` these are inserted from `start` on."""
 
     @nn.compact
     def __call__(
@@ -403,22 +388,8 @@ class Block(_Layer):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
     Called with `past`, or to `keep` them, it also returns the keys and values of the tokens, which
-    `calibjax.nn.kv_cache` stores.
-
-    Args:
-        config: configuration of the block.
-        dtype: dtype of computations and of the output.
-        param_dtype: dtype of the parameters that `init` creates.
-        kernel_init: initializer of every matrix; by default N(0, 0.02²).
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> config = BlockConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
-        >>> hidden = jnp.ones((1, 3, 8))
-        >>> context = sequence_context(config, jnp.arange(3)[None])
-        >>> params = jax.jit(Block(config).init)(jax.random.key(0), hidden, context)
-        >>> jax.jit(Block(config).apply)(params, hidden, context).shape
-        (1, 3, 8)
+    `calibjax.nn.kv_cache` stores. `dtype` is that of computations and of the output, `param_dtype` that of the
+    parameters that `init` creates, `kernel_init` the initializer of every matrix.
     """
 
     @nn.compact
@@ -431,8 +402,7 @@ class Block(_Layer):
             return self._norm(name)(x) if wanted else x
 
         def add(hidden: Array, update: Array) -> Array:
-            if cfg.residual_scale is not None:
-                # In float32, because bfloat16 would round the factor.
+            if cfg.residual_scale is not None:  # in float32, because bfloat16 would round the factor
                 update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
             return hidden + update
 

@@ -1,8 +1,8 @@
 """Mixtures of experts: a router sends every token to a few of many MLPs (Shazeer et al., 2017, arXiv 1701.06538).
 
-No token is ever dropped: an expert takes as many tokens as are routed to it. The copies of the tokens are sorted by
-expert, so that each matrix product reads the rows of one expert: by `jax.lax.ragged_dot` on TPUs, and elsewhere by a
-loop over blocks of rows that have one expert, because XLA multiplies every row with every expert on other platforms.
+No token is dropped. The copies of the tokens are sorted by expert, so that each matrix product reads the rows of one
+expert: by `jax.lax.ragged_dot` on TPUs, and elsewhere by a loop over blocks of rows that have one expert, because XLA
+multiplies every row with every expert on other platforms.
 """
 
 import dataclasses
@@ -35,13 +35,11 @@ class Mixture:
         experts: number E of experts, at least 2.
         per_token: number K of experts that each token is sent to, those with the largest router logits; of equal ones
             those with the smaller index.
-        normalized: whether the weights of a token's experts are a softmax over its K logits. Otherwise they are K
-            entries of the softmax over all E.
+        normalized: whether the weights of a token's experts are a softmax over its K logits, or over all E.
         router_bias: whether the router's logits have a bias.
         clamp: `c` in `(clip(up x, -c, c) + 1) * g * sigmoid(swish * g)` with `g = min(gate x, c)`, which replaces the
             activation of gpt-oss; or `None`.
         swish: factor within the sigmoid; for `clamp` only.
-
     """
 
     experts: int
@@ -56,9 +54,7 @@ class Mixture:
         if self.experts < 2:
             raise UserError(f"experts: expected at least 2, got {self.experts}.")
         if not 1 <= self.per_token <= self.experts:
-            raise UserError(
-                f"experts per token: expected 1 to {self.experts}, the number of experts, got {self.per_token}."
-            )
+            raise UserError(f"experts per token: expected 1 to {self.experts}, their number, got {self.per_token}.")
         if self.clamp is not None and not self.clamp > 0:
             raise UserError(f"swiglu_limit: expected a positive number, got {self.clamp}.")
 
@@ -151,7 +147,7 @@ class Experts(nn.Module):
         logits = router(hidden.astype(jnp.float32).reshape(-1, size))
         weights, chosen = route(logits, self.mixture)
         params = {
-            name: _Projection((number, *shape), self.use_bias, self.param_dtype, self.kernel_init, name=name)()
+            name: self.param(name, self._projection, (number, *shape))
             for name, shape in (("gate", (size, self.width)), ("up", (size, self.width)), ("down", (self.width, size)))
         }
         params = jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -176,26 +172,14 @@ class Experts(nn.Module):
         in_specs = (rows, rows, rows, experts)
         return jax.shard_map(on_device, in_specs=in_specs, out_specs=rows, check_vma=False)(*arguments)
 
+    def _projection(self, key: Array, shape: tuple[int, int, int]) -> dict[str, Array]:
+        """Parameters of one projection of all experts: kernel `[E, in, out]` and bias `[E, out]`."""
+        bias = {"bias": jnp.zeros((shape[0], shape[2]), self.param_dtype)} if self.use_bias else {}
+        return {"kernel": self.kernel_init(key, shape, self.param_dtype), **bias}
+
     def _gated(self, gate: Array, up: Array) -> Array:
         clamp = self.mixture.clamp
         if clamp is None:
             return self.activation(gate) * up
         gate = jnp.minimum(gate, clamp)
         return (jnp.clip(up, -clamp, clamp) + 1) * gate * jax.nn.sigmoid(self.mixture.swish * gate)
-
-
-class _Projection(nn.Module):
-    """Parameters of one projection of all experts: kernel `[E, in, out]` and bias `[E, out]`."""
-
-    shape: tuple[int, int, int]
-    use_bias: bool
-    param_dtype: DTypeLike
-    kernel_init: nn.initializers.Initializer
-
-    @nn.compact
-    def __call__(self) -> dict[str, Array]:
-        params = {"kernel": self.param("kernel", self.kernel_init, self.shape, self.param_dtype)}
-        if self.use_bias:
-            zeros = nn.initializers.zeros
-            params["bias"] = self.param("bias", zeros, (self.shape[0], self.shape[2]), self.param_dtype)
-        return params

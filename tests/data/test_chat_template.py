@@ -5,7 +5,7 @@ import time
 import pytest
 from tiny import CHATML, character_tokenizer
 
-from calibjax.data import template_process
+from calibjax.data import chat_template
 from calibjax.data.chat_template import render_chat
 from calibjax.runtime.errors import UserError
 
@@ -45,7 +45,7 @@ def refused(template):
 
 
 def test_templates_that_do_not_end(monkeypatch):
-    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     for template in LOOPS.values():
         refused(template)
 
@@ -53,6 +53,6 @@ def test_templates_that_do_not_end(monkeypatch):
 @pytest.mark.slow
 def test_one_built_in_that_does_not_end(monkeypatch):
     """No signal and no exception of another thread reaches it."""
-    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     refused("{{ 7 ** (10 ** 9) }}")
     assert "hello you" in render_chat(character_tokenizer(CHATML), TURNS[:1]), "another process renders the next one"

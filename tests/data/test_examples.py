@@ -152,7 +152,7 @@ def test_tokens_without_width():
         ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
         ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
-        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text or a list of text parts"),
+        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text"),
         ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
         ({"prompt": "a", "response": "b"}, "slow", "not a fast tokenizer"),
     ],
