@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["forest", "layers", "reliability", "risk_coverage", "temperature_histogram"]
 
-INK, MUTED = "#1c2530", "#7a838c"  # text, and fainter; a report replaces both by its own, light or dark
+INK, MUTED = "#1c2530", "#7a838c"  # text, and fainter
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")  # Okabe and Ito's
 MARKS = ("o", "s", "^", "D", "v", "P", "X")  # of lines, so that colour is not the only difference
 _BLUE, _ORANGE, _GREEN = LINES[:3]

@@ -49,7 +49,7 @@ RUNS = {
 }
 VOLATILE = re.compile(r"seconds|time|version|path|date|python|platform|packages|started|host")
 PRINTED = re.compile(r"\d+:\d\d(:\d\d)?|[\d.,]+ (s|ms|min|seconds|minutes)\b|[\d.,]+k? tokens/s|\d+ MiB")
-PICTURES = re.compile(rb'<svg.*?</svg>|\d{4}-\d\d-\d\d|<td[^>]*"fit \(s\)".*?</td>', re.DOTALL)
+PICTURES = re.compile(rb'<img src="data:[^"]*"|\d{4}-\d\d-\d\d|<td[^>]*"fit \(s\)".*?</td>', re.DOTALL)
 TEXTS = (".json", ".csv", ".html", ".md", ".safetensors")
 LEFT_OUT = ("run.json", "ocdbt.process_0.json", "tokenizer.json")
 

@@ -24,19 +24,8 @@ from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
-SortKey = Literal[
-    "ece",
-    "debiased_ece",
-    "adaptive_ece",
-    "smooth_ece",
-    "mce",
-    "brier",
-    "log_loss",
-    "nll",
-    "auroc",
-    "parameters",
-    "fit_seconds",
-]
+_Errors = Literal["ece", "debiased_ece", "adaptive_ece", "smooth_ece", "mce"]
+SortKey = Literal[_Errors, "brier", "log_loss", "nll", "auroc", "parameters", "fit_seconds"]
 COMPARED = ("ece", "brier", "log_loss", "nll")
 """Figures that are compared with those of temperature scaling, on the same resamples."""
 _DENSE = ("matrix", "structured_matrix", "dirichlet")  # K² parameters
@@ -74,21 +63,13 @@ class Result(NamedTuple):
     state: Any
 
 
-def with_confidence(data: Predictions) -> Predictions:
-    """Predictions with confidence and correctness from logits and labels, if there are logits."""
-    if data.logits is None:
-        return data
-    outcome = uncalibrated(data)
-    return data._replace(confidence=outcome.confidence, correct=outcome.correct)
-
-
 def uncalibrated(data: Predictions) -> Outcome:
     """Returns the outcome of the uncalibrated predictions."""
     if data.logits is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
-    uncalibrated_log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
-    return _distribution(uncalibrated_log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
+    log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
+    return _distribution(log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
 
 
 def contenders(
@@ -159,12 +140,10 @@ def _distribution(
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def run_contenders(
-    rows: Mapping[str, Contender], *, context: RunContext | None = None
-) -> tuple[dict[str, Result], dict[str, str]]:
+def _run(rows: Mapping[str, Contender], context: RunContext) -> tuple[dict[str, Result], dict[str, str]]:
     """Results by name, and for each contender that failed, which does not stop the others, the reason."""
     results, failed = {}, {}
-    bar = (context or RunContext()).bar(rows.items(), title="comparing", unit="method")
+    bar = context.bar(rows.items(), title="comparing", unit="method")
     for name, contender in bar:
         bar.set_postfix_str(name)
         try:
@@ -175,16 +154,12 @@ def run_contenders(
             bad = ~((outcome.confidence >= -1e-5) & (outcome.confidence <= 1 + 1e-5))
             if bad.any():
                 raise ValueError(f"it gave {outcome.confidence[bad][0]} as a confidence, {bad.sum():,} such values")
-            results[name] = Result(outcome, seconds, _parameters(state), state)
+            weights = state.params if isinstance(state, FittedHead) else None
+            count = parameter_count(state) if weights is None else sum(map(np.size, jax.tree.leaves(weights)))
+            results[name] = Result(outcome, seconds, count, state)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
     return results, failed
-
-
-def _parameters(state: Any) -> int:
-    if isinstance(state, FittedHead):
-        return sum(np.size(leaf) for leaf in jax.tree.leaves(state.params))
-    return parameter_count(state)
 
 
 def not_converged(results: Mapping[str, Result]) -> list[str]:
@@ -206,14 +181,11 @@ def comparison_json(
     """The rows of a comparison, best first.
 
     `nll` is the negative log-likelihood of the true class, null for methods that give a confidence alone; `log_loss`
-    that of correctness (`metrics.negative_log_likelihood`), null where it is infinite: `certain_and_wrong` counts wrong
-    predictions with confidence 1, or right ones with 0. `changed` is the number of predictions that the method changed
-    from "uncalibrated", or else from the first row. `against` holds the difference from `reference` for each of
-    `COMPARED` (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`);
-    `against_uncalibrated` the same, uncorrected.
-
-    `reference` is the name of temperature scaling; points of one group are resampled together; fits that did not
-    converge follow the others.
+    that of correctness, null where it is infinite: `certain_and_wrong` counts wrong predictions with confidence 1, or
+    right ones with 0. `changed` counts the predictions that the method changed from "uncalibrated", or else from the
+    first row. `against` holds the difference from `reference`, the name of temperature scaling, for each of `COMPARED`
+    (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`); `against_uncalibrated`
+    the same, uncorrected. Fits that did not converge follow the others.
     """
     base = results.get("uncalibrated", next(iter(results.values()))).outcome
     pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
@@ -369,8 +341,7 @@ def compare(
     if unknown:
         raise UserError(f"methods: {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
     material = prediction_material(fit, held_out, tuple(methods or METHODS), groups, however_large=bool(methods))
-    context = context or RunContext()
-    return run_material(material, sort=sort, bins=bins, closed=closed, context=context)
+    return run_material(material, sort=sort, bins=bins, closed=closed, context=context or RunContext())
 
 
 def prediction_material(
@@ -382,10 +353,12 @@ def prediction_material(
     however_large: bool,
 ) -> Material:
     """Methods on predictions; `however_large` as `contenders`'."""
-    fit, held_out = with_confidence(fit), with_confidence(held_out)
-    reference = "confidence_temperature" if held_out.logits is None else "temperature"
+    base, reference = uncalibrated(held_out), "confidence_temperature"
+    if held_out.logits is not None:
+        reference, outcome = "temperature", uncalibrated(fit)
+        fit = fit._replace(confidence=outcome.confidence, correct=outcome.correct)
+        held_out = held_out._replace(confidence=base.confidence, correct=base.correct)
     names = tuple(name for name in METHODS if name in names or name == reference)
-    base = uncalibrated(held_out)
     rows, left_out = contenders(fit, held_out, base, names, however_large=however_large)
     clusters = "rows" if groups is None else "groups"
     groups = None if groups is None else np.asarray(groups)
@@ -394,7 +367,7 @@ def prediction_material(
 
 def run_material(material: Material, *, sort: SortKey, bins: int, closed: Closed, context: RunContext) -> Comparison:
     """Fits and compares all contenders of the material."""
-    results, failed = run_contenders(material.rows, context=context)
+    results, failed = _run(material.rows, context)
     results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
     methods = comparison_json(
         results,

@@ -41,15 +41,6 @@ def row_json(sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right",
     return row
 
 
-def differences_json(
-    first: metrics.CalibrationSums, second: metrics.CalibrationSums, *, seed: int = 0
-) -> dict[str, Any]:
-    """Paired differences, first minus second, of `ece`, `nll` and `brier` over the same groups `[G]`."""
-    pair = first, second
-    rows, draws = [metrics.summarise(sums) for sums in pair], [draws_of(sums, seed) for sums in pair]
-    return differences_of(rows, pair, draws, ("nll", "brier"), seed)
-
-
 def differences_of(
     rows: Sequence[Mapping[str, Any]],
     sums: Sequence[metrics.CalibrationSums],

@@ -38,8 +38,7 @@ def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2), by
-    `load_bleu`."""
+    """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2)."""
     bleu = load_bleu()
     scores = [bleu(text, [*texts[:i], *texts[i + 1 :]]).score for i, text in enumerate(texts)]
     return float(np.mean(scores))

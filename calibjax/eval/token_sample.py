@@ -48,16 +48,13 @@ def token_sample(
 ) -> dict[str, Any]:
     """Some sequences, token by token, under two heads, each cut between two words.
 
-    Args:
-        sequences: those of them are used that are nearest to an even spread and have enough scored targets.
-        tokens: largest number of scored tokens of all `samples` sequences.
-        alternatives: number of most likely tokens to list.
+    Of the sequences with enough scored targets, `samples` spread evenly, with at most `tokens` scored tokens in all.
 
     Returns:
         `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
         first of an example, of which a packed sequence has several, and, if scored, `right`;
         `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
-        (after); and `top`, rows of `[text, before, after]` of the most likely tokens.
+        (after); and `top`, rows of `[text, before, after]` of the `alternatives` most likely tokens.
     """
     scored = sequences.where.sum(axis=1)
     each = -(-tokens // samples)
@@ -86,22 +83,18 @@ def token_sample(
             if sequences.positions[s, t] == 0:
                 begin = lm.tokenizer.decode([previous], skip_special_tokens=True)
                 row.append({"text": str(begin), "scored": False, "start": True})
-            entry: dict[str, Any] = {"text": text_after(lm.tokenizer, previous, target), "scored": False}
-            if sequences.where[s, t]:
+            text, is_scored = text_after(lm.tokenizer, previous, target), bool(sequences.where[s, t])
+            row.append({"text": text, "scored": is_scored})
+            if is_scored:
                 left -= 1
-                pairs = [[_rounded(x[k][s, t]) for x in (one, two)] for k in range(3)]
+                for name, first, second in zip(("confidence", "probability", "entropy"), one, two, strict=False):
+                    row[-1][name] = [_rounded(first[s, t]), _rounded(second[s, t])]
                 top = zip(ids[s, t], one[4][s, t], two[4][s, t], strict=True)
-                entry = {
-                    "text": entry["text"],
-                    "scored": True,
-                    "confidence": pairs[0],
-                    "probability": pairs[1],
-                    "entropy": pairs[2],
+                row[-1] |= {
                     "right": bool(argmax[s, t] == target),
                     "temperature": _rounded(two[3][s, t]),
                     "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
                 }
-            row.append(entry)
         rows.append(_whole_words(row))
     return {"windows": rows}
 

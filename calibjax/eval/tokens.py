@@ -12,7 +12,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import load_text
-from calibjax.eval.figures_json import curve_json, differences_json, row_json
+from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models.calibrated import check_base
@@ -170,14 +170,13 @@ def results_json(
 ) -> dict[str, Any]:
     """The figures of a set as plain data: `{"tokens": n, "methods": {name: {...}}}`.
 
-    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its value, 95% interval, bins and edge
-    convention, and `debiased_ece` (`metrics.error_interval`, sequences as groups); `reliability` per bin (count, mean
-    confidence, accuracy with the low and high end of its bootstrap interval; null where empty); `curve`
+    Each method: nll, brier, accuracy, confidence, bias, mce, rmsce; `ece` with its 95% interval over sequences, bins
+    and edge convention, and `debiased_ece`; `reliability` per bin (null where empty); `curve`
     (`metrics.reliability_curve`); and `temperatures`, the histogram over `TEMPERATURE_EDGES`. `against` holds the
     paired differences of nll, brier and ece from temperature scaling, `against_uncalibrated` from the first method.
     """
     methods: dict[str, dict[str, Any]] = {}
-    tokens = 0
+    draws = {name: draws_of(result.sums, seed) for name, result in results.items()}
     for name, result in results.items():
         row = row_json(result.sums, closed=closed, seed=seed)
         row["temperatures"] = {
@@ -186,11 +185,14 @@ def results_json(
         }
         row["curve"] = curve_json(metrics.curve_from_sums(result.grid, seed=seed))
         methods[name] = row
+    for name, row in methods.items():
         for field, other in (("against", "temperature"), ("against_uncalibrated", next(iter(results)))):
             if other in results and name != other:
-                row[field] = differences_json(result.sums, results[other].sums, seed=seed)
-        tokens = int(metrics.total(result.sums).whole()[0])
-    return {"tokens": tokens, "methods": methods}
+                pair = results[name].sums, results[other].sums
+                both = draws[name], draws[other]
+                row[field] = differences_of((row, methods[other]), pair, both, ("nll", "brier"), seed)
+    first = next(iter(results.values()))
+    return {"tokens": int(metrics.total(first.sums).whole()[0]), "methods": methods}
 
 
 class Evaluation(NamedTuple):
@@ -232,8 +234,7 @@ def evaluate(
 
     Args:
         lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`.
-        data: sequences that no head was fitted on; or what `load_text` takes, read as sequences of 128 tokens, or of
-            the model's positions where these are fewer.
+        data: sequences that no head was fitted on; or what `load_text` takes, with its defaults.
         heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone.
         batch_size: sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
         bins: number of equal-width bins of ECE.

@@ -170,21 +170,6 @@ def test_trace_confidence(window):
     assert trace_confidence(p.tolist(), window) == pytest.approx((min(groups), groups[-1]))
 
 
-def test_masked_samples_do_not_count():
-    data, rng = evidence(), np.random.default_rng(3)
-    kept = np.sort(rng.permuted(np.tile(np.arange(6), (40, 1)), axis=1)[:, :4], axis=1)
-    where = np.zeros((40, 6), bool)
-    np.put_along_axis(where, kept, True, axis=1)
-    noise = np.where(where, data.sample_log_probs, np.nan)
-    few, weights = (np.take_along_axis(x, kept, axis=1) for x in (data.clusters, data.sample_log_probs))
-    got = semantic_confidence(data.clusters, data.answer, noise, where), entropy_confidence(data.clusters, noise, where)
-    want = semantic_confidence(few, data.answer, weights), entropy_confidence(few, weights)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    nothing = np.zeros_like(where)
-    assert not np.any(semantic_confidence(data.clusters, data.answer, noise, nothing))
-    assert not np.any(entropy_confidence(data.clusters, noise, nothing))
-
-
 # --- clusterings ---
 
 

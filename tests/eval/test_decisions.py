@@ -11,7 +11,6 @@ from calibjax.eval.answers.decide import (
     adaptive_scores,
     allocate,
     claim_threshold,
-    option_sets,
     risk_threshold,
     selective_threshold,
     set_threshold,
@@ -63,7 +62,7 @@ def test_sets_over_random_splits(kind):
     covered = []
     for fit, new in splits(POOL, N):
         scores = SET_SCORES[kind](flat)
-        sets = option_sets(scores[new], set_threshold(scores[fit], label[fit], 0.1))
+        sets = scores[new] >= set_threshold(scores[fit], label[fit], 0.1)
         covered.append(sets[np.arange(len(new)), label[new]].mean())
     mean, error = np.mean(covered), np.std(covered) / np.sqrt(SPLITS)
     print(f"covered {mean:.4f} +- {error:.4f}")
@@ -77,7 +76,7 @@ def test_adaptive_sets_by_their_definition(penalty):
     rng = np.random.default_rng(4)
     p = (rng.dirichlet(np.ones(5), 200).round(1) + 0.02) / 1.1  # with ties
     for t in (0.05, 0.33, 0.71):
-        sets = option_sets(adaptive_scores(p, penalty), t)
+        sets = adaptive_scores(p, penalty) >= t
         for row, got in zip(p, sets, strict=True):
             more = [row > own for own in row]
             want = [row[above].sum() + penalty * above.sum() <= 1 - t + 1e-12 for above in more]

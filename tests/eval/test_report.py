@@ -2,31 +2,22 @@
 
 import contextlib
 import dataclasses
-import html
 import json
 import re
-import shlex
 import shutil
 from io import StringIO
 
 import numpy as np
 import pytest
 from assets import data_path, model_path
-from markupsafe import Markup
-from report_documents import document
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.eval.figures_json import subject_rows
-from calibjax.eval.report import Run, page
-from calibjax.eval.report.notes import usage
-from calibjax.eval.report.schema import read_metrics
+from calibjax.eval.report import page
 from calibjax.eval.token_sample import _whole_words, text_after, token_sample
 from calibjax.eval.tokens import identity_head
 from calibjax.models import LanguageModel, load_model
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-HOSTILE = "</script><script>alert(1)</script>\"'<b>"
 
 
 @pytest.fixture(scope="module")
@@ -87,30 +78,6 @@ def test_text_keeps_its_spaces():
     assert [text_after(Pieces(), 1, i) for i in range(3)] == [" a", "b", "\ufffd"]
 
 
-def hostile_sample():
-    def token(text, **changes):
-        pair = [0.999, 0.1]
-        entry = {"text": text, "scored": True, "right": False, "temperature": 2.0, "top": [[text, 0.9, 0.1]] * 5}
-        return {**entry, "confidence": pair, "probability": pair, "entropy": pair, **changes}
-
-    plain = [token(f" word{number}", right=number % 2 == 0) for number in range(300)]
-    return {"windows": [[{"text": HOSTILE, "scored": False}, token(HOSTILE), token("\n"), token(""), *plain]]}
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_hostile_text_is_text():
-    made = page.page([Run("", {"held_out": document()["held_out"]}, hostile_sample())])
-    section = made[made.index('<section class="heatmap"') :].partition("</section>")[0]
-    assert section.count("<script") == section.count("</script") == 1
-    assert html.unescape(section).count(HOSTILE) == 4, "twice in each text"
-    data = json.loads(section.split('json">')[1].split("</script>")[0])
-    assert data[0] is None
-    assert data[1]["text"] == HOSTILE
-    steps = [int(k) for k in re.findall(r'class="t k(\d)', section)]
-    assert steps == [9] * 303 + [1] * 303
-    assert section.count('tabindex="0"') == 2, "one stop for Tab in each text"
-
-
 # --- the commands ---
 
 
@@ -154,7 +121,7 @@ def test_layers_command(runs):
     assert "The decision settles at layer" in printed
     assert printed.strip().splitlines()[-1].startswith(f"results in {out}: report.html")
     page = (out / "report.html").read_text()
-    assert page.count('role="img"') == 7  # panels
+    assert page.count("<img ") == 7  # panels
 
 
 @pytest.mark.slow
@@ -218,7 +185,6 @@ def undrawn(monkeypatch):
     """Figures are made, and not drawn, which takes seconds."""
     monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")
     monkeypatch.setattr(page, "svg", lambda figure, name: "<svg></svg>")
-    monkeypatch.setattr(page, "inline_svg", lambda *_: Markup('<svg role="img"></svg>'))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -231,7 +197,7 @@ def test_report_of_several_runs(runs, capsys, tmp_path):
     names = re.findall(r'\sid="([^"]*)"', page)
     assert len(names) == len(set(names))
     assert "All runs, held out" in page
-    assert page.count('role="img"') == 2 * 7 + 2  # and both overlaid
+    assert page.count("<img ") == 2 * 7 + 2  # and both overlaid
     for name in ("layers", "sweep", "reliability"):
         for number in (1, 2):
             assert (tmp_path / f"{number}-{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -244,65 +210,3 @@ def test_report_of_several_runs(runs, capsys, tmp_path):
     (tmp_path / "metrics.json").write_text("{}")
     assert main(["report", str(tmp_path)]) == 2
     assert "expected metrics of schema 1" in capsys.readouterr().err
-
-
-def test_the_page_of_compare_shows_commands_that_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    confidence = rng.uniform(0.3, 1, 400)
-    rows = zip(confidence, rng.uniform(size=400) < confidence**3, strict=True)
-    (tmp_path / "new.csv").write_text("confidence,correct\n" + "".join(f"{c:.4f},{int(r)}\n" for c, r in rows))
-    out = tmp_path / "a run"
-    assert main(["compare", "--table", "new.csv", "--methods", "platt", "--out", str(out), "--quiet"]) == 0
-    commands = usage(read_metrics(out / "metrics.json"), out)
-    assert commands.count("\n") == 1
-    for line in commands.splitlines():
-        assert main(shlex.split(line)[1:]) == 0
-    assert (tmp_path / "calibrated.csv").read_text().count("\n") == 401
-    assert "calibjax apply" in (out / "report.html").read_text()
-
-
-# --- in a browser ---
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
-@pytest.mark.usefixtures("undrawn")
-def test_in_a_browser(runs, tmp_path):
-    """No request leaves the page, no error is said, hostile text runs nothing, keys and pointer show a token."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    run = tmp_path / "run"
-    shutil.copytree(runs[0] / "text", run)
-    (run / "tokens.json").write_text(json.dumps(hostile_sample()))
-    with contextlib.redirect_stdout(StringIO()):
-        assert main(["report", str(run)]) == 0
-    assert (run / "report.html").stat().st_size < 3e6
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        asked, said = [], []
-        for width in (1280, 390):  # a desktop, a phone
-            page = browser.new_page(viewport={"width": width, "height": 800})
-            page.on("request", lambda request: asked.append(request.url))
-            page.on("console", lambda message: said.append(message.text))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.on("dialog", lambda dialog: said.append(dialog.message))
-            page.goto((run / "report.html").as_uri())
-            token = page.locator(".t").first
-            token.hover()
-            shown = page.locator(".detail").inner_text()
-            assert "99.9%" in shown
-            assert "2.000" in shown
-            assert "<b>" in shown
-            assert page.locator(".t b, .detail b").count() == 0
-            token.focus()
-            for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("End", 302), ("ArrowRight", 302), ("Home", 0)):
-                page.keyboard.press(key)
-                assert page.evaluate("document.activeElement.dataset.i") == str(place + 1), key
-            assert page.locator(".on").count() == 2, "the same token in both texts"
-            widest = page.evaluate(
-                "Math.max(...[...document.querySelectorAll('.t')].map("
-                "(t) => (t.focus(), document.documentElement.scrollWidth)))"
-            )
-            assert widest <= width, "nothing but tables scrolls sideways, whichever token is shown"
-        browser.close()
-    assert said == []
-    assert asked == [(run / "report.html").as_uri()] * 2

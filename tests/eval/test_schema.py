@@ -43,7 +43,7 @@ def mutations(value, path=()):
 )
 def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
     """Each is refused, or drawn and printed; of what passes the check, each place is drawn once."""
-    for name in ("inline_svg", "png"):  # drawing takes seconds
+    for name in ("svg", "png"):  # drawing takes seconds
         monkeypatch.setattr(page, name, lambda *_: "")
     monkeypatch.setattr(figures.Drawing, "figure", lambda self: None)
     monkeypatch.setattr(figures.Panel, "figure", lambda self: None)
@@ -69,7 +69,7 @@ def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
 
 
 def test_damaged_tokens(documents, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "inline_svg", lambda *_: "")
+    monkeypatch.setattr(page, "svg", lambda *_: "")
     monkeypatch.setattr(figures.Panel, "figure", lambda self: None)
     file, refused = tmp_path / "tokens.json", 0
     for _, damaged in mutations(report_documents.sample()):

@@ -309,14 +309,10 @@ def test_report_is_self_contained(document, tmp_path):
     assert "&lt;script&gt;&#34;x&#34;&lt;/script&gt;" in page
     assert "&lt;script&gt;alert(1)" in page
     assert "costs $\\x$ &amp; $y" in page
-    assert not re.search(r"https?://|//\w+\.\w+/|@import|url\((?!#)|src=", page)
-    assert set(re.findall(r'href="([^#"]*)', page)) <= {"data:,", ""}
-    assert page.count('role="img"') == 6  # reliability and temperatures of three sets
+    assert not re.search(r"""https?://|//\w+\.\w+/|@import|url\(|(src|href)="(?!data:)""", page)
+    assert page.count("<img ") == 6  # reliability and temperatures of three sets
     names = re.findall(r'\sid="([^"]*)"', page)
     assert len(names) == len(set(names))
-    assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page)) <= {(n, "") for n in names} | {
-        ("", n) for n in names
-    }
     assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
     verdicts = re.findall(r'<p class="verdict[^>]*>(.*?)</p>', page)
     assert verdicts[0].startswith("WARNING: ATS is better than temperature scaling in NLL only"), "it stands first"

@@ -7,7 +7,7 @@ asks a model of entailment. A function of the user is "package.module:function".
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,7 @@ def last_number(text: str) -> Decimal | None:
         Decimal('1200')
     """
     numbers = _NUMBER.findall(text)
-    try:
-        return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
-    except InvalidOperation:
-        return None
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
@@ -78,9 +75,7 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
 def cosine_clusters(vectors: Float[np.ndarray, "K D"], threshold: float = 0.9) -> Int[np.ndarray, " K"]:
     """Groups vectors whose cosine reaches a threshold with the first vector of a group, in the order of the vectors.
 
-    Only the first member is compared with, as in the clustering of Kuhn et al. 2023 (arXiv 2302.09664, algorithm 1), so
-    that a chain of small steps does not join opposite ends. A vector of zeros is like no other. int32, numbered from 0
-    by first appearance.
+    A vector of zeros is like no other. int32, numbered from 0 by first appearance.
 
     Example:
         >>> cosine_clusters(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.1]])).tolist()
@@ -93,7 +88,11 @@ def cosine_clusters(vectors: Float[np.ndarray, "K D"], threshold: float = 0.9) -
 
 
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
-    """Of each item the number of the first cluster whose first member is like it, or of a new one."""
+    """Of each item the number of the first cluster whose first member is like it, or of a new one.
+
+    Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1), so that a chain of small
+    steps does not join opposite ends.
+    """
     firsts, numbers = [], []
     for own in items:
         near = (number for number, first in enumerate(firsts) if alike(first, own))
@@ -107,12 +106,8 @@ def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[i
 def nli_clustering(path: str) -> Clustering:
     """Answers that entail each other, each after the question (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1).
 
-    Args:
-        path: directory of a sequence-classification model of Hugging Face with a label "entailment", such as
-            microsoft/deberta-large-mnli. It runs in PyTorch, which must be installed.
-
-    Raises:
-        UserError: no such directory, a model without that label, or no PyTorch.
+    `path` is the directory of a sequence-classification model of Hugging Face with a label "entailment", such as
+    microsoft/deberta-large-mnli, which runs in PyTorch.
     """
     require_directory(path, "same")
     with about("--same"):
@@ -165,11 +160,8 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function".
-
-    Raises:
-        UserError: there is no such function.
-    """
+    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function";
+    raises `UserError` if there is none."""
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
     if name.startswith("nli:"):
@@ -182,10 +174,8 @@ def clusters_of(
 ) -> tuple[Int[np.ndarray, "N K"], Int[np.ndarray, " N"]]:
     """Clusters of K samples of each question, int32 `[N, K]`, and of the answer to it, comparable within a question.
 
-    The clustering receives the answer first and then the samples of a question.
-
-    Raises:
-        UserError: the clustering returned something other than one whole number for each answer.
+    The clustering receives the answer first and then the samples of a question; raises `UserError` if it does not
+    return a whole number for each.
     """
     rows = []
     for question, answer, drawn in zip(questions, answers, samples, strict=True):

@@ -1,8 +1,9 @@
-"""The confidence of an answer: one function, and a name for each definition (`WORDS`).
+"""The confidence of N answers: pure functions, jittable, that return float32 `[N]` in [0, 1].
 
-Samples are given as clusters: integers `[N, K]`, equal where two samples of a question mean the same
-(`calibjax.eval.answers.clusters`). The mass of a cluster is the fraction of the samples in it or, where their
-log-probabilities are given, its fraction of the total probability of the samples.
+Samples are given as `clusters`, integers `[N, K]`, equal where two samples of a question mean the same
+(`calibjax.eval.answers.clusters`), with their log-probabilities `log_probs` `[N, K]`, nats, whole or divided by their
+lengths; `answer` `[N]` is the cluster of the answer. `tokens` `[N, T]` are the log-probabilities of its tokens, −inf
+where there is none.
 """
 
 from collections.abc import Sequence
@@ -40,11 +41,9 @@ WORDS: dict[str, str] = {
 
 
 def answer_confidence(
-    method: AnswerConfidence,
-    values: Float[AnyArray, "N K"] | Int[AnyArray, "N K"],
-    where: Bool[AnyArray, "N K"] | None = None,
+    method: AnswerConfidence, values: Float[AnyArray, "N K"] | Int[AnyArray, "N K"]
 ) -> Float[Array, " N"]:
-    """The confidence of N answers, in [0, 1].
+    """The confidence of N answers by the name of its definition in `WORDS`.
 
     Options: of the option with the largest log-probability, softmax over the options alone or exp of it (Hendrycks et
     al., 2021; arXiv 2409.19817 takes the first, arXiv 2508.00264 the second). Texts: arXiv 2409.19817 takes the
@@ -53,8 +52,7 @@ def answer_confidence(
     Args:
         method: name in `WORDS`.
         values: for options the log-probability of each of K options, summed over its tokens ("options_per_token": their
-            mean); for texts that of each token; for samples the cluster of each sample.
-        where: which values exist; None: all.
+            mean); for texts that of each token; −inf where there is none. For samples the cluster of each sample.
 
     Returns:
         float32 `[N]`; 0 where no value exists.
@@ -76,11 +74,11 @@ def answer_confidence(
     """
     if method not in WORDS:
         raise ValueError(f"method: expected one of {', '.join(WORDS)}, got {method!r}.")
-    there = jnp.ones(values.shape, bool) if where is None else jnp.asarray(where)
-    exists, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
     if method in get_args(SampleConfidence):
-        return _sample_confidence(method, jnp.asarray(values), there, count)
-    log_probs = jnp.where(there, jnp.asarray(values, jnp.float32), -jnp.inf)
+        return _sample_confidence(method, jnp.asarray(values))
+    log_probs = jnp.asarray(values, jnp.float32)
+    there = log_probs > -jnp.inf
+    exists, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
     if method == "arithmetic_mean":
         return jnp.sum(jnp.exp(log_probs), axis=-1) / count
     if method in ("margin", "negentropy"):
@@ -106,21 +104,20 @@ def answer_confidence(
     return jnp.where(exists, jnp.exp(jnp.minimum(log_confidence, 0.0)), 0.0)
 
 
-def _sample_confidence(method: str, answers: Array, there: Array, count: Array) -> Array:
-    first, frequency = sample_agreement(answers, there)
+def _sample_confidence(method: str, clusters: Int[Array, "N K"]) -> Float[Array, " N"]:
+    first, frequency = sample_agreement(clusters)
     if method == "agreement":
         return frequency
+    samples = clusters.shape[1]
     if method == "first_second":
-        others = there & (answers != first[:, None])
-        _, second = sample_agreement(answers, others)
-        return frequency - second * jnp.sum(others, axis=-1) / count
-    same = (answers[:, :, None] == answers[:, None, :]) & there[:, None, :]
-    occurrences = jnp.maximum(jnp.sum(same, axis=-1), 1)
+        others = clusters != first[:, None]
+        _, second = sample_agreement(clusters, others)
+        return frequency - second * jnp.sum(others, axis=-1) / samples
+    occurrences = jnp.sum(clusters[:, :, None] == clusters[:, None, :], axis=-1)
     # An answer that n samples gave is met n times; 1/n of each sums to one per different answer.
-    different = jnp.sum(jnp.where(there, 1 / occurrences, 0.0), axis=-1)
-    entropy = jnp.sum(jnp.where(there, jnp.log(count[:, None] / occurrences), 0.0), axis=-1) / count
-    normalised = entropy / jnp.log(jnp.maximum(jnp.round(different), 2.0))
-    return jnp.where(jnp.any(there, axis=-1), jnp.clip(1.0 - normalised, 0.0, 1.0), 0.0)
+    different = jnp.sum(1 / occurrences, axis=-1)
+    entropy = jnp.sum(jnp.log(samples / occurrences), axis=-1) / samples
+    return jnp.clip(1.0 - entropy / jnp.log(jnp.maximum(jnp.round(different), 2.0)), 0.0, 1.0)
 
 
 def token_confidence(
@@ -133,13 +130,7 @@ def token_confidence(
     2504.19254): "mean_token_negentropy" and "min_token_negentropy", the mean and the least over the answer's tokens of
     1 + Σ_k p_k log p_k / log K; "probability_margin", the mean of the largest probability minus the second.
 
-    Args:
-        method: the name.
-        tokens: log-probability of each token of the answer; −inf where there is none.
-        distributions: at each token the entropy, nats, and the log-probabilities of K >= 2 tokens, largest first.
-
-    Returns:
-        float32 `[N]` in [0, 1]; 0 without tokens.
+    `distributions` are at each token the entropy, nats, and the log-probabilities of K >= 2 tokens, largest first.
 
     Example:
         >>> p, entropy = jnp.array([[[0.5, 0.5]]]), jnp.log(jnp.array([[[4.0]]]))
@@ -159,44 +150,24 @@ def token_confidence(
     return jnp.where(jnp.any(there, axis=-1), jnp.clip(confidence, 0.0, 1.0), 0.0)
 
 
-def _weights(
-    clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None, where: Bool[AnyArray, "N K"] | None
-) -> tuple[Float[Array, "N K"], Int[Array, " N"]]:
-    """Weights of the samples, which sum to one where there is a sample; and the number of samples."""
-    there = jnp.ones(clusters.shape, bool) if where is None else jnp.asarray(where)
-    scores = jnp.zeros(clusters.shape) if log_probs is None else jnp.asarray(log_probs, jnp.float32)
-    scores = jnp.where(there, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.where(there, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1.0), jnp.sum(there, axis=-1)
+def _weights(clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None) -> Float[Array, "N K"]:
+    """The fraction of the total probability of the samples that each has; without log-probabilities 1/K."""
+    return jax.nn.softmax(jnp.zeros(clusters.shape) if log_probs is None else jnp.asarray(log_probs, jnp.float32))
 
 
 def semantic_confidence(
-    clusters: Int[AnyArray, "N K"],
-    answer: Int[AnyArray, " N"],
-    log_probs: Float[AnyArray, "N K"] | None = None,
-    where: Bool[AnyArray, "N K"] | None = None,
+    clusters: Int[AnyArray, "N K"], answer: Int[AnyArray, " N"], log_probs: Float[AnyArray, "N K"] | None = None
 ) -> Float[Array, " N"]:
     """Mass of the cluster that an answer belongs to: P(a sample means the same as the answer).
 
     Without `log_probs` it is the consistency of the answer, #{k: c_k = a}/K: for samples that are drawn independently
     of the answer, an unbiased estimate of that probability. With them, Σ_k 1[c_k = a] p_k / Σ_k p_k.
 
-    Args:
-        clusters: of each sample.
-        answer: cluster of the answer whose confidence this is.
-        log_probs: of each sample, nats, whole or divided by its length; None: equal weights.
-        where: which samples exist; None: all.
-
-    Returns:
-        float32 `[N]` in [0, 1]; 0 without samples.
-
     Example:
         >>> semantic_confidence(jnp.array([[0, 0, 1, 0]]), jnp.array([0])).tolist()
         [0.75]
     """
-    weights, _ = _weights(clusters, log_probs, where)
+    weights = _weights(clusters, log_probs)
     return jnp.minimum(jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1), 1.0)
 
 
@@ -226,19 +197,11 @@ def semantic_density(
 ) -> Float[Array, " N"]:
     """Density of the answer among the different texts that were sampled (Qiu and Miikkulainen 2024, arXiv 2405.13845).
 
-    (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the distinct samples; p is the geometric mean of the probabilities of
-    the answer's tokens and p_k that of a sample's. The paper's kernel falls with a distance of meanings; here it is 1
-    within a cluster.
-
-    Args:
-        clusters, answer, log_probs: see `semantic_confidence`; the log-probabilities are divided by the lengths.
-        distinct: of the samples with one text one, and none with the text of the answer.
-        tokens: log-probability of each token of the answer; −inf where there is none.
-
-    Returns:
-        float32 `[N]` in [0, 1].
+    (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the `distinct` samples, of those with one text one, and none with the
+    text of the answer; p is the geometric mean of the probabilities of the answer's tokens and p_k that of a sample's.
+    The paper's kernel falls with a distance of meanings; here it is 1 within a cluster.
     """
-    own = answer_confidence("length_normalised", tokens, jnp.isfinite(tokens))
+    own = answer_confidence("length_normalised", tokens)
     weights = jnp.where(distinct, jnp.exp(jnp.asarray(log_probs, jnp.float32)), 0.0)
     same = own + jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1)
     total = own + jnp.sum(weights, axis=-1)
@@ -246,27 +209,19 @@ def semantic_density(
 
 
 def semantic_entropy(
-    clusters: Int[AnyArray, "N K"],
-    log_probs: Float[AnyArray, "N K"] | None = None,
-    where: Bool[AnyArray, "N K"] | None = None,
+    clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None = None
 ) -> Float[Array, " N"]:
-    """Entropy over meanings, −Σ_c m_c log m_c with the mass m_c of each cluster (Kuhn et al. 2023; Farquhar et al.
-    2024).
+    """Entropy over meanings, −Σ_c m_c log m_c with the mass m_c of each cluster, nats, from 0 to log K (Kuhn et al.
+    2023; Farquhar et al. 2024).
 
     With the log-probabilities of the samples it is the estimator of Farquhar et al. (doi 10.1038/s41586-024-07421-0,
     Methods), who divide them by the samples' lengths; without, their discrete semantic entropy.
-
-    Args:
-        clusters, log_probs, where: see `semantic_confidence`.
-
-    Returns:
-        float32 `[N]`, nats, from 0 to log K; 0 without samples.
 
     Example:
         >>> f"{float(semantic_entropy(jnp.array([[0, 0, 1, 1]]))[0]):.4f}"
         '0.6931'
     """
-    weights, _ = _weights(clusters, log_probs, where)
+    weights = _weights(clusters, log_probs)
     same = clusters[:, :, None] == clusters[:, None, :]
     mass = jnp.sum(jnp.where(same, weights[:, None, :], 0.0), axis=-1)
     # Each cluster is met once for each of its samples, with their weights: these sum to its mass.
@@ -275,36 +230,21 @@ def semantic_entropy(
 
 
 def entropy_confidence(
-    clusters: Int[AnyArray, "N K"],
-    log_probs: Float[AnyArray, "N K"] | None = None,
-    where: Bool[AnyArray, "N K"] | None = None,
+    clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None = None
 ) -> Float[Array, " N"]:
     """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass.
-
-    Args:
-        clusters, log_probs, where: see `semantic_confidence`.
-
-    Returns:
-        float32 `[N]` in [0, 1]. A single sample has entropy 0 and confidence 1; without samples 0.
 
     Example:
         >>> entropy_confidence(jnp.array([[0, 0, 1, 1], [0, 1, 2, 3]])).round(4).tolist()
         [0.5, 0.0]
     """
-    _, count = _weights(clusters, log_probs, where)
-    most = jnp.log(jnp.maximum(count, 2).astype(jnp.float32))
-    confidence = 1.0 - semantic_entropy(clusters, log_probs, where) / most
-    return jnp.where(count > 0, jnp.clip(confidence, 0.0, 1.0), 0.0)
+    most = jnp.log(jnp.float32(max(clusters.shape[1], 2)))
+    return jnp.clip(1.0 - semantic_entropy(clusters, log_probs) / most, 0.0, 1.0)
 
 
 def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
-    """P(True): the probability of the first of two words among the two (Kadavath et al. 2022, arXiv 2207.05221).
-
-    Args:
-        log_probs: of "yes, the answer is right" and of "no", nats.
-
-    Returns:
-        float32 `[N]` in [0, 1].
+    """P(True): the probability of the first of two replies, "right" and "wrong", among the two, by their
+    log-probabilities (Kadavath et al. 2022, arXiv 2207.05221).
 
     Example:
         >>> two_way_confidence(jnp.log(jnp.array([[0.3, 0.1]]))).round(4).tolist()

@@ -1,9 +1,10 @@
 """Decisions with finite-sample guarantees: when to answer, which claims to keep, and which options to return.
 
-Every threshold is computed from n questions with known outcomes and holds for a new question that is exchangeable with
-them. Nothing else is assumed of the model or the confidence. A question is answered where its confidence is *above* the
-threshold; −inf answers everything, inf nothing. A guarantee for each category is the same function on the rows of that
-category (Vovk 2012, arXiv 1209.2673).
+Every threshold is computed from n questions with known outcomes, finite `confidence` and `correct` 1 for right and 0
+for wrong, and holds for a new question that is exchangeable with them, at a `risk` in (0, 1). Nothing else is assumed
+of the model or the confidence. A question is answered where its confidence is *above* the threshold; −inf answers
+everything; inf, where n is below 1/risk − 1, nothing. A guarantee for each category is the same function on the rows of
+that category (Vovk 2012, arXiv 1209.2673).
 
 A finite threshold lies strictly between two neighbouring confidences and is the shortest such decimal (`_between`).
 Printed, read back and compared with `>` or `>=`, in float64 or float32, it selects the same questions. Confidences are
@@ -18,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
@@ -113,12 +114,12 @@ def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: fl
     taken = confidence > threshold
     wrong = (taken & (correct < 1)).sum()
     return {
-        "threshold": _finite(threshold),
+        "threshold": threshold if math.isfinite(threshold) else None,
         "questions": len(confidence),
         "answered": float(taken.mean()),
         "wrong": float(wrong / len(confidence)),
         "wrong_of_answered": float(wrong / taken.sum()) if taken.any() else None,
-        "answers": _answered(threshold),
+        "answers": "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all",
     }
 
 
@@ -126,26 +127,20 @@ def _claims(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, ri
     """The threshold of claims, and the mean over answers of the fraction of false claims above it."""
     threshold = claim_threshold(confidence, correct, answers, risk)
     taken = confidence > threshold
-    wrong = taken & (correct < 1)
     numbers = np.unique(answers, return_inverse=True)[1]
-    claims, false = (np.bincount(numbers, weights=x) for x in (taken, wrong))
-    return {
-        "questions": len(claims),
-        "answered": float(taken.mean()),
-        "wrong": float(wrong.mean()),
-        "wrong_of_answered": float((false / np.maximum(claims, 1)).mean()),
-        "threshold": _finite(threshold),
-        "answers": _answered(threshold),
-    }
+    claims, false = (np.bincount(numbers, weights=x) for x in (taken, taken & (correct < 1)))
+    wrong_of_answered = float((false / np.maximum(claims, 1)).mean())
+    outcome = threshold_outcome(confidence, correct, threshold)
+    return {**outcome, "questions": len(claims), "wrong_of_answered": wrong_of_answered}
 
 
 def _options(scores: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
-    """The threshold of sets of options, and how large the sets are."""
+    """The threshold of sets of options, and how large the sets are: options whose score reaches it."""
     threshold = set_threshold(scores, labels, risk)
-    sets = option_sets(scores, threshold)
+    sets = scores >= threshold
     sizes = sets.sum(axis=1)
     return {
-        "threshold": _finite(threshold),
+        "threshold": threshold if math.isfinite(threshold) else None,
         "questions": len(scores),
         "right_in_set": float(sets[np.arange(len(scores)), labels].mean()),
         "mean_size": float(sizes.mean()),
@@ -153,28 +148,12 @@ def _options(scores: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, A
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _answered(threshold: float) -> str:
-    return "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all"
-
-
 def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarray, " N"], risk: float) -> float:
     """The least threshold for which a new question is answered wrongly with probability at most `risk`.
 
     Conformal risk control (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1) of the loss 1[c > t and wrong], which
-    falls in t and is at most 1: the least t with (#{i: c_i > t, wrong} + 1)/(n + 1) <= risk. The probability is over
-    the n questions and the new one together.
-
-    Args:
-        confidence: of n answers, any finite numbers.
-        correct: 1 for right, 0 for wrong.
-        risk: in (0, 1).
-
-    Returns:
-        The threshold: just above the confidence of a wrong answer, −inf, or inf where n is below 1/risk − 1.
+    falls in t and is at most 1: the least t with (#{i: c_i > t, wrong} + 1)/(n + 1) <= risk, just above the confidence
+    of a wrong answer. The probability is over the n questions and the new one together.
 
     Example:
         >>> confidence = np.arange(20) / 20
@@ -200,14 +179,8 @@ def selective_threshold(
     is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
     (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). The questions
     must be independent and drawn alike, not only exchangeable. A threshold that answers m of them without a wrong one
-    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence.
-
-    Args:
-        confidence, correct, risk: see `risk_threshold`.
-        level: probability over the n questions, in (0, 1).
-
-    Returns:
-        The threshold; inf where none passes.
+    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence;
+    inf where none passes.
 
     Example:
         >>> confidence = np.arange(400) / 400
@@ -234,19 +207,11 @@ def claim_threshold(
 ) -> float:
     """The least threshold for which the expected fraction of false claims in a new answer is at most `risk`.
 
-    Of an answer the claims with confidence above t are kept. The fraction of false ones among them may rise and fall
-    with t, so it is bounded by its largest value at any higher threshold, max over u >= t of false(u)/max(kept(u), 1),
-    to which conformal risk control applies: the least t with (Σ of it over n answers + 1)/(n + 1) <= risk
-    (Angelopoulos et al. 2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
-
-    Args:
-        confidence: of M claims, finite.
-        correct: 1 for true, 0 for false.
-        answer: number of the answer that a claim belongs to; n answers in all.
-        risk: in (0, 1).
-
-    Returns:
-        The threshold: just above the confidence of a false claim, −inf, or inf where n is below 1/risk − 1.
+    `answer` numbers the n answers that the M claims belong to. Of an answer the claims with confidence above t are
+    kept. The fraction of false ones among them may rise and fall with t, so it is bounded by its largest value at any
+    higher threshold, max over u >= t of false(u)/max(kept(u), 1), to which conformal risk control applies: the least t
+    with (Σ of it over n answers + 1)/(n + 1) <= risk, just above the confidence of a false claim (Angelopoulos et al.
+    2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
 
     Example:
         >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
@@ -283,16 +248,8 @@ def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarra
     """The probability that an option of the set needs, so that the right one is in it with probability 1 − `risk`.
 
     Split-conformal prediction (Vovk et al. 2005; the score 1 − p of Sadinle et al. 2019, arXiv 1609.00451): the
-    ⌊risk (n + 1)⌋-th least probability of a right option. The probability is over the n questions and the new one.
-
-    Args:
-        probabilities: of the options of n questions.
-        labels: number of the right option.
-        risk: in (0, 1).
-
-    Returns:
-        The threshold, for `option_sets`: just below the probability of a right option; −inf, which takes every option,
-        where n is below 1/risk − 1.
+    ⌊risk (n + 1)⌋-th least probability of a right option, `labels`; −inf, which takes every option, where n is below
+    1/risk − 1. The probability is over the n questions and the new one.
 
     Example:
         >>> right = np.arange(1, 20) / 40
@@ -309,13 +266,8 @@ def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarra
     return _between(value, float(lower.max()) if lower.size else min(value, 0.0))
 
 
-def option_sets(probabilities: Float[np.ndarray, "N O"], threshold: float) -> Bool[np.ndarray, "N O"]:
-    """Which options are in the set of each question: those whose probability reaches the threshold."""
-    return np.asarray(probabilities) >= threshold
-
-
 def adaptive_scores(probabilities: Float[np.ndarray, "N O"], penalty: float = 0.0) -> Float[np.ndarray, "N O"]:
-    """Scores for `set_threshold` and `option_sets` whose sets are larger where a question is harder.
+    """Scores, in place of the probabilities, whose sets are larger where a question is harder.
 
     1 minus the probability of all options that are more probable, without the random part: a set with the threshold t
     is the most probable options until they hold 1 − t (adaptive prediction sets, APS: Romano et al. 2020, arXiv
@@ -351,13 +303,6 @@ def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, 
     The k_i that sum to at most `budget` with the largest Σ_i 1 − (1 − q_i)^k_i (arXiv 2602.13540), where q_i is the
     confidence that a sample is right, calibrated to the capability c/n. Each sample goes where it adds most, q(1 − q)^k
     after k samples; questions of confidence 0 get none.
-
-    Args:
-        confidence: q in [0, 1].
-        budget: number of samples in all.
-
-    Returns:
-        int64 `[N]`.
 
     Example:
         >>> allocate(np.array([0.9, 0.3, 0.0]), 4).tolist()

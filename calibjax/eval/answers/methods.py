@@ -75,22 +75,13 @@ def _method(function: Callable[..., Any], *reads: str) -> Method:
     return Method(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
 
 
-def _token_method(name: Any) -> Method:
-    return _method(lambda tokens: answer_confidence(name, tokens, tokens > -jnp.inf), "tokens")
-
-
-def _sample_method(name: Any) -> Method:
-    return _method(functools.partial(answer_confidence, name), "clusters")
-
-
 def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
     """The fraction of the votes for the answer, each of the weight of its trace."""
-    return semantic_confidence(clusters, answer, jnp.log(traces[..., part]))
+    return semantic_confidence(clusters, answer, jnp.log(jnp.maximum(traces[..., part], 1e-30)))
 
 
 def _cocoa(tokens: Any, clusters: Any, answer: Any) -> Float[Array, " N"]:
-    own = answer_confidence("length_normalised", tokens, tokens > -jnp.inf)
-    return own * semantic_confidence(clusters, answer)
+    return answer_confidence("length_normalised", tokens) * semantic_confidence(clusters, answer)
 
 
 def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
@@ -103,12 +94,18 @@ def _probe_confidence(log_odds: Float[AnyArray, " N"]) -> Float[Array, " N"]:
 
 
 METHODS: dict[str, Method] = {
-    **{name: _token_method(name) for name in ("arithmetic_mean", "product", "minimum", "length_normalised")},
+    **{
+        name: _method(functools.partial(answer_confidence, name), "tokens")
+        for name in ("arithmetic_mean", "product", "minimum", "length_normalised")
+    },
     **{
         name: _method(functools.partial(token_confidence, name), "tokens", "distributions")
         for name in get_args(DistributionConfidence)
     },
-    **{name: _sample_method(name) for name in ("agreement", "entropy", "first_second")},
+    **{
+        name: _method(functools.partial(answer_confidence, name), "clusters")
+        for name in ("agreement", "entropy", "first_second")
+    },
     "consistency": _method(semantic_confidence, "clusters", "answer"),
     "deepconf_group": _method(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
     "deepconf_tail": _method(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),

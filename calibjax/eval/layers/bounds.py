@@ -101,10 +101,8 @@ def _add_gram(gram: Array, rows: Array, mean: Array) -> Array:
 
 
 def through_final_norm(lm: LanguageModel, gram: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
-    """A bilinear form of hidden states after the final norm as one of residuals before it, but for their length.
-
-    diag(γ) G diag(γ), and for a LayerNorm, which subtracts the mean, that between centred vectors; float64.
-    """
+    """A bilinear form of hidden states after the final norm as one of residuals before it, but for their length:
+    diag(γ) G diag(γ), and for a LayerNorm, which subtracts the mean, that between centred vectors; float64."""
     scale = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     scaled = scale[:, None] * gram * scale[None, :]
     if lm.config.norm == "layer":

@@ -33,9 +33,6 @@ def choose_sets(
     - "overconfident": wrong with a confidence above the mean accuracy; against correct.
     - "wrong": wrong against correct.
     - "confident": confidence above its median against the others.
-
-    Raises:
-        UserError: one of the two is empty.
     """
     if recipe == "confident":
         first = confidence > np.median(confidence)
@@ -123,8 +120,7 @@ class NullSpace(NamedTuple):
 
 
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
-    """The effective null space of the unembedding: after the final norm its vectors change all logits alike, or not at
-    all.
+    """The effective null space of the unembedding: after the final norm its vectors change all logits alike or not.
 
     Of (W − mean row) diag(γ), centred for a LayerNorm, the directions of the k smallest singular values whose squares
     add up to at most `energy` of the sum of all (as in Stolfo et al. 2024, arXiv 2406.16254, section 3).
@@ -208,10 +204,7 @@ def sweep(
     context: RunContext | None = None,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
-    """The sums of `evaluate_edit` for the unedited model, and for every layer (1 to L) with every strength.
-
-    Strengths are in units of the residuals' mean norm at the layer; `options` are those of `evaluate_edit`.
-    """
+    """The sums of `evaluate_edit`, for the unedited model, and for every layer with every strength."""
     edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
     return {edit: evaluate_edit(lm, sequences, read, edit_array(directions, edit), **options)[0] for edit in bar}

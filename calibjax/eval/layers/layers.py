@@ -49,16 +49,13 @@ def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | No
 
 
 class LayerOutputs(NamedTuple):
-    """N predictions at each of M layers: the embeddings, then the output of each block.
+    """N predictions at each of M layers: the embeddings, then the output of each block. In float32, and nats.
 
     Attributes:
-        confidence: float32, of the most likely token.
-        argmax: int32, that token (its row in the readout).
-        correct: bool.
-        log_prob: float32, of the target, nats.
-        entropy: float32, nats.
-        kl: float32, KL(last layer ‖ this layer), nats.
-        group: int32 `[N]`, the sequence of each prediction.
+        argmax: int32, the most likely token (its row in the readout).
+        log_prob: of the target.
+        kl: KL(last layer ‖ this layer).
+        group: int32, the sequence of each prediction.
     """
 
     confidence: Float[np.ndarray, "M N"]
@@ -87,10 +84,10 @@ def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
 
 
 def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
-    """Batches of rows of similar length, longest first, each without the columns after its last scored position.
+    """Parts of the arrays of `scored_batch`, and the numbers of their rows; those that fill up the last have none.
 
-    Widths are powers of two from 64, for few compiled programs. Yields `arrays` of `scored_batch` in parts, and the
-    numbers of their rows; those that fill up the last batch have none.
+    Rows are of similar length, longest first, without the columns after the last scored position; widths are powers of
+    two from 64, for few compiled programs.
     """
     length = arrays["index"].max(axis=1, where=arrays["where"], initial=0) + 1
     order = np.argsort(-length, kind="stable")
@@ -160,8 +157,7 @@ def layer_outputs(
 
     p_l = softmax(W norm(h_l)), at the scored positions, where h_0 are the embeddings and h_l the output of block l;
     p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never stored.
-    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded. M is L + 1; with letters, targets
-    must be among them.
+    Runs on the current mesh. M is L + 1; with letters, targets must be among them.
     """
     arrays, parts, order = scored_batch(sequences, read), [], []
     bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
@@ -207,9 +203,7 @@ def correction_phase(
     sums: list[CalibrationSums], agreement: np.ndarray, fraction: float = 0.9, *, seed: int = 0
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
-    calibration error rises and falls again. `sums` are of each layer, over the same groups, `[G, bins]`; `agreement`
-    and `fraction`: see `settled_layer`.
-    """
+    calibration error rises and falls again. `sums` are of each layer, over the same groups, `[G, bins]`."""
     settled, last = settled_layer(agreement, fraction), len(sums) - 1
     errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
     peak = settled + int(np.argmax(errors[settled:]))
@@ -224,8 +218,7 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
     With D_l = ECE_l − ECE_L and its bootstrap standard error σ_l over groups, the statistic is max_l D_l/σ_l, compared
     with max_l (D*_l − D_l)/σ_l of resamples D*, in which all layers are drawn together: the choice of the layer is
     corrected for, and so is their dependence (the maximum of Westfall and Young 1993, and of White 2000). `sums` are
-    those of the layers to choose from, then of the last, over the same groups, `[G, bins]`. 1 if there is nothing to
-    choose from, or a single group.
+    those of the layers to choose from, then of the last. 1 if there is nothing to choose from, or a single group.
     """
     if len(sums) < 2 or len(sums[0].count) < 2:
         return 1.0

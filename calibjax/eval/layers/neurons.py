@@ -76,10 +76,7 @@ def entropy_neurons(
 
 
 def output_weights(lm: LanguageModel, layer: int) -> Float[np.ndarray, "neurons D"]:
-    """What each neuron of the MLP of block `layer` (from 0) writes, float64.
-
-    Times the scale of a norm of the MLP's output, if there is one; centred for a LayerNorm, which removes the mean.
-    """
+    """What each neuron of the MLP of block `layer` (from 0) writes, through a norm of its output, float64."""
     written = np.asarray(to_host(lm.params["layers"]["mlp"]["down"]["kernel"][layer]), np.float64)
     if lm.config.norm_placement != "pre":
         after = lm.params["layers"]["mlp_post_norm"]["scale"][layer]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
-from calibjax.eval.report.notes import kept_loss
+from calibjax.eval.report.notes import fit_of, kept_loss
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of
+from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of, unit_of
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
 
 if TYPE_CHECKING:
@@ -73,9 +73,10 @@ class Drawing(NamedTuple):
         return made
 
 
-def _style(number: int) -> dict[str, Any]:
-    """Colour and marker of a line."""
-    return {"color": LINES[number % len(LINES)], "marker": MARKS[number % len(MARKS)], "markersize": 4}
+def _style(number: int, label: str) -> dict[str, Any]:
+    """Colour, marker and label of a line; a dollar sign would begin a formula."""
+    colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
+    return {"color": colour, "marker": mark, "markersize": 4, "label": label.replace("$", r"\$")}
 
 
 def png(figure: "Figure") -> bytes:
@@ -91,31 +92,38 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         suffix = f"-{index}" if index else ""
         yield Drawing(f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_panels(results))
         if "temperatures" in results["methods"].get("ats", {}):
-            panel = Panel("Temperatures that ATS assigned", "", _temperatures(document, results), 4.6, 2.8)
+            fitted = fit_of(document).get("temperature")
+            draw = functools.partial(_temperatures, results, fitted)
+            panel = Panel("Temperatures that ATS assigned", "", draw, 4.6, 2.8)
             yield Drawing(f"temperatures{suffix}", f"Temperatures assigned by ATS, {title}", [panel])
     held_out = document["held_out"]
     if any("against" in row for row in held_out["methods"].values()):
         yield from _forest(held_out)
-    if held_out.get("unit") == "questions":
-        yield Drawing("risk", "Error rate by coverage", [Panel("Risk and coverage", "", _risk(held_out), 4.6, 3.2)])
+    if unit_of(held_out) == "questions":
+        panel = Panel("Risk and coverage", "", functools.partial(_risk, held_out), 4.6, 3.2)
+        yield Drawing("risk", "Error rate by coverage", [panel])
     if "training" in document:
         yield Drawing("training", "Loss during training", _training_panels(document["training"]))
     if "comparison" in document:
-        panel = Panel("NLL and calibration error", "ring: chosen", _frontier(document["comparison"]), 4.6, 3.2)
+        draw = functools.partial(_frontier, document["comparison"])
+        panel = Panel("NLL and calibration error", "ring: chosen", draw, 4.6, 3.2)
         yield Drawing("frontier", "NLL and calibration error of every loss on sequences not trained on", [panel])
     if "layers" in document:
         yield Drawing("layers", "Calibration of the prediction of every layer", _layer_panels(document))
         yield Drawing("sweep", "Calibration of the model with its residual stream edited", _sweep_panels(document))
         if document["subjects"]:
             yield _subjects("subjects", "Confidence and accuracy of every subject", document["subjects"])
-    if "tasks" in document:
-        for name, results in document["tasks"].items():
-            if results["subjects"]:
-                text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
-                yield _subjects(subjects_name(document, name), text, results["subjects"])
+    for name, results in document.get("tasks", {}).items():
+        if results["subjects"]:
+            text = f"Confidence and accuracy of every subject of {name}, uncalibrated"
+            yield _subjects(subjects_name(document, name), text, results["subjects"])
     if "texts" in document:
-        panel = Panel("Likelihood and diversity of text", "", _diversity(document), 4.8, 3.6)
+        panel = Panel("Likelihood and diversity of text", "", functools.partial(_diversity, document), 4.8, 3.6)
         yield Drawing("diversity", "Likelihood and diversity of the text of every model", [panel])
+
+
+def _temperatures(results: Row, fitted: float | None, ax: "Axes") -> None:
+    plot.temperature_histogram(results, fitted, ax=ax)
 
 
 def reliability_panels(results: Row) -> list[Panel]:
@@ -140,28 +148,20 @@ def overlay(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Panel:
 
     def draw(ax: "Axes") -> None:
         for number, (name, row) in enumerate(rows.items()):
-            label = name.replace("$", r"\$")
-            plot.reliability(row, label=label, colour=LINES[number % len(LINES)], ax=ax)
+            style = _style(number, name)
+            plot.reliability(row, label=style["label"], colour=style["color"], ax=ax)
         legend(ax, loc="upper left")
 
     return Panel(title, "", draw, 4.6, 4.2)
 
 
-def _temperatures(document: Document, results: Row) -> Callable[["Axes"], Any]:
-    fit = document.get("run", {}).get("fit")
-    fitted = fit.get("temperature") if isinstance(fit, dict) else None
-    known = isinstance(fitted, float) and fitted > 0
-    return lambda ax: plot.temperature_histogram(results, fitted if known else None, ax=ax)
-
-
 def _forest(results: Row) -> Iterator[Drawing]:
     reference = title_of(results.get("reference", "temperature"))
-    methods: Mapping[str, Any] = dict(results["methods"])
     panels = []
     for key, title in (("log_loss", "log loss"), ("brier", "Brier"), ("ece", "ECE")):
-        rows: dict[str, Any] = {n: row["against"][key] for n, row in methods.items() if key in row.get("against", {})}
+        rows: dict[str, Any] = {name: row.get("against", {}).get(key) for name, row in results["methods"].items()}
         rows.pop("uncalibrated", None)  # far away: the others would lie on one line
-        differences = {title_of(name): (row["difference"], row["low"], row["high"]) for name, row in rows.items()}
+        differences = {title_of(n): (row["difference"], row["low"], row["high"]) for n, row in rows.items() if row}
         if differences:
             draw = functools.partial(_differences, differences)
             panels.append(Panel(f"Δ {title} against {reference}", "", draw, 4.4, 1.0 + 0.24 * len(differences)))
@@ -173,31 +173,22 @@ def _differences(differences: Mapping[str, Any], ax: "Axes") -> None:
     plot.forest(differences, title="difference", ax=ax)
 
 
-def _risk(results: Row) -> Callable[["Axes"], Any]:
-    names = list(results["methods"])
-    colours = {
-        name: LINES[place] for name, place in (("temperature", 0), ("uncalibrated", 1), ("ats", 2)) if name in names
-    }
-    free = [colour for colour in LINES if colour not in colours.values()]
-    others = [name for name in names if name not in colours]
-
-    def draw(ax: "Axes") -> None:
-        for name in names:
-            number = others.index(name) if name in others else 0
-            colour, label = colours.get(name, free[number % len(free)]), title_of(name).replace("$", r"\$")
-            plot.risk_coverage(results, method=name, label=label, colour=colour, ax=ax)
-            ax.lines[-1].set_linestyle("--" if number >= len(free) else "-")
-        legend(ax)
-
-    return draw
+def _risk(results: Row, ax: "Axes") -> None:
+    known = ("temperature", "uncalibrated", "ats")
+    names = [*known, *(name for name in results["methods"] if name not in known)]
+    for number, name in enumerate(names):
+        if name in results["methods"]:
+            style = _style(number, title_of(name))
+            plot.risk_coverage(results, method=name, label=style["label"], colour=style["color"], ax=ax)
+            ax.lines[-1].set_linestyle("--" if number >= len(LINES) else "-")
+    legend(ax)
 
 
 def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
-    def draw(ax: "Axes", step: str, value: str) -> None:
+    def draw(step: str, value: str, ax: "Axes") -> None:
         for number, (name, curve) in enumerate(training.items()):
             if curve[value]:
-                every, label = max(1, len(curve[value]) // 8), name.replace("$", r"\$")
-                ax.plot(curve[step], curve[value], **_style(number), markevery=every, label=label)
+                ax.plot(curve[step], curve[value], **_style(number, name), markevery=max(1, len(curve[value]) // 8))
         ax.set(xlabel="step", ylabel="nats a token")
         plain(ax)
         if len(training) > 1:
@@ -205,35 +196,30 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
 
     kinds = (("loss of batches", "step", "loss"), ("NLL of validation data", "validation_step", "validation_nll"))
     return [
-        Panel(title, "", lambda ax, step=step, value=value: draw(ax, step, value), 4.6, 3.0)
+        Panel(title, "", functools.partial(draw, step, value), 4.6, 3.0)
         for title, step, value in kinds
         if any(curve[value] for curve in training.values())
     ]
 
 
-def _frontier(comparison: Row) -> Callable[["Axes"], None]:
+def _frontier(comparison: Row, ax: "Axes") -> None:
     """Every loss, and temperature scaling, by NLL and calibration error."""
-
-    def draw(ax: "Axes") -> None:
-        for number, each in enumerate(comparison["candidates"]):
-            at = each["nll"], each["calibration_error"]
-            label = each["loss"].replace("$", r"\$")
-            ax.plot(*at, MARKS[number % len(MARKS)], color=LINES[number % len(LINES)], label=label, linestyle="none")
-            if each["loss"] == kept_loss(comparison):
-                ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
-        ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
-        ax.margins(0.15)
-        plain(ax)
-        legend(ax)
-
-    return draw
+    for number, each in enumerate(comparison["candidates"]):
+        at = each["nll"], each["calibration_error"]
+        ax.plot(*at, **_style(number, each["loss"]), linestyle="none")
+        if each["loss"] == kept_loss(comparison):
+            ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
+    ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
+    ax.margins(0.15)
+    plain(ax)
+    legend(ax)
 
 
 def _layer_panels(document: Document) -> list[Panel]:
     def first(ax: "Axes") -> None:
         plot.layers(document, ("accuracy", "confidence"), ax=ax)
         same = [row["agreement"] for row in document["layers"]["curves"]]
-        ax.plot(same, color=LINES[2], marker=MARKS[2], markersize=4, linestyle="--", label="same token as last")
+        ax.plot(same, **_style(2, "same token as last"), linestyle="--")
         legend(ax)
 
     return [
@@ -249,12 +235,12 @@ def _sweep_panels(document: Document) -> list[Panel]:
     base = next(row for row in sweep if row["layer"] == 0)
     blocks = sorted({row["layer"] for row in sweep} - {0})
 
-    def draw(ax: "Axes", name: str) -> None:
+    def draw(name: str, ax: "Axes") -> None:
         for number, block in enumerate(blocks):
             rows = sorted([*(row for row in sweep if row["layer"] == block), base], key=lambda row: row["strength"])
-            style, strength = _style(number), [row["strength"] for row in rows]
+            style, strength = _style(number, f"block {block}"), [row["strength"] for row in rows]
             value, low, high = ([row["held_out"][name][key] for row in rows] for key in ("value", "low", "high"))
-            ax.plot(strength, value, **style, label=f"block {block}")
+            ax.plot(strength, value, **style)
             if block == chosen["layer"]:
                 ax.fill_between(strength, low, high, color=style["color"], alpha=0.2, linewidth=0)
         at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
@@ -267,7 +253,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
             legend(ax)
 
     return [
-        Panel(f"{title} (ring: chosen on the other half)", "", lambda ax, name=name: draw(ax, name), 4.6, 3.4)
+        Panel(f"{title} (ring: chosen on the other half)", "", functools.partial(draw, name), 4.6, 3.4)
         for name, title in (("ece", "ECE"), ("accuracy", "Accuracy"))
     ]
 
@@ -291,18 +277,13 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
     return Drawing(name, description, [Panel("", "", draw, 4.9, 1 + 0.22 * len(subjects))])
 
 
-def _diversity(document: Document) -> Callable[["Axes"], Any]:
+def _diversity(document: Document, ax: "Axes") -> None:
     """Mean log p by distinct-2, a line for each model through its myopic temperatures."""
-
-    def draw(ax: "Axes") -> None:
-        for number, (name, points) in enumerate(document["texts"].items()):
-            x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
-            colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
-            ax.plot(x, y, color=colour, marker=mark, markersize=5, label=name.replace("$", r"\$"))
-            for temperature, *at in zip(points, x, y, strict=True):
-                where = {"xytext": (5, 4), "textcoords": "offset points"}
-                ax.annotate(temperature, (at[0], at[1]), fontsize=8, color=INK, parse_math=False, **where)
-        ax.set(xlabel="distinct-2 of words (right: more varied)", ylabel="mean log p, nats, pretrained model")
-        legend(plain(ax))
-
-    return draw
+    for number, (name, points) in enumerate(document["texts"].items()):
+        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
+        ax.plot(x, y, **_style(number, name))
+        for temperature, *at in zip(points, x, y, strict=True):
+            where = {"xytext": (5, 4), "textcoords": "offset points"}
+            ax.annotate(temperature, (at[0], at[1]), fontsize=8, color=INK, parse_math=False, **where)
+    ax.set(xlabel="distinct-2 of words (right: more varied)", ylabel="mean log p, nats, pretrained model")
+    legend(plain(ax))

@@ -6,8 +6,6 @@ not beat temperature scaling, it says so.
 
 import math
 import re
-import shlex
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,15 +47,18 @@ def verdict(document: Document) -> str:
     return line + _given_loss(document) if line.startswith("WARNING: ATS ") else line
 
 
+def fit_of(document: Document) -> Row:
+    """What the run reports of its fit; of a command with an option `fit`, nothing."""
+    fit = document.get("run", {}).get("fit")
+    return fit if isinstance(fit, dict) else {}
+
+
 def _given_loss(document: Document) -> str:
     """That the head was kept because its loss was given, not because it beat temperature scaling; "" otherwise."""
-    try:
-        plan = document["run"]["fit"]["plan"]
-        losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
-    except (KeyError, TypeError, ValueError):
+    plan = fit_of(document).get("plan", {"auto": True})
+    if plan["auto"]:
         return ""
-    if plan.get("auto", True):
-        return ""
+    losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
     reason = f"--loss {losses} was given: auto keeps temperature scaling where no head beats it"
     return f" The head is kept because {reason}."
 
@@ -89,9 +90,8 @@ def set_verdict(results: Row) -> str:
 
 def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> str:
     """That a row does not differ from another, is worse in one figure or two, or is better calibrated."""
-    key, title = _score_of(row, other)
-    figures = f"{_ece(row, other)}; {title} {row[key]:.4f} against {other[key]:.4f}"
-    if reason := _indistinct(row, other, key, tested):
+    figures = "; ".join(_figures(row, other))
+    if reason := _indistinct(row, other, tested):
         return f"{name} does not differ from {other_name} {reason}: {figures}."
     start = f"{name[0].upper()}{name[1:]}"
     return _warning(name, row, other_name, other) or f"{start} is better calibrated than {other_name}: {figures}."
@@ -100,7 +100,7 @@ def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> st
 def _fine_tuning_verdict(methods: Row) -> str:
     before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
     line = _beside("the fine-tuned model", after, "the base model", before, after)
-    if line.startswith("the"):
+    if "does not differ" in line:
         return f"WARNING: {line}"
     if scaled is None or line.startswith("WARNING"):
         return line
@@ -111,26 +111,25 @@ def _fine_tuning_verdict(methods: Row) -> str:
 
 def _ats_verdict(methods: Row) -> str:
     ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
-    key, title = _score_of(ats, scaled, base)
+    key, title = _score_of(ats, scaled)
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
-        line = f"ATS is temperature scaling here, which no head beat beyond noise: {_ece(scaled, base)}"
-        return f"WARNING: {line}; {title} {scaled[key]:.4f} against {base[key]:.4f} uncalibrated."
-    ece, score = _ece(ats, scaled), f"{title} {ats[key]:.4f} against {scaled[key]:.4f}"
-    if reason := _indistinct(ats, scaled, key, ats):
-        return f"WARNING: ATS does not differ from temperature scaling {reason}: {ece}; {score}."
+        line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
+        return f"WARNING: {line} uncalibrated."
+    line = _beside("ATS", ats, "temperature scaling", scaled, ats)
+    if "does not differ" in line:
+        return f"WARNING: {line}"
     before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
     tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}
     differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
     if all(tests.values()) and len(differing) == 1:
-        named = [("ECE", ece), (title, score)]
+        named = list(zip(("ECE", title), _figures(ats, scaled), strict=True))
         (name, values), (other, rest) = named if differing == ["ece"] else reversed(named)
         start = "ATS has a lower" if is_lower(tests[differing[0]]) else "WARNING: ATS has a higher"
         line = f"{start} {name} than temperature scaling: {values}"
         return f"{line}; its {other} does not differ beyond noise: {rest} ({before})."
-    for name, other in (("temperature scaling", scaled), ("the uncalibrated model", base)):
-        if warning := _warning("ATS", ats, name, other):
-            return warning
-    return f"ATS is better calibrated than temperature scaling: {ece}; {score} ({before})."
+    if line.startswith("WARNING"):
+        return line
+    return _warning("ATS", ats, "the uncalibrated model", base) or f"{line[:-1]} ({before})."
 
 
 def _base_verdict(base: Row) -> str:
@@ -157,19 +156,22 @@ def _confidences_verdict(methods: Row) -> str:
     return f"{line}; the differences are not tested."
 
 
-def _score_of(*rows: Row) -> tuple[str, str]:
+def _score_of(row: Row, other: Row) -> tuple[str, str]:
     """Field and title of the proper score: Brier where a row has no likelihood, as generated answers have none."""
-    return ("brier", "Brier") if any(row["nll"] is None for row in rows) else ("nll", "NLL")
+    return ("brier", "Brier") if row["nll"] is None or other["nll"] is None else ("nll", "NLL")
 
 
-def _ece(row: Row, other: Row) -> str:
-    return f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
+def _figures(row: Row, other: Row) -> tuple[str, str]:
+    """Expected calibration error and proper score of a row against another's."""
+    key, title = _score_of(row, other)
+    ece = f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
+    return ece, f"{title} {row[key]:.4f} against {other[key]:.4f}"
 
 
-def _indistinct(row: Row, other: Row, key: str, tested: Row) -> str:
+def _indistinct(row: Row, other: Row, tested: Row) -> str:
     """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
-    neither difference of `tested` from temperature scaling is significant; "" if it differs. Of tokens none is tested.
-    """
+    neither difference of `tested` from temperature scaling is significant; "" if it differs."""
+    key, _ = _score_of(row, other)
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
     if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
         return "here"
@@ -181,14 +183,15 @@ def _indistinct(row: Row, other: Row, key: str, tested: Row) -> str:
 def _warning(name: str, row: Row, other_name: str, other: Row) -> str:
     """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
     key, title = _score_of(row, other)
-    ece, score = _ece(row, other), f"{title} {row[key]:.4f} against {other[key]:.4f}"
+    ece, score = _figures(row, other)
     lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
-    if not (lower_ece or lower_score):
-        return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
-    if not (lower_ece and lower_score):
-        better, figures = ("ECE", f"{ece}; {score}") if lower_ece else (title, f"{score}; {ece}")
-        return f"WARNING: {name} is better than {other_name} in {better} only: {figures}."
-    return ""
+    if lower_ece and lower_score:
+        return ""
+    if lower_ece:
+        return f"WARNING: {name} is better than {other_name} in ECE only: {ece}; {score}."
+    if lower_score:
+        return f"WARNING: {name} is better than {other_name} in {title} only: {score}; {ece}."
+    return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
 
 
 # --- compare ---
@@ -250,7 +253,7 @@ def kept_loss(comparison: Row) -> str:
 def choice_verdict(comparison: Row) -> str:
     """How `--loss auto` chose."""
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
-    if not comparison["chosen"] or not comparison["chosen"][-1]["beats_temperature"]:
+    if kept_loss(comparison) == comparison["candidates"][0]["loss"]:
         return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
     scaled, best = comparison["chosen"]
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
@@ -296,8 +299,8 @@ def layers_verdict(document: Document) -> str:
             "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
             f"{before['ece']['value']:.4f} on the held-out half."
         )
-    shown = {"nll": "NLL", "accuracy": "accuracy"}
-    figures = "; ".join([_ece(after, before), *(f"{shown[k]} {after[k]:.4f} against {before[k]:.4f}" for k in shown)])
+    accuracy = f"accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
+    figures = "; ".join([*_figures(after, before), accuracy])
     if after["ece"]["value"] > before["ece"]["value"]:
         return f"WARNING: the edit chosen on one half makes the held-out half worse: {figures}."
     line = f"edit chosen on one half lowers the ECE of the held-out half, {'' if is_lower(difference) else 'but not '}"
@@ -364,39 +367,6 @@ def _short(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_short, value))
     return re.sub(r"\.(jsonl|json|csv|parquet|txt|npz)(\.gz)?$", "", Path(str(value)).name) if value else ""
-
-
-_USE = {
-    "train ats": """import calibjax
-import numpy as np
-
-lm = calibjax.load_model({model!r})
-head = calibjax.load_head({out!r}, lm)
-tokens = np.array([lm.tokenizer("Once upon a time")["input_ids"]])
-calibrated = calibjax.calibrated_confidence(lm, head, tokens)
-print(calibrated.confidence, calibrated.temperature)""",
-    "train sft": """import calibjax
-
-lm = calibjax.load_model({tuned!r})
-print(calibjax.evaluate(lm, "data.jsonl"))""",
-    "quickstart": "calibjax train ats --model path/to/model --data data.jsonl --out runs/x",
-}
-
-
-def usage(document: Document, directory: Path | None) -> str:
-    """Python or commands that use what the run left in its directory; "" where it left nothing to use."""
-    run: Mapping[str, Any] = document.get("run", {})
-    model, out, command = str(run.get("model")), directory or Path("runs/x"), run.get("command")
-    if command in _USE:
-        return _USE[command].format(model=model, out=str(out), tuned=str(out / "model"))
-    if command != "compare" or (best := winner(document["held_out"])) == "uncalibrated":
-        return ""
-    saved, config = shlex.quote(str(out / "best")), shlex.quote(str(out / "run.yaml"))
-    if run.get("model") is not None and best in ("ats", "temperature"):
-        use = f"calibjax generate --model {shlex.quote(model)} --head {saved} --prompt 'Once upon a time'"
-    else:
-        use = f"calibjax apply --table new.csv --method {saved} --out calibrated.csv"
-    return f"calibjax compare --config {config} --save {saved}\n{use}"
 
 
 def limitations(document: Document) -> list[str]:

@@ -22,19 +22,6 @@
   addEventListener("scroll", () => { if (shown) define(shown); }, { passive: true });
 }
 
-for (const button of document.querySelectorAll(".copy")) {
-  button.addEventListener("click", async () => {
-    const code = button.parentElement.querySelector("code");
-    getSelection().selectAllChildren(code); // also where the clipboard is not allowed: the text is selected
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Selected";
-    }
-  });
-}
-
 for (const section of document.querySelectorAll(".heatmap")) {
   const data = JSON.parse(section.querySelector("script").textContent);
   const detail = section.querySelector(".detail");

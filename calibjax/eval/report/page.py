@@ -11,7 +11,6 @@ import io
 import json
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,7 +23,6 @@ from calibjax.eval.report import notes, tables
 from calibjax.eval.report.figures import Drawing, figures_of, overlay, png
 from calibjax.eval.report.schema import Document, read_tokens
 from calibjax.eval.report.tables import ABSENT, Row, figure_of, interval, is_higher, is_lower, pair_of, title_of
-from calibjax.plot import INK, LINES, MUTED
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import command_line
 from calibjax.runtime.version import __version__
@@ -251,18 +249,17 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
     methods, before = results["methods"], pair_of(results)[0]
     columns, arrows = ["method"], {}
     rows: dict[str, list[Any]] = {name: [title_of(name)] for name in names}
-    for key in keys:
-        (_, *titles), all_cells = tables.cells_of(results, (key,))
-        for place, column in enumerate(titles, 1):
-            texts = dict(zip(methods, (cells[place] for cells in all_cells), strict=True))
-            if all(text in (ABSENT, "", "inf") for text in texts.values()):
-                continue
-            columns.append(column)
-            arrows[column] = "↓" if key in LOWER else "↑" if key in HIGHER else ""
-            best = best_of(methods, key)
-            for name in names:
-                change = None if name == before else change_of(results, name, key)
-                rows[name].append(_cell(texts[name], best=name in best, change=change))
+    shown = [column for column in tables.columns_of([results]) if column[0] in keys]
+    for key, column, text in sorted(shown, key=lambda column: keys.index(column[0])):
+        texts = {name: text(row) for name, row in methods.items()}
+        if set(texts.values()) <= {ABSENT, "inf"}:
+            continue
+        columns.append(column)
+        arrows[column] = "↓" if key in LOWER else "↑" if key in HIGHER else ""
+        best = best_of(methods, key)
+        for name in names:
+            change = None if name == before else change_of(results, name, key)
+            rows[name].append(_cell(texts[name], best=name in best, change=change))
     return {"title": title, "columns": columns, "rows": list(rows.values()), "arrows": arrows}
 
 
@@ -339,16 +336,8 @@ def token_data(sample: Mapping[str, Any]) -> Markup:
     numbers that are not finite become null."""
     tokens = [token for sequence in sample["windows"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
-    text = json.dumps(_finite(detail), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(json.loads(json.dumps(detail), parse_constant=lambda _: None))
     return Markup(text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list) else value
 
 
 def colours_of(sample: Mapping[str, Any]) -> Iterator[tuple[list[Span], list[Span]]]:
@@ -394,51 +383,12 @@ def svg(figure: "Figure", name: str) -> str:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return buffer.getvalue().decode()
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", buffer.getvalue().decode())
 
 
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-_PAGE_COLOURS = {INK: "currentColor", MUTED: "var(--muted)"} | {
-    colour: f"var(--line{number})" for number, colour in enumerate(LINES)
-}
-"""Colours of a figure -> those of the page, which differ between light and dark."""
 
 
-def inline_svg(figure: "Figure", name: str, description: str) -> Markup:
-    """An element for a page: ids that begin with `name`, the colours of the page, and no reference to anything outside.
-
-    It is written from the parsed tree of the drawing, so that no text in it can become markup. Styles become
-    attributes, since the page's policy allows no inline styles.
-    """
-    text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg(figure, name))
-    root = ElementTree.fromstring(text)
-    for node in root.iter():
-        for child in list(node):
-            if child.tag.rpartition("}")[2] in ("metadata", "style"):
-                node.remove(child)
-        given = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
-        given |= _attributes_of_style(given.pop("style", ""))
-        node.attrib = {key: _on_page(key, value, name) for key, value in given.items()}
-        node.tag = node.tag.rpartition("}")[2]
-    del root.attrib["height"]
-    root.attrib |= {"width": f"{figure.get_figwidth() * 72:.0f}pt", "role": "img", "aria-label": description}
-    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False))
-
-
-def _attributes_of_style(style: str) -> dict[str, str]:
-    """A style as presentation attributes; matplotlib 3.10 writes the font shorthand."""
-    pairs = (pair.partition(":") for pair in style.split(";") if pair.strip())
-    out = {key.strip(): value.strip() for key, _, value in pairs}
-    font = re.fullmatch(r"(?:(italic|oblique) )?(?:([\w-]+) )?([\d.]+px) (.*)", out.pop("font", ""))
-    if font:
-        fields = zip(("font-style", "font-weight", "font-size", "font-family"), font.groups(), strict=True)
-        out |= {key: value for key, value in fields if value}
-    return out
-
-
-def _on_page(attribute: str, value: str, name: str) -> str:
-    if attribute == "id":
-        return f"{name}-{value}"
-    if attribute == "href" or value.startswith("url(#"):
-        return value.replace("#", f"#{name}-", 1)
-    return _PAGE_COLOURS.get(value, value)
+def image_of(figure: "Figure") -> str:
+    """The address of a drawing for the page: an image, in which no script runs and which loads nothing."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg(figure, 'calibjax').encode()).decode()}"

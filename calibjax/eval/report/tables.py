@@ -1,5 +1,6 @@
 """The methods of a set as rows of a table, for the terminal, the page and the model card: titles, columns and cells."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -46,7 +47,7 @@ class TextTable(NamedTuple):
 
 def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], **options: Any) -> TextTable:
     """A table with a row for each of `rows`, whose cells `columns` computes; `options` are fields of `TextTable`."""
-    return TextTable(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], **options)
+    return TextTable(title, list(columns), [[text(row) for text in columns.values()] for row in rows], **options)
 
 
 # --- numbers ---
@@ -65,12 +66,12 @@ def interval(row: Row, form: str = ".4f", *, zero: bool = False) -> str:
 
 
 def is_lower(against: Row) -> bool:
-    """Whether a figure is significantly lower than the other: the interval of the difference lies below 0."""
+    """Whether the interval of a difference lies below 0: the figure is significantly lower than the other."""
     return against["high"] < 0
 
 
 def is_higher(against: Row) -> bool:
-    """Whether a figure is significantly higher than the other: the interval of the difference lies above 0."""
+    """Whether it lies above 0."""
     return against["low"] > 0
 
 
@@ -183,55 +184,51 @@ def failures(results: Row) -> list[str]:
 # --- the table of a run ---
 
 
-def _number(key: str, form: str = ".4f", *, zero: bool = True) -> Callable[[Row], str]:
-    """A number, or a figure with its interval, with or without leading zeros."""
+def cell(*path: str, form: str = ".4f", zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
+    """The entry at a path in a row as text: a number, or a figure with its interval, with or without leading zeros."""
 
-    def cell(row: Row) -> str:
-        value, ends = row.get(key), row.get(f"{key}_interval")
-        if value is None:
-            return ABSENT
-        if ends is not None:
+    def text(row: Row) -> str:
+        value: Any = row
+        for name in path:
+            value = None if value is None else value.get(name)
+        if (ends := row.get(f"{path[0]}_interval")) is not None:
             value = {"value": value, **ends}
+        if value is None or isinstance(value, str):
+            return value or absent
         if isinstance(value, dict):
             return interval(value, form, zero=zero)
         return format(value, form) if zero else short(value, form)
 
-    return cell
-
-
-def _against(key: str, *, zero: bool = True) -> Callable[[Row], str]:
-    return lambda row: interval(row["against"][key], zero=zero) if key in row.get("against", {}) else ABSENT
+    return text
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    ("nll", "NLL", _number("nll")),
-    ("brier", "Brier", _number("brier")),
-    ("ece", "ECE [95% interval]", _number("ece")),
-    ("debiased_ece", "debiased ECE", _number("debiased_ece")),
-    ("mce", "MCE", _number("mce")),
-    ("rmsce", "RMSCE", _number("rmsce")),
-    ("confidence", "confidence", _number("confidence")),
-    ("accuracy", "accuracy", _number("accuracy")),
-    ("exact_error", "exact error", _number("exact_error")),
-    ("against", "Δ ECE against temperature scaling", _against("ece")),
-    ("against", "Δ Brier against temperature scaling", _against("brier")),
-    ("adaptive_ece", "adaptive ECE", _number("adaptive_ece")),
-    ("smooth_ece", "smooth ECE", _number("smooth_ece")),
-    ("log_loss", "log loss of correctness", lambda row: "inf" if row["log_loss"] is None else f"{row['log_loss']:.4f}"),
-    ("auroc", "AUROC", _number("auroc")),
-    ("aurc", "AURC", _number("aurc")),
-    ("excess_aurc", "excess AURC", _number("excess_aurc")),
-    ("ks_error", "KS error", _number("ks_error")),
-    ("debiased_l2", "debiased L2", _number("debiased_l2")),
-    ("changed", "changed", _number("changed", ",")),
-    ("parameters", "parameters", _number("parameters", ",")),
-    ("fit_seconds", "fit (s)", _number("fit_seconds", ".2f")),
+    ("nll", "NLL", cell("nll")),
+    ("brier", "Brier", cell("brier")),
+    ("ece", "ECE [95% interval]", cell("ece")),
+    ("debiased_ece", "debiased ECE", cell("debiased_ece")),
+    ("mce", "MCE", cell("mce")),
+    ("rmsce", "RMSCE", cell("rmsce")),
+    ("confidence", "confidence", cell("confidence")),
+    ("accuracy", "accuracy", cell("accuracy")),
+    ("exact_error", "exact error", cell("exact_error")),
+    ("against", "Δ ECE against temperature scaling", cell("against", "ece")),
+    ("against", "Δ Brier against temperature scaling", cell("against", "brier")),
+    ("adaptive_ece", "adaptive ECE", cell("adaptive_ece")),
+    ("smooth_ece", "smooth ECE", cell("smooth_ece")),
+    ("log_loss", "log loss of correctness", cell("log_loss", absent="inf")),
+    ("auroc", "AUROC", cell("auroc")),
+    ("aurc", "AURC", cell("aurc")),
+    ("excess_aurc", "excess AURC", cell("excess_aurc")),
+    ("ks_error", "KS error", cell("ks_error")),
+    ("debiased_l2", "debiased L2", cell("debiased_l2")),
+    ("changed", "changed", cell("changed", form=",")),
+    ("parameters", "parameters", cell("parameters", form=",")),
+    ("fit_seconds", "fit (s)", cell("fit_seconds", form=".2f")),
 )
 """Field of a row, title, text of a cell. Fields that no row has are not shown."""
 _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce", "confidence", "auroc")
 """The columns that a narrow terminal keeps the longest; the others follow in the order of `_COLUMNS`."""
-_MEANS = {"nll": "NLL", "brier": "Brier", "accuracy": "accuracy"}
-"""Titles of the figures that `held_out_table` gives with their intervals where it is asked to."""
 
 
 def columns_of(sets: Iterable[Row]) -> list[tuple[str, str, Callable[[Row], str]]]:
@@ -240,79 +237,69 @@ def columns_of(sets: Iterable[Row]) -> list[tuple[str, str, Callable[[Row], str]
     fields = {key for results in sets for row in results["methods"].values() for key in row if row[key] is not None}
     reference = sets[0].get("reference", "temperature")
     named = "temperature scaling" if reference.endswith("temperature") else title_of(reference)
-    return [(key, title.replace("temperature scaling", named), cell) for key, title, cell in _COLUMNS if key in fields]
+    return [(key, title.replace("temperature scaling", named), text) for key, title, text in _COLUMNS if key in fields]
 
 
 def cells_of(results: Row, keys: Collection[str]) -> tuple[list[str], list[list[str]]]:
     """Titles and rows of the table of a set; `keys` are the figures to show."""
     shown = [column for column in columns_of([results]) if column[0] in keys]
-    rows = [[title_of(name), *(cell(row) for _, _, cell in shown)] for name, row in results["methods"].items()]
+    rows = [[title_of(name), *(text(row) for _, _, text in shown)] for name, row in results["methods"].items()]
     return ["method", *(title for _, title, _ in shown)], rows
 
 
 def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     """The rows of all sets of a run in one table, the held-out set first.
 
-    `intervals` shows those of NLL, Brier score and accuracy too, where the document has them. ECE always has its.
+    `intervals` shows those of NLL, Brier score and accuracy of tokens too. ECE always has its.
     """
     sets = sets_of(document)
     shown = columns_of(results for _, results in sets)
     named = [(title, name, row) for title, results in sets for name, row in results["methods"].items()]
-    if intervals and any("intervals" in row for *_, row in named):
+    if intervals:
+        means = ("nll", "brier", "accuracy")
         named = [
-            (title, name, {**{f"{key}_interval": ends for key, ends in row.get("intervals", {}).items()}, **row})
+            (title, name, {**row, **{f"{key}_interval": row["intervals"][key] for key in means}})
             for title, name, row in named
         ]
-        shown = [(key, f"{title} [95% interval]" if key in _MEANS else title, cell) for key, title, cell in shown]
-    ranks = {key: place for place, key in enumerate(_IMPORTANCE)}
-    order = sorted(range(len(shown)), key=lambda index: ranks.get(shown[index][0], len(ranks)))
-    if sets[0][1].get("unit") == "questions":
-        order.sort(key=lambda index: shown[index][0] not in ("ece", "accuracy"))
+        shown = [(key, f"{title} [95% interval]" if key in means else title, text) for key, title, text in shown]
+    keys, first = [key for key, *_ in shown], ()
+    if unit_of(sets[0][1]) == "questions":
+        first = ("ece", "accuracy")
     if all(compares_confidences(results) for _, results in sets):  # they differ in AUROC, and not in accuracy
-        order.sort(key=lambda index: shown[index][0] not in ("ece", "brier", "auroc"))
+        first = ("ece", "brier", "auroc")
+    importance = [*first, *_IMPORTANCE, *keys]
     return TextTable(
         ", ".join(f"{title}: {counted(results)}" for title, results in sets),
         ["method", *(title for _, title, _ in shown)],
-        [[title_of(name), *(cell(row) for _, _, cell in shown)] for _, name, row in named],
-        tuple(index + 1 for index in order),
+        [[title_of(name), *(text(row) for _, _, text in shown)] for _, name, row in named],
+        tuple(sorted(range(1, len(keys) + 1), key=lambda index: importance.index(keys[index - 1]))),
         groups=tuple(title for title, _, _ in named) if len(sets) > 1 else (),
     )
 
 
-# --- the table of a comparison ---
-
-_FIGURES = {
-    "nll": "NLL",
-    "brier": "Brier",
-    "debiased_ece": "debiased ECE",
-    "adaptive_ece": "adaptive ECE",
-    "smooth_ece": "smooth ECE",
-    "mce": "MCE",
-    "auroc": "AUROC",
-}
-
-
 def comparison_table(results: Row, where: str) -> TextTable:
     """A row for every method of `compare`, best first: log loss, its difference from temperature scaling, and more."""
-
-    def p_value(row: Row) -> str:
-        p = row.get("against", {}).get("log_loss", {}).get("holm_p", math.nan)
-        return ABSENT if math.isnan(p) else short(p, ".3f")
-
+    figure = functools.partial(cell, zero=False)
     columns: dict[str, Callable[[Row], str]] = {
-        "method": lambda row: row["title"],
-        "log loss": lambda row: "inf" if row["log_loss"] is None else short(row["log_loss"]),
-        "Δ log loss [95% interval]": _against("log_loss", zero=False),
-        "p (Holm)": p_value,
-        "accuracy": _number("accuracy", zero=False),
-        "ECE": lambda row: short(row["ece"]["value"]),
+        "method": cell("title"),
+        "log loss": figure("log_loss", absent="inf"),
+        "Δ log loss [95% interval]": figure("against", "log_loss"),
+        "p (Holm)": figure("against", "log_loss", "holm_p", form=".3f"),
+        "accuracy": figure("accuracy"),
+        "ECE": figure("ece", "value"),
         "ECE, 95% interval": lambda row: interval(row["ece"]).partition(" ")[2],
-        **{title: _number(key, zero=False) for key, title in _FIGURES.items()},
-        "Δ ECE [95% interval]": _against("ece", zero=False),
-        "Δ Brier [95% interval]": _against("brier", zero=False),
-        "changed": _number("changed", ","),
-        "parameters": _number("parameters", ","),
-        "fit s": _number("fit_seconds", ".2f"),
+        "NLL": figure("nll"),
+        "Brier": figure("brier"),
+        "debiased ECE": figure("debiased_ece"),
+        "adaptive ECE": figure("adaptive_ece"),
+        "smooth ECE": figure("smooth_ece"),
+        "MCE": figure("mce"),
+        "AUROC": figure("auroc"),
+        "Δ ECE [95% interval]": figure("against", "ece"),
+        "Δ Brier [95% interval]": figure("against", "brier"),
+        "changed": cell("changed", form=","),
+        "parameters": cell("parameters", form=","),
+        "fit s": cell("fit_seconds", form=".2f"),
     }
     unconverged = results.get("not_converged", ())
     rows = [
@@ -349,9 +336,8 @@ def parts_of(document: Document) -> list[Part]:
     return parts
 
 
-def _figure_cell(key: str, form: str = ".3f") -> Callable[[Row], str]:
-    """A number, or a figure with its interval."""
-    return lambda row: interval(row[key], form) if isinstance(row[key], dict) else format(row[key], form)
+_figure = functools.partial(cell, form=".3f", zero=False)
+"""A figure with its interval, in the tables of single commands."""
 
 
 # --- eval layers ---
@@ -395,10 +381,6 @@ def layer_tables(document: Document) -> list[TextTable]:
     direction, unit = document["direction"], unit_of(document["held_out"])
     first, second = direction["counts"]
     chosen = (direction["chosen"]["layer"], direction["chosen"]["strength"])
-
-    def held_out(key: str) -> Callable[[Row], str]:
-        return lambda row: interval(row["held_out"][key], ".3f")
-
     tables = [
         layer_table(document),
         table_of(
@@ -406,10 +388,10 @@ def layer_tables(document: Document) -> list[TextTable]:
             f"vector in the null space: {direction['expected_share']:.3f}",
             direction["rows"],
             {
-                "block": _figure_cell("layer", ""),
+                "block": cell("layer", form=""),
                 "gap / norm": lambda row: f"{row['gap'] / row['length']:.4f}",
-                "mean norm": _figure_cell("length"),
-                "fraction in the null space": _figure_cell("null_space_share"),
+                "mean norm": cell("length", form=".3f"),
+                "fraction in the null space": cell("null_space_share", form=".3f"),
             },
         ),
         table_of(
@@ -417,12 +399,12 @@ def layer_tables(document: Document) -> list[TextTable]:
             document["sweep"],
             {
                 "block": lambda row: str(row["layer"]) if row["layer"] else "none",
-                "c": _figure_cell("strength", "+g"),
-                "ECE": held_out("ece"),
-                "MCE": held_out("mce"),
-                "accuracy": held_out("accuracy"),
-                "confidence": held_out("confidence"),
-                "ECE, half that chooses": lambda row: f"{row['fit']['ece']:.4f}",
+                "c": cell("strength", form="+g"),
+                "ECE": _figure("held_out", "ece"),
+                "MCE": _figure("held_out", "mce"),
+                "accuracy": _figure("held_out", "accuracy"),
+                "confidence": _figure("held_out", "confidence"),
+                "ECE, half that chooses": cell("fit", "ece"),
                 "": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
             },
         ),
@@ -430,26 +412,28 @@ def layer_tables(document: Document) -> list[TextTable]:
             "entropy neurons: large norm, small direct effect on the logits",
             document["neurons"],
             {
-                "block": _figure_cell("layer", ""),
-                "neuron": _figure_cell("index", ""),
-                "norm": _figure_cell("norm", ".4g"),
+                "block": cell("layer", form=""),
+                "neuron": cell("index", form=""),
+                "norm": cell("norm", form=".4g"),
                 "norm, percentile": lambda row: f"{row['norm_percentile']:.0f}%",
-                "logit variance": _figure_cell("logit_variance", ".2e"),
+                "logit variance": cell("logit_variance", form=".2e"),
                 "percentile": lambda row: f"{row['logit_variance_percentile']:.0f}%",
-                "fraction in the null space": _figure_cell("null_space_share"),
+                "fraction in the null space": cell("null_space_share", form=".3f"),
+            },
+        ),
+        table_of(
+            "the entropy neurons of the last block changed, beside others of equal norm; held-out half",
+            document["ablation"],
+            {
+                "change": cell("name"),
+                "entropy": cell("entropy"),
+                "confidence": cell("confidence"),
+                "accuracy": cell("accuracy"),
+                "ECE": cell("ece"),
+                "NLL": cell("nll"),
             },
         ),
     ]
-    if "ablation" in document:
-        figures = ("entropy", "confidence", "accuracy", "ece", "nll")
-        tables.append(
-            table_of(
-                "the entropy neurons of the last block changed, beside others of equal norm; held-out half",
-                document["ablation"],
-                {"change": lambda row: row["name"]}
-                | {key.upper() if key in ("ece", "nll") else key: _figure_cell(key, ".4f") for key in figures},
-            )
-        )
     return [*tables, layer_subjects(document)] if document["subjects"] else tables
 
 
@@ -460,14 +444,14 @@ def layer_table(document: Document) -> TextTable:
         f"layers: {layers['tokens']:,} {unit}, {layers['readout']} [95% interval]; same token: as the last layer's",
         layers["curves"],
         {
-            "layer": _figure_cell("layer", ""),
-            "accuracy": _figure_cell("accuracy"),
-            "confidence": _figure_cell("confidence"),
-            "ECE": _figure_cell("ece"),
-            "MCE": _figure_cell("mce"),
-            "entropy": _figure_cell("entropy"),
-            "KL to last": _figure_cell("kl"),
-            "same token": _figure_cell("agreement"),
+            "layer": cell("layer", form=""),
+            "accuracy": _figure("accuracy"),
+            "confidence": _figure("confidence"),
+            "ECE": _figure("ece"),
+            "MCE": _figure("mce"),
+            "entropy": _figure("entropy"),
+            "KL to last": _figure("kl"),
+            "same token": cell("agreement", form=".3f"),
         },
         order=(3, 2, 7, 1, 5, 6, 4),
         best=(layers["phase"]["settled"],),
@@ -480,11 +464,11 @@ def layer_subjects(document: Document) -> TextTable:
         "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
         document["subjects"],
         {
-            "subject": lambda row: row["subject"],
-            unit_of(document["held_out"]): _figure_cell("questions", ","),
-            "confidence": _figure_cell("confidence"),
-            "accuracy": _figure_cell("accuracy"),
-            "confidence - accuracy": _figure_cell("gap", "+.3f"),
+            "subject": cell("subject"),
+            unit_of(document["held_out"]): cell("questions", form=","),
+            "confidence": cell("confidence", form=".3f"),
+            "accuracy": _figure("accuracy"),
+            "confidence - accuracy": cell("gap", form="+.3f"),
         },
     )
 
@@ -501,14 +485,14 @@ def subjects_name(document: Document, task: str) -> str:
 def subject_table(task: str, results: Row) -> TextTable:
     """A row for each subject of a task, first the one on which the uncalibrated model is the most overconfident."""
     methods = list(results["methods"])
-    columns: dict[str, Callable[[Row], str]] = {
-        "subject": lambda row: row["subject"],
-        "questions": _figure_cell("questions", ","),
-        "accuracy, uncalibrated": _figure_cell("accuracy"),
+    columns = {
+        "subject": cell("subject"),
+        "questions": cell("questions", form=","),
+        "accuracy, uncalibrated": _figure("accuracy"),
     }
     for method in methods:
-        columns[f"confidence, {title_of(method)}"] = lambda row, m=method: f"{row['methods'][m]['confidence']:.3f}"
-        columns[f"ECE, {title_of(method)}"] = lambda row, m=method: interval(row["methods"][m]["ece"], ".3f")
+        columns[f"confidence, {title_of(method)}"] = cell("methods", method, "confidence", form=".3f")
+        columns[f"ECE, {title_of(method)}"] = _figure("methods", method, "ece")
     return table_of(
         f"subjects of {task} [95% interval: Wilson's for accuracy, over questions for ECE]",
         results["subjects"],
@@ -538,27 +522,24 @@ def text_findings(document: Document) -> list[str]:
 def text_table(document: Document) -> TextTable:
     """A row for every model at every myopic temperature: likelihood and diversity of its text, accuracy, NLL."""
     texts, analogies, methods = document["texts"], document["analogies"], document["held_out"]["methods"]
-    rows = [
-        {**cell, "name": f"{name}, {temperature}", "nll": methods[name]["nll"]}
-        | {"analogies": analogies.get(name, {}).get(temperature)}
-        for name, cells in texts.items()
-        for temperature, cell in cells.items()
-    ]
-
-    def percentage(row: Row) -> str:
-        score = row["analogies"]
-        return ABSENT if score is None else f"{100 * score['accuracy']:.1f} ± {100 * score['error']:.1f}"
-
-    columns: dict[str, Callable[[Row], str]] = {
-        "model, myopic temperature": lambda row: row["name"],
-        "log p of a token": lambda row: f"{row['log_prob']:.3f} ± {row['log_prob_error']:.3f}",
-        "distinct-2": _figure_cell("distinct_2"),
-        "repeated 4-grams": _figure_cell("repetition"),
-        "analogies, %": percentage,
-        "distinct-1": _figure_cell("distinct_1"),
-        "distinct-3": _figure_cell("distinct_3"),
-        "self-BLEU": lambda row: f"{row['self_bleu']:.1f}",
-        "NLL, held-out text": _figure_cell("nll", ".4f"),
+    rows = []
+    for name, cells in texts.items():
+        for temperature, own in cells.items():
+            score = analogies.get(name, {}).get(temperature)
+            right = None if score is None else f"{100 * score['accuracy']:.1f} ± {100 * score['error']:.1f}"
+            likelihood = f"{own['log_prob']:.3f} ± {own['log_prob_error']:.3f}"
+            given = {"name": f"{name}, {temperature}", "likelihood": likelihood, "analogies": right}
+            rows.append({**own, **given, "nll": methods[name]["nll"]})
+    columns = {
+        "model, myopic temperature": cell("name"),
+        "log p of a token": cell("likelihood"),
+        "distinct-2": cell("distinct_2", form=".3f"),
+        "repeated 4-grams": cell("repetition", form=".3f"),
+        "analogies, %": cell("analogies"),
+        "distinct-1": cell("distinct_1", form=".3f"),
+        "distinct-3": cell("distinct_3", form=".3f"),
+        "self-BLEU": cell("self_bleu", form=".1f"),
+        "NLL, held-out text": cell("nll"),
     }
     if not analogies:
         del columns["analogies, %"]

@@ -97,29 +97,22 @@ def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
 
 
 def _print_table(console: Console, table: TextTable) -> None:
-    layout = _fit(table, console.width)
+    columns, name_width = _fit(table, console.width)
     if table.title:
         console.print(table.title)
-    columns, name_width = layout or ([], 0)
     indent = _INDENT if table.groups else ""
     headers = [_wrapped(table.columns[i], _width(table, i) if i else name_width) for i in columns]
     widths = [_width(table, i) if i else max(len(indent) + name_width, *map(cell_len, headers[0])) for i in columns]
-    if columns:
-        _print_row(console, headers, widths, "bold")
-        console.print("─" * (sum(widths) + _GAP * (len(widths) - 1)))
+    _print_row(console, headers, widths, "bold")
+    console.print("─" * (sum(widths) + _GAP * (len(widths) - 1)))
     groups = table.groups or ("",) * len(table.rows)
-    for number, (name, *cells) in enumerate(table.rows):
+    for number, cells in enumerate(table.rows):
         if groups[number] and groups[number] not in groups[:number]:
             console.print(groups[number])
-        if not columns:
-            console.print(name, style="bold")
-            for column, cell in zip(table.columns[1:], cells, strict=True):
-                console.print(Text(f"  {column}: {cell}"))
-            continue
-        lines = [f"{indent}{line}" for line in _wrapped(name, name_width)]
-        style = "bold" if number in table.best else ""
-        _print_row(console, [lines, *([cells[i - 1]] for i in columns[1:])], widths, style)
-    hidden = [column for index, column in enumerate(table.columns) if columns and index not in columns]
+        name, *others = (_wrapped(cells[0], name_width) if i == 0 else [cells[i]] for i in columns)
+        lines = [[f"{indent}{line}" for line in name], *others]
+        _print_row(console, lines, widths, "bold" if number in table.best else "")
+    hidden = [column for index, column in enumerate(table.columns) if index not in columns]
     if hidden:
         console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
 
@@ -137,28 +130,27 @@ def _print_row(console: Console, cells: Sequence[Sequence[str]], widths: Sequenc
         console.print(line)
 
 
-def _fit(table: TextTable, width: int) -> tuple[list[int], int] | None:
-    """Columns to show, in their order, and the width of the first; None where not even two columns fit.
+def _fit(table: TextTable, width: int) -> tuple[list[int], int]:
+    """Columns to show, at least two, in their order, and the width of the first.
 
     The first column wraps only where that lets another column in, and then has what the others leave.
     """
     names = [cells[0] for cells in table.rows]
     longest = max(map(cell_len, names), default=0)
     word = max((cell_len(word) for name in names for word in name.split()), default=0)
+    narrowest = min(longest, max(word, _NARROWEST_NAME))
     header_width = max(map(cell_len, table.columns[0].split()), default=0)
     order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
-    widths = {index: _width(table, index) for index in order}
-    best: tuple[list[int], int] | None = None
-    for name_width in sorted({longest, min(longest, max(word, _NARROWEST_NAME))}, reverse=True):
-        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), header_width), []
-        for index in order:
-            if widths[index] + _GAP > left:
-                break
-            left -= widths[index] + _GAP
-            shown.append(index)
-        if shown and (best is None or len(shown) >= len(best[0])):
-            best = [0, *sorted(shown)], min(longest, name_width + left)
-    return best
+    widths = {index: _width(table, index) + _GAP for index in order}
+    best = [0], narrowest
+    for name_width in (longest, narrowest):
+        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), header_width), 0
+        while shown < len(order) and widths[order[shown]] <= left:
+            left -= widths[order[shown]]
+            shown += 1
+        if shown >= len(best[0]):
+            best = [0, *sorted(order[:shown])], min(longest, name_width + left)
+    return best if len(best[0]) > 1 else ([0, *order[:1]], narrowest)
 
 
 def _width(table: TextTable, index: int) -> int:

@@ -22,13 +22,8 @@ _COLDEST = math.exp(-MAX_LOG_FACTOR)  # 1/403; lower temperatures are computed a
 
 
 class Analogies(NamedTuple):
-    """Q multiple-choice questions.
-
-    Attributes:
-        choices: prompt and choice as tokens, `CHOICES` consecutive ones per question.
-        right: index of the correct choice of each question, int64.
-        categories: of each question.
-    """
+    """Q questions as tokens: prompt and choice, `CHOICES` consecutive ones per question; the index of the correct
+    choice of each, int64; and its category."""
 
     choices: list[Continuation]
     right: Int[np.ndarray, " Q"]
@@ -56,7 +51,11 @@ def read_analogies(source: str) -> Rows:
 def analogy_questions(
     rows: Sequence[Mapping[str, str]], *, count: int | None = None, seed: int = 0
 ) -> list[AnalogyQuestion]:
-    """Questions in a random order; arguments as `load_analogies`'s."""
+    """`count` questions drawn without replacement, or all, in a random order.
+
+    The wrong choices are fourth words of the same category other than the question's own four words. Questions of
+    a category with too few of them are left out.
+    """
     fourth: dict[str, set[str]] = {}
     for row in rows:
         fourth.setdefault(row["category"], set()).add(row["d"])
@@ -74,19 +73,9 @@ def analogy_questions(
 
 
 def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, seed: int = 0) -> Analogies:
-    """Reads the Google analogy set, or one with the same columns, as questions.
+    """Reads the Google analogies, or a file, directory or hub id with columns category, a, b, c, d, as tokens of `lm`.
 
-    The wrong choices are fourth words of the same category other than the question's own four words. Questions of
-    a category with too few of them are left out.
-
-    Args:
-        source: file, directory or hub id with columns category, a, b, c, d.
-        lm: its tokenizer and context length are used.
-        count: of questions, drawn without replacement; None: all.
-        seed: of questions, wrong choices and their order.
-
-    Raises:
-        UserError: columns are missing, no question is left, or one is longer than the model reads.
+    Raises `UserError` if columns are missing, no question is left, or one is longer than the model reads.
     """
     questions = analogy_questions(list(read_analogies(source)), count=count, seed=seed)
     if not questions:

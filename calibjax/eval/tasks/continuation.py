@@ -53,25 +53,17 @@ def continue_contexts(
     sampling: Sampling = Sampling(),
     head: FittedHead | None = None,
 ) -> Iterator[tuple[int, Continued]]:
-    """Yields the index of each context and its continuation, batch by batch; arguments are checked before the first.
-
-    With `sampling.count` above 1 each context is yielded so many times, with one sample each, and `sampling.numbers`
-    are those of the contexts.
+    """Yields the index of each context and its continuation, batch by batch, of each `sampling.count` times.
 
     Contexts are cut to the last tokens that fit beside `max_new_tokens`. A row ends at a stop sequence, at a stop token
     of the model or after `max_new_tokens`; rows that have ended are not computed further.
 
     Args:
-        lm: base model; a head does not change the most likely token.
-        contexts: token ids, none empty.
+        contexts: token ids, none empty, which is checked before the first batch.
         until: stop sequences; a space at the very start of the text does not count as one.
-        max_new_tokens: largest number of new tokens.
         batch_size: rows per step.
-        sampling: how tokens are chosen; by default the most likely one.
+        sampling: how tokens are chosen, by default the most likely one; `numbers` are those of the contexts.
         head: of `sampling.calibrated`, and of the confidence.
-
-    Raises:
-        UserError: no context fits beside `max_new_tokens`, or a context is empty.
     """
     room = room_for_context(max_new_tokens, lm.config.max_positions)
     if any(not len(context) for context in contexts):

@@ -76,10 +76,9 @@ class Written(NamedTuple):
 
 
 class TaskEvaluator:
-    """Evaluates a model on one task.
+    """Evaluates a model on one task, by resolved options (`TasksOptions.resolved`).
 
-    The first head of the model is that of the harness's own metrics; the preset of the options is applied
-    (`TasksOptions.resolved`); with a directory in the context, samples are saved there.
+    The first head of the model is that of the harness's own metrics; samples are saved in the context's directory.
 
     Attributes:
         probe_names: probes among the confidences.
@@ -100,8 +99,7 @@ class TaskEvaluator:
     # Requests.
 
     def check(self) -> None:
-        """Raises `UserError` if a part is neither multiple choice nor free text, has too few examples, or allows longer
-        answers than the model's context."""
+        """Raises `UserError` for parts that cannot be evaluated with these options, model and data."""
         for task in self.task.parts.values():
             kind, name, shots = task.OUTPUT_TYPE, task.config.task, self.shots(task)
             if self.options.fit and kind != "multiple_choice":
@@ -220,11 +218,8 @@ class TaskEvaluator:
     def _score_options(
         self, batches: Sequence[Batch], tick: Callable[[int], Any] = lambda _: None
     ) -> Iterator[tuple[Batch, list[list[Score]], Float[np.ndarray, "M _ K"]]]:
-        """Yields each batch, the scores of its options, and their log-likelihoods under each head, padded with −inf.
-
-        An option's log-likelihood is summed over its tokens, or their mean (`options_per_token`). `tick` is called with
-        1 for each question when all its options are scored.
-        """
+        """Yields each batch, the scores of its options, and their log-likelihoods under each head, padded with −inf:
+        sums over their tokens, or means (`options_per_token`). `tick` is called with 1 for each scored question."""
         questions = [pairs for batch in batches for pairs in batch.options]
         question = [number for number, pairs in enumerate(questions) for _ in pairs]
         unscored, results = [len(pairs) for pairs in questions], {}
@@ -246,8 +241,7 @@ class TaskEvaluator:
             yield batch, scores, log_probs
 
     def _confidences(self, method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.ndarray, "M _"]:
-        there = np.isfinite(log_probs)
-        return np.stack([_confidence(method, *pair) for pair in zip(log_probs, there, strict=True)])
+        return np.stack([_confidence(method, own) for own in log_probs])
 
     def _chosen(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
         """The most likely options and their confidence."""
@@ -290,11 +284,8 @@ class TaskEvaluator:
         )
 
     def fit_temperature(self) -> TemperatureFit:
-        """Fits temperature scaling over the options to each head but the first, on the calibration questions.
-
-        The factor s minimises the negative log-likelihood of the right option, −log softmax(s a)_right over the
-        options' log-likelihoods a (summed, or per token). Raises `UserError` if no question has exactly one right one.
-        """
+        """Fits temperature scaling over the options to each head but the first, on the calibration questions that have
+        one right option: s minimises the mean of −log softmax(s a)_right over the options' log-likelihoods a."""
         rows, labels = [], []
         for batch, _, log_probs in self._score_options(self._calibration_batches()):
             for number, document in enumerate(batch.documents):
@@ -476,12 +467,11 @@ class TaskEvaluator:
         if not batches:
             parts = ", ".join(self.task.parts)
             raise UserError(f"--confidence {', '.join(names)}: {parts} has no questions to fit on.")
-        features: list[dict[str, np.ndarray]] = []
-        targets: list[dict[str, np.ndarray]] = []
+        columns: list[dict[str, np.ndarray]] = []
         needed = {PROBES[name].target for name in names}
         for batch in batches:
-            written, own = self._write(batch), {}
-            features.append(self._features(written, {PROBES[name].feature for name in names}))
+            written = self._write(batch)
+            own = self._features(written, {PROBES[name].feature for name in names})
             if "correct" in needed:
                 own["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
             samples = self._samples(batch, written, "-fit") if needed & {"agreement", "capability"} else []
@@ -491,12 +481,9 @@ class TaskEvaluator:
                 own["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))
             if "capability" in needed:
                 own["capability"] = self._judge(batch, texts).mean(axis=1)
-            targets.append(own)
-
-        def joined(rows: list[dict[str, np.ndarray]], key: str) -> np.ndarray:
-            return np.concatenate([row[key] for row in rows])
-
-        return {name: (joined(features, PROBES[name].feature), joined(targets, PROBES[name].target)) for name in names}
+            columns.append(own)
+        joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
+        return {name: (joined[PROBES[name].feature], joined[PROBES[name].target]) for name in names}
 
 
 def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:

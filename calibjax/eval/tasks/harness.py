@@ -34,9 +34,8 @@ class Chat(NamedTuple):
 class HarnessLM(TemplateLM):
     """A model and its heads for lm-eval; the harness receives the results of the first head only.
 
-    Log-likelihoods are those of the harness's own Hugging Face backend on the same model; with a head, those of its
-    calibrated distribution log softmax(s_t z_t). Greedy text is the same either way. The harness's cache is filled
-    batch by batch, so that an interrupted run resumes.
+    Log-likelihoods are of the calibrated distribution log softmax(s_t z_t). The harness's cache is filled batch by
+    batch, so that an interrupted run resumes.
 
     Args:
         batch_size, max_length: as of `Scorer`.

@@ -77,8 +77,8 @@ class Scorer:
     Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
-        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes, and each process reads those of
-            its own devices. All processes score the same requests, and have all scores.
+        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
+            requests, and have all scores.
         heads: name -> head; `identity_head` for the base model.
         batch_size: rows per step.
         max_length: largest number of tokens of a row; None: `max_positions`.
