@@ -13,6 +13,7 @@ import scipy.stats
 from assets import ASSETS, data_path, model_path
 from tiny import VOCAB, WORDS, make_lm, write_model, write_tokenizer
 
+from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read, _states
 from calibjax.eval.tokens import identity_head
@@ -123,6 +124,24 @@ def test_rows_are_trees():
     assert beginning, "questions that begin alike share no row"
     apart = scorer._rows([Continuation([5, *request.context], request.tokens) for request in asked[:10]])
     assert len(apart) == 10, "one token in common does not pay"
+
+
+def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
+    asked = requests(count=24)
+    whole = Scorer(the_lm(), {"as it is": the_heads()["as it is"]}, batch_size=32).score(asked)
+    shapes = []
+
+    def spy(*args):
+        shapes.append(args[-1]["tokens"].shape)
+        return _states(*args)
+
+    monkeypatch.setattr(scoring, "_states", spy)
+    monkeypatch.setattr(scoring, "_WIDE", 8)
+    parts = Scorer(the_lm(), {"as it is": the_heads()["as it is"]}, batch_size=32).score(asked)
+    assert shapes[0] == (8, 32)
+    assert all(rows * width <= 32 * 8 for rows, width in shapes)
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_call_compiles_nothing():

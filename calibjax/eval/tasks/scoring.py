@@ -25,6 +25,8 @@ _READS = 256
 """Positions whose logits are computed at a time."""
 _GROWTH = 4
 """Largest number of tokens of a row that several requests share, over that of one of them."""
+_WIDE = 512
+"""Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
 
 
 class Continuation(NamedTuple):
@@ -80,7 +82,7 @@ class Scorer:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
             requests, and have all scores.
         heads: name -> head; `identity_head` for the base model.
-        batch_size: rows per step.
+        batch_size: rows per step; fewer where they have more than 512 tokens.
         max_length: largest number of tokens of a row; None: `max_positions`.
     """
 
@@ -102,7 +104,7 @@ class Scorer:
         self.lm, self.max_length = lm, max_length or longest
         self._mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
         groups = 1 if self._mesh is None else self._mesh.shape.get("data", 1) * self._mesh.shape.get("fsdp", 1)
-        self.batch_size = -(-batch_size // groups) * groups
+        self._groups, self.batch_size = groups, -(-batch_size // groups) * groups
         self._configs = tuple(head.config for head in heads.values())
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
@@ -139,8 +141,16 @@ class Scorer:
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
         rows = sorted(self._rows(requests), key=lambda row: -len(row.tokens))
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
-            for start in range(0, len(rows), self.batch_size):
-                yield from self._batch(requests, rows[start : start + self.batch_size], top_k)
+            start = 0
+            while start < len(rows):
+                # 16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs.
+                widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
+                width = min(next(width for width in widths if width >= len(rows[start].tokens)), self.max_length)
+                count = self.batch_size
+                while count * width > self.batch_size * _WIDE and count % (2 * self._groups) == 0:
+                    count //= 2
+                yield from self._batch(requests, rows[start : start + count], (count, width), top_k)
+                start += count
 
     def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
         """The requests in rows; those that are read alike share one, or a branch of one."""
@@ -171,13 +181,11 @@ class Scorer:
         return self._shares and shorter and common * self.lm.config.hidden_size >= columns
 
     def _batch(
-        self, requests: Sequence[Continuation], rows: Sequence["_Row"], top_k: int
+        self, requests: Sequence[Continuation], rows: Sequence["_Row"], shape: tuple[int, int], top_k: int
     ) -> Iterator[tuple[int, Score]]:
-        # 16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs.
-        widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
-        width = min(next(width for width in widths if width >= len(rows[0].tokens)), self.max_length)
-        tokens, segments, positions, until = np.zeros((4, self.batch_size, width), np.int32)
-        until[:] = width
+        """The scores of some rows, padded to `shape`."""
+        tokens, segments, positions, until = np.zeros((4, *shape), np.int32)
+        until[:] = shape[1]
         where = np.zeros(tokens.shape, bool)
         reads, order = [], []
         for index, row in enumerate(rows):
@@ -191,7 +199,7 @@ class Scorer:
         if any(min(row.until) < len(row.tokens) for row in rows):
             batch["until"] = until
         mesh = context_mesh()
-        mine = local_rows(mesh, self.batch_size)
+        mine = local_rows(mesh, shape[0])
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
         states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozen, batch)
