@@ -255,10 +255,10 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     sets = sets_of(document)
     shown = columns_of(results for _, results in sets)
     named = [(title, name, row) for title, results in sets for name, row in results["methods"].items()]
-    if intervals:
+    if intervals and any("intervals" in row for *_, row in named):
         means = ("nll", "brier", "accuracy")
         named = [
-            (title, name, {**row, **{f"{key}_interval": row["intervals"][key] for key in means}})
+            (title, name, {**row, **{f"{key}_interval": ends for key, ends in row.get("intervals", {}).items()}})
             for title, name, row in named
         ]
         shown = [(key, f"{title} [95% interval]" if key in means else title, text) for key, title, text in shown]
