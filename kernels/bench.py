@@ -3,12 +3,10 @@
     python kernels/bench.py --json cpu.json
     python kernels/bench.py --platform gpu --json gpu.json
     python kernels/bench.py --static v6e --preset gemma2-2b --label-smoothing 0 0.1 --softcap none 30 --json v6e.json
-    python kernels/bench.py --static v7x --against measured --minutes 30
 
 On a device each contender's result is compared with float64 on a sample before it is timed; inputs are new in each run,
 and the timed calls alternate. `--static` compiles for a TPU that need not be attached and gives the static estimate of
-`static_profile.py`, with `--against measured` beside times that others measured on that TPU (`against.py`). tokamax is
-included where it is installed. PyTorch's losses are timed by `torch_losses.py`.
+`static_profile.py`. tokamax is included where it is installed. PyTorch's losses are timed by `torch_losses.py`.
 """
 
 import argparse
@@ -27,7 +25,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import against
 import contenders
 import jax
 import jax.numpy as jnp
@@ -38,7 +35,6 @@ from rich.table import Table
 from static_profile import CHIPS
 
 from calibjax.runtime.compilers import DoesNotCompile
-from calibjax.runtime.errors import UserError
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 SAMPLE = 48  # tokens and rows of the unembedding that are compared with float64
@@ -53,8 +49,6 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--platform", choices=["cpu", "gpu"], help="where to run; default: the machine's")
     add("--static", choices=CHIPS, help="compile for this TPU instead, and estimate the time")
-    add("--against", metavar="FILE", help="with --static: ours beside times measured by others; measured: tokamax's")
-    add("--profiles", type=pathlib.Path, default=pathlib.Path("profiles.json"), help="of --against: stored there")
     add("--preset", nargs="+", choices=PRESETS, help="sizes; default: cpu, on a GPU those of its table")
     for name, what in (("tokens", "N"), ("width", "D"), ("vocab", "V")):
         add(f"--{name}", type=int, help=f"{what} instead of the preset's")
@@ -104,11 +98,8 @@ def main(options: argparse.Namespace) -> None:
         chip = CHIPS[options.static]
         record |= {"device": options.static, "kind": "static estimate", "trust": chip.trust}
         console.print(f"Static estimates for {options.static}, not measurements: {chip.trust}.")
-        if options.against is not None:
-            against.main(console, options, record)
-        else:
-            for problem in _problems(options, "tpu"):
-                rows += _print(console, problem, _estimated(options, problem), STATIC_COLUMNS)
+        for problem in _problems(options, "tpu"):
+            rows += _print(console, problem, _estimated(options, problem), STATIC_COLUMNS)
     else:
         device, seed = jax.devices()[0], secrets.randbits(31) if options.seed is None else options.seed
         record |= {"device": f"{device.platform} ({device.device_kind})", "seed": seed, "kind": "measured"}
@@ -267,7 +258,4 @@ def _print(console: Console, problem: Problem, rows: Iterator[dict[str, Any]], c
 
 
 if __name__ == "__main__":
-    try:
-        main(arguments().parse_args())
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    main(arguments().parse_args())

@@ -239,11 +239,11 @@ def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
         block = {"v5e": 512, "v5p": 512, "v6e": 1024 if problem.width % 512 else 2048, "v7x": 2048}[chip]
         return (problem.tokens,), (2 * block, 4 * block)
     saved = problem.save_logits or name.startswith("linear_cross_entropy")
-    kernels = {"hidden": ("rows",), "both": ("rows", "unembedding")}.get(task, ("statistics",))
+    kernels = {"hidden": ("rows",), "both": ("rows", "d_unembedding")}.get(task, ("statistics",))
     if problem.dh_waits and task == "hidden":
         kernels = ("statistics", "d_hidden")
     if (problem.dh_waits or saved) and task == "both":
-        kernels = ("statistics", "d_hidden", "unembedding")
+        kernels = ("statistics", "d_hidden", "d_unembedding")
     inputs = (problem.tokens, problem.width, jnp.dtype(problem.dtype).itemsize)
     return our_points(chip, kernels, inputs, saved)
 

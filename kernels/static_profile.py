@@ -141,7 +141,7 @@ def our_points(chip: str, kernels: Sequence[str], inputs: tuple[int, int, int], 
     columns = math.lcm(*(x.columns for x in found))
     while columns < 3072:  # at 2,048 XLA takes another gather of W[y]; at least two of each block
         columns *= 2
-    few = 2 if "unembedding" in kernels else 1  # past whose sums tokens are streamed
+    few = 2 if "d_unembedding" in kernels else 1  # past whose sums tokens are streamed
     tokens = inputs[0]
     exact = saved or tokens <= (few + 1) * height
     return (tokens,) if exact else (few * height, (few + 1) * height), (columns, 2 * columns)

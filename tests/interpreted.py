@@ -21,7 +21,7 @@ SMALL = {
     "curves": (Blocks(128, 32, 32),),
     "rows": (Blocks(128, 256, 128),),
     "d_hidden": (Blocks(128, 256, 128),),
-    "unembedding": (Blocks(128, 128, 128),),
+    "d_unembedding": (Blocks(128, 128, 128),),
 }
 # Of two units of saved exponentials each is read in two blocks.
 _APART = SMALL | {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}

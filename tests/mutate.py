@@ -118,10 +118,7 @@ TABLE = {
     "kernels/pallas_tpu/common.py": [
         ("x.shape, axis) < count", "x.shape, axis) <= count", f"{OPERATOR} -k wide_hidden and 2312"),
     ],
-    "kernels/pallas_tpu/gather.py": [
-        ("(ids >= 0)", "(ids > 0)", "kernels/test_tpu.py -k gathered"),
-    ],
-    "kernels/logit_cotangents.py": [
+    "kernels/contract.py": [
         (
             "dz * (slope_in_units(z, options.softcap) if slope is None else slope)",
             "dz",

@@ -23,7 +23,3 @@ __all__ = [
     "vocab_curves",
     "vocab_stats",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

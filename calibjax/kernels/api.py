@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
-from calibjax.kernels.contract import Implementation, Inputs, Options
+from calibjax.kernels.contract import Implementation, Inputs, Options, padded
 from calibjax.kernels.operator import Call
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
@@ -127,12 +127,12 @@ def evaluate(
         return sharded.in_auto_axes(sharding, run, (*arrays, scale), sharded.leading_spec(hidden))
     call, (_, _, targets, _, _) = dispatch.call(), arrays
     inputs, valid, broken = flat_inputs(arrays, scale, ignore_index)
-    shape, tokens, padded = valid.shape, valid.size, dispatch.shapes.hidden.shape[0]
+    shape, tokens, length = valid.shape, valid.size, dispatch.shapes.hidden.shape[0]
     inputs = inputs._replace(
-        hidden=_pad(inputs.hidden, padded),
-        scale=_pad(inputs.scale, padded, 1),
-        targets=_pad(inputs.targets, padded),
-        valid=None if dispatch.shapes.valid is None else _pad(inputs.valid, padded),
+        hidden=padded(inputs.hidden, length),
+        scale=padded(inputs.scale, length, 1),
+        targets=padded(inputs.targets, length),
+        valid=None if dispatch.shapes.valid is None else padded(inputs.valid, length),
     )
     values = (reference if call.implementation is None else operator).compute(call, inputs)
     values = {name: value[:tokens].reshape(*shape, *value.shape[1:]) for name, value in values.items()}
@@ -141,13 +141,9 @@ def evaluate(
         values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
     if "correct" in dispatch.wanted:
         values["correct"] = values["argmax"] == targets
-    return masked_statistics({name: value for name, value in values.items() if name in dispatch.wanted}, valid), valid
-
-
-def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> dict[str, Array]:
-    """Statistics by name with what `VocabStats` holds for tokens that do not count."""
-    filler = {"argmax": -1, "correct": False}
-    return {name: operator.masked(valid, value, filler.get(name, 0)) for name, value in values.items()}
+    return operator.masked_statistics(
+        {name: value for name, value in values.items() if name in dispatch.wanted}, valid
+    ), valid
 
 
 def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
@@ -192,23 +188,24 @@ class Dispatch(NamedTuple):
         """Returns the platform that the call is compiled for."""
         return platform(None if self.sharding is None else self.sharding.mesh)
 
-    def check(self, name: str) -> str:
-        """The implementation's line for `explain`; raises NotImplementedError where it cannot run the call here."""
+    def check(self, name: str) -> tuple[bool, str]:
+        """Whether the implementation can run the call here, and its line for `explain`."""
         implementation = self.over_mesh(name)
-        if implementation is None:
-            return reference.check(self.options, self.sharding is not None)
-        return implementation.check(self.options, self.shapes, self.platform())
+        try:
+            if implementation is None:
+                return True, reference.check(self.options, self.sharding is not None)
+            return True, implementation.check(self.options, self.shapes, self.platform())
+        except NotImplementedError as reason:
+            return False, f"cannot run this call here: {reason}"
 
     def choose(self) -> str:
         """The name requested, or the first, that can run the call here; raises `CannotRun` where none can."""
         reasons = []
         for name in IMPLEMENTATIONS if self.implementation is None else (self.implementation,):
-            try:
-                self.check(name)
-            except NotImplementedError as reason:
-                reasons.append(f"implementation={name!r} cannot run this call here: {reason}")
-            else:
+            runs, note = self.check(name)
+            if runs:
                 return name
+            reasons.append(f"implementation={name!r} {note}")
         raise CannotRun("\n".join(reasons))
 
     def call(self, name: str | None = None) -> Call:
@@ -237,7 +234,7 @@ def prepare(
     converters = (jnp.asarray, jnp.asarray, as_indices, jnp.asarray, jnp.asarray)
     hidden, unembedding, targets, bias, where = arrays = tuple(map(array, arrays, converters))
     _check_shapes(*arrays)
-    options = _options(softcap, execution)._replace(scales=scales)
+    options = _options(softcap, scales, execution)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if options.precision is None and dtype == jnp.float32:
         options = options._replace(precision=jax.lax.Precision.HIGHEST)
@@ -258,13 +255,6 @@ def prepare(
     )
     wanted = _wanted(statistics, targets)
     return Dispatch(execution.get("implementation"), wanted, options, shapes, sharding), arrays
-
-
-def _pad(x: Array | None, length: int, value: int = 0) -> Any:
-    """`x` with its first axis padded at the end; for a mask, with False."""
-    if x is None or x.shape[0] == length:
-        return x
-    return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
 def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
@@ -299,15 +289,12 @@ def _check_shapes(hidden, unembedding, targets, bias, where) -> None:
         raise ValueError(f"where: expected booleans, got {where.dtype}.")
 
 
-def _options(softcap: float | None, execution: Execution) -> Options:
-    unknown = sorted(execution.keys() - Execution.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"unexpected keyword arguments {unknown}; expected some of {list(Execution.__annotations__)}.")
+def _options(softcap: float | None, scales: tuple[float, ...] | None, execution: Execution) -> Options:
     name = execution.get("implementation")
     if name is not None and name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
     given: dict[str, Any] = {key: value for key, value in execution.items() if key != "implementation"}
-    options = Options(softcap, **given)
+    options = Options(softcap=softcap, scales=scales, **given)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: expected a finite number above 0 or None, got {softcap}.")
     if options.chunk_size is not None and options.chunk_size < 1:
@@ -331,26 +318,18 @@ def explain(
     sharding: VocabSharding | None = None,
     **execution: Unpack[Execution],
 ) -> str:
-    """Explains which implementation `vocab_stats`, or `vocab_curves`, chooses, why, and what the call costs.
+    """Explains which implementation `vocab_stats`, or with `scales` `vocab_curves`, chooses, and what the call costs.
 
-    Args:
-        hidden, unembedding, targets, bias, where: as in `vocab_stats`, or a `jax.ShapeDtypeStruct` each.
-        softcap, statistics, sharding, execution: as in `vocab_stats`.
-        scales: those of `vocab_curves`, to explain that operator instead.
-
-    Returns:
-        Text: the sizes; every implementation in order, with what it would do or why it cannot; the products N·D·V by
-        what is differentiated.
-
-    Raises:
-        ValueError: as `vocab_stats`, but not for a named implementation that cannot run the call.
+    The arguments are theirs; an array may be a `jax.ShapeDtypeStruct`. Returns a text: the sizes; every implementation
+    in order, with what it would do or why it cannot; the products N·D·V by what is differentiated. Raises ValueError
+    for arguments that do not fit.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 2304), (256000, 2304))]
         >>> text = explain(*shapes, implementation="reference", chunk_size=128)
         >>> print(text.splitlines()[-2].strip())
-        reference   cannot run this call here: it is dense and takes no chunk_size.
+        reference   cannot run this call here: it is dense and takes no chunk_size, save_logits or sharding.
     """
     arrays = (hidden, unembedding, targets, bias, where)
     called = "vocab_stats" if scales is None else "vocab_curves"
@@ -378,20 +357,18 @@ def explain(
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
     kinds = {"nothing, scale": (0, 0), "hidden": (1, 0), "unembedding": (0, 1), "hidden and unembedding": (1, 1)}
-    for what, (d_hidden, d_unembedding) in kinds.items():
-        forward, backward = _products(call, bool(d_hidden), bool(d_unembedding))
+    for what, differentiated in kinds.items():
+        forward, backward = _products(call, *map(bool, differentiated))
         lines.append(f"  {what:<23} {forward} + {backward}")
     return "\n".join(lines)
 
 
 def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
-    try:
-        note = dispatch.check(name)
-    except NotImplementedError as reason:
-        note = f"cannot run this call here: {reason}"
-    else:
-        later = "comes later" if dispatch.implementation in (None, name) else "not requested"
-        note = f"chosen: {note}" if name == chosen else f"{later} (could: {note})"
+    runs, note = dispatch.check(name)
+    if runs and name == chosen:
+        note = f"chosen: {note}"
+    elif runs:
+        note = f"{'comes later' if dispatch.implementation is None else 'not requested'} (could: {note})"
     return f"  {name:<11} {note}"
 
 
@@ -402,5 +379,5 @@ def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int
     rows = d_hidden and operator.takes_rows(call, alone=not d_unembedding)
     gradients = (d_hidden and not rows) + d_unembedding
     # One pass computes the logits again for both, or each gradient has a pass of its own.
-    again = min(gradients, 1) if call.implementation.shares_logits else gradients
+    again = gradients if call.implementation.rows_first else min(gradients, 1)
     return 1 + rows, gradients + (0 if call.options.save_logits else again)

@@ -46,34 +46,30 @@ def _chunk(options: Options, tokens: int, vocab_size: int) -> int:
     return min(options.chunk_size or choose_chunk_size(tokens, vocab_size), vocab_size)
 
 
-def _product(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
-
-
 def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: int) -> tuple[Array, Array]:
     """Rows `start` to `start + width` of W, and softcap(h W_cᵀ + b_c), float32 [N, C]."""
     weights = take_rows(inputs.unembedding, start, width)
-    z = _product(options, inputs.hidden, weights, (1, 1))
+    z = options.product(inputs.hidden, weights, (1, 1))
     if inputs.bias is not None:
         z = z + take_rows(inputs.bias, start, width)[None, :]
     return weights, softcapped(z, options.softcap)
 
 
-def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None = None) -> Any:
-    """The carry after `step(carry, start, width, z)` of all pieces of `size`; z is what `saved` holds of each, or None.
+def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None = None) -> tuple[Any, _Saved]:
+    """The carry after `step(carry, start, width, z) -> (carry, z)` of all pieces of `size`, and the z of each.
 
-    The first piece is the ragged one, or a full one. Two programs at most: of the ragged piece, and of the loop.
+    The z that a step receives is what `saved` holds of the piece, or None. The first piece is the ragged one and has
+    its own program, so that nothing is padded or masked; so has a full one without a `carry`, or with `saved`.
     """
     ragged = size % width
     starts = jnp.arange(ragged, size, width, dtype=jnp.int32)
     first, others = (None, None) if saved is None else saved
-    if ragged or saved is not None:
-        carry = step(carry, 0, ragged or width, first)
+    if ragged or carry is None or saved is not None:
+        carry, first = step(carry, 0, ragged or width, first)
         starts = starts if ragged else starts[1:]
     if starts.size:
-        carry, _ = jax.lax.scan(lambda c, x: (step(c, x[0], width, x[1]), None), carry, (starts, others))
-    return carry
+        carry, others = jax.lax.scan(lambda carry, x: step(carry, x[0], width, x[1]), carry, (starts, others))
+    return carry, (first, others)
 
 
 def take_rows(array: Array, start: Array | int, width: int) -> Array:
@@ -108,8 +104,8 @@ def add_gradients(
     `add`: those in unembedding and bias are added to what is there.
     """
     narrow = dz.astype(hidden.dtype)
-    d_hidden = None if carry.hidden is None else _product(options, narrow, weights, (1, 0))
-    d_weights = None if carry.unembedding is None else _product(options, narrow, hidden, (0, 0))
+    d_hidden = None if carry.hidden is None else options.product(narrow, weights, (1, 0))
+    d_weights = None if carry.unembedding is None else options.product(narrow, hidden, (0, 0))
     d_bias = None if carry.bias is None else jnp.sum(dz, axis=0, dtype=jnp.float32)
     return Gradients(
         hidden=put(carry.hidden, d_hidden, 0, add=True),
@@ -138,7 +134,7 @@ class Chunked(Implementation):
         linear_mean = "total" in needed and options.softcap is None
         per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
 
-        def piece(start: Array | int, width: int) -> tuple[Moments, Array | None]:
+        def step(total: Moments | None, start: Array | int, width: int, _: None) -> tuple[Moments, Array | None]:
             weights, z = _block_logits(options, inputs, start, width)
             moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
             if "rows" in needed:
@@ -147,46 +143,28 @@ class Chunked(Implementation):
                 if targets is not None:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     e = jnp.where(column == (targets - start)[:, None], 0.0, e)
-                summed = _product(options, e.astype(hidden.dtype), weights, (1, 0))
+                summed = options.product(e.astype(hidden.dtype), weights, (1, 0))
                 moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
-            return moments, z if save else None
+            return moments if total is None else stats.merge(total, moments, scale), z if save else None
 
-        def step(carry: Moments, start: Array) -> tuple[Moments, Array | None]:
-            moments, z = piece(start, chunk)
-            return stats.merge(carry, moments, scale), z
-
-        chunk = _chunk(options, hidden.shape[0], vocab_size)
-        # The ragged piece comes first and has its own program, so that nothing is padded or masked.
-        ragged = vocab_size % chunk
-        starts = jnp.arange(ragged, vocab_size, chunk, dtype=jnp.int32)
-        total, first = piece(0, ragged) if ragged else piece(starts[0], chunk)
-        starts = starts if ragged else starts[1:]
-        chunks = None
-        if starts.size:
-            total, chunks = jax.lax.scan(step, total, starts)
+        total, saved = fold(step, None, vocab_size, _chunk(options, hidden.shape[0], vocab_size))
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
             mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
             total = total._replace(total=vocab_size * (mean if bias is None else mean + jnp.mean(bias)))
-        return total, (first, chunks) if save else None
+        return total, saved if save else None
 
     def backward(
-        self,
-        options: Options,
-        wanted: frozenset[str],
-        inputs: Inputs,
-        cotangents: Cotangents,
-        saved: _Saved | None,
-        into: Gradients | None,
+        self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
-        """By one more pass over the vocabulary; a chunk's logits are computed again, or taken from `saved`."""
+        """By one more pass over the vocabulary; a chunk's logits are computed again, or taken from what was saved."""
         inputs = inputs.masked()
         hidden, unembedding = inputs.hidden, inputs.unembedding
         if wanted == {"hidden"} and cotangents.hidden_is_closed(options):
             return Gradients(hidden=closed_form_hidden(inputs, cotangents))
 
-        def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> Gradients:
+        def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> tuple[Gradients, None]:
             if z is None:
                 weights, z = _block_logits(options, inputs, start, width)
             else:
@@ -208,10 +186,10 @@ class Chunked(Implementation):
             column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
             for ids, g in cotangents.one_hots:
                 dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
-            return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None)
+            return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None), None
 
-        carry = first_gradients(inputs, wanted, into)
-        return fold(step, carry, len(unembedding), _chunk(options, len(hidden), len(unembedding)), saved)
+        carry, chunk = first_gradients(inputs, wanted, into), _chunk(options, len(hidden), len(unembedding))
+        return fold(step, carry, len(unembedding), chunk, cotangents.saved)[0]
 
 
 IMPLEMENTATION = Chunked()

@@ -1,8 +1,12 @@
 """The contract between the operator and its implementations: what a pass over the vocabulary receives and returns.
 
+All Pallas kernels form dz, the cotangent of the logits before the soft-cap, by `dz_of_logits`, from logits in units of
+the soft-cap and from values of the tokens that are scaled once to fit.
+
 z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from calibjax.kernels.platforms import Platform
-from calibjax.kernels.stats import Moments
+from calibjax.kernels.stats import FLOOR, Moments, finite, slope_in_units, softcap_unit
 
 
 class Options(NamedTuple):
@@ -30,6 +34,11 @@ class Options(NamedTuple):
     def scale(self, inputs: "Inputs") -> Array:
         """The s of the sums over the vocabulary: [N], or [1, K] where all tokens have the same scales."""
         return inputs.scale if self.scales is None else jnp.asarray(self.scales, jnp.float32)[None, :]
+
+    def product(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
+        """The product of two matrices over one dimension of each, in float32."""
+        dimensions = (((contract[0],), (contract[1],)), ((), ()))
+        return jax.lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
 
 
 class Inputs(NamedTuple):
@@ -62,6 +71,7 @@ class Cotangents(NamedTuple):
         rows: as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary, or of
             `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
             `softmax`·`rows`, except for the target's, which is in `one_hots`.
+        saved: as the forward pass returned it; None: the logits are computed again.
     """
 
     log_normalizer: Array
@@ -71,11 +81,60 @@ class Cotangents(NamedTuple):
     uniform: Array | None
     one_hots: tuple[tuple[Array, Array], ...]
     rows: Array | None = None
+    saved: Any = None
 
     def hidden_is_closed(self, options: Options) -> bool:
         """dh needs no logits: the softmax part is absent or known, and the uniform part has no factor c_v."""
         known = self.rows is not None or self.softmax is None
         return known and self.centred is None and (self.uniform is None or options.softcap is None)
+
+
+LOG2_E = math.log2(math.e)
+
+
+def token_values(options: Options, inputs: Inputs, cotangents: Cotangents) -> dict[str, Array]:
+    """Returns the inputs of `dz_of_logits` except the ids: name -> float32 [N]."""
+    in_logits = softcap_unit(options.softcap)
+    centred, expected = cotangents.centred, cotangents.expected_logit
+    values = {
+        "scale": inputs.scale * (LOG2_E * in_logits),
+        "log_normalizer": cotangents.log_normalizer * LOG2_E,
+        "softmax": cotangents.softmax,
+        "centred": None if centred is None else centred * in_logits,
+        "expected": None if expected is None else expected / in_logits,
+        "uniform": cotangents.uniform,
+        **{f"g{k}": g for k, (_, g) in enumerate(cotangents.one_hots)},
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def dz_of_logits(
+    options: Options,
+    z: Array,
+    value: Callable[[str], Any],
+    hit: Callable[[int], Array],
+    p: Array | None = None,
+    slope: Array | float | None = None,
+) -> Array:
+    """dz of one block of logits.
+
+    `z` are logits in units of the soft-cap; `value` maps a name to a per-token value of the block's shape, or None, see
+    `token_values`; `hit` says whether a column is that of the k-th one-hot, where "g{k}" has a value. Where known, `p`
+    is exp(s z − log_normalizer), `slope` that of the soft-cap at z.
+    """
+    dz, softmax, centred, uniform = None, value("softmax"), value("centred"), value("uniform")
+    if softmax is not None:
+        if centred is not None:
+            softmax = finite(softmax + centred * jnp.maximum(z - value("expected"), FLOOR))
+        dz = (jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p) * softmax
+    if uniform is not None:
+        dz = uniform if dz is None else dz + uniform
+    dz = jnp.zeros_like(z) if dz is None else dz * (slope_in_units(z, options.softcap) if slope is None else slope)
+    k = 0
+    while (height := value(f"g{k}")) is not None:
+        dz = dz + jnp.where(hit(k), height, 0.0)
+        k += 1
+    return dz
 
 
 class Gradients(NamedTuple):
@@ -91,15 +150,14 @@ class Implementation:
 
     Attributes:
         has_rows: `forward` gives `Moments.rows` where they are needed.
-        rows_first: where hidden and unembedding are both differentiated and no logits are saved, the gradient in hidden
-            comes out of the forward pass too, and only that in the unembedding is left to the backward pass.
-        shares_logits: where both gradients are left to the backward pass, it computes the logits once for both.
+        rows_first: each gradient has a pass of its own: where hidden and unembedding are both differentiated and no
+            logits are saved, that in hidden comes out of the forward pass; and where both are left to the backward
+            pass, it computes the logits twice.
         accumulates: `backward` takes `into`.
     """
 
     has_rows = True
     rows_first = False
-    shares_logits = True
     accumulates = False
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
@@ -114,13 +172,7 @@ class Implementation:
         raise NotImplementedError
 
     def backward(
-        self,
-        options: Options,
-        wanted: frozenset[str],
-        inputs: Inputs,
-        cotangents: Cotangents,
-        saved: Any,
-        into: Gradients | None,
+        self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
         """The gradients that `wanted` names. Invalid tokens add nothing, even with NaN in `hidden`.
 
@@ -151,6 +203,13 @@ def first_order(static: int) -> Callable[..., Any]:
         return lambda *arguments: checked(*arguments)
 
     return decorate
+
+
+def padded(x: Array | None, length: int, value: float = 0) -> Any:
+    """`x` with its first axis padded at the end; for a mask, with False."""
+    if x is None or x.shape[0] == length:
+        return x
+    return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
 class Refs(dict[str, Any]):

@@ -180,7 +180,7 @@ def _by_blocks(
     call = call._replace(wanted=wanted)
     flags = tuple(() if name in differentiated else None for name in Gradients._fields)
 
-    def step(carry: Any, start: Array | int, size: int, _: None) -> Any:
+    def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
         total, gradients, d_scale = carry
 
         def block_rows(x: Any) -> Any:
@@ -204,12 +204,12 @@ def _by_blocks(
         if d_scale is not None:
             d_scale = chunked.put(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
         added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
-        return total + value, added, d_scale
+        return (total + value, added, d_scale), None
 
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
     assert call.implementation is not None
     size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(inputs.hidden.dtype.itemsize))
     size = tokens if call.options.save_logits else size
-    value, gradients, d_scale = chunked.fold(step, carry, tokens, max(size, 1))
+    (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))
     return value, gradients._asdict() | {"scale": d_scale}

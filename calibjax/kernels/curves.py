@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import api, interpolation
+from calibjax.kernels import api, interpolation, reference
 from calibjax.kernels.operator import masked
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import STATISTICS, VocabStats
@@ -141,13 +141,15 @@ def vocab_curves(
     if top_k:
         hidden, unembedding, _, bias, _ = arrays
         top = top_logits(hidden, unembedding, top_k, bias=bias, softcap=softcap, where=valid, sharding=sharding).logits
-    return VocabCurves(
-        log_weight=values.pop("log_normalizer"),
-        expected_difference=values.pop("expected_logit"),
-        target_logit=values.pop("target_logit", None),
-        correct=values.pop("correct", None),
-        **values,
-        top_logits=top,
-        valid=valid,
-        scales=scales,
-    )
+    return _curves(dict.fromkeys(STATISTICS) | values, top, valid, scales)
+
+
+def dense_curves(logits: Float[Array, "... V"], targets: Int[Array, "..."], *, top_k: int = 0) -> VocabCurves:
+    """`vocab_curves` of logits z `[..., V]`; one scale after another, each with several arrays of that size."""
+    z, values, valid = reference.evaluate(logits, targets, jnp.ones(targets.shape, jnp.float32), None, SCALES)
+    return _curves(values, masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None, valid, SCALES)
+
+
+def _curves(values: dict[str, Any], top: Array | None, valid: Array, scales: tuple[float, ...]) -> VocabCurves:
+    values = {"log_weight": values.pop("log_normalizer"), "expected_difference": values.pop("expected_logit"), **values}
+    return VocabCurves(**values, top_logits=top, valid=valid, scales=scales)

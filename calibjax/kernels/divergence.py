@@ -65,7 +65,7 @@ def _expected_differences(
     """Σ_v p_v (z_v − z'_v) over the rows of W in `inputs`, whose hidden states are [N, K + 1, D], those of z first."""
     states, unembedding, bias, *_ = inputs
 
-    def step(total: Array, start: Array | int, width: int, _: None) -> Array:
+    def step(total: Array, start: Array | int, width: int, _: None) -> tuple[Array, None]:
         z = jnp.einsum(
             "nkd,cd->nkc",
             states,
@@ -77,8 +77,8 @@ def _expected_differences(
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, None, :]
         z = softcapped(z, softcap)
         p = jnp.exp(z[:, :1] - log_normalizer[:, None, None])
-        return total + jnp.sum(p * (z[:, :1] - z[:, 1:]), axis=-1)
+        return total + jnp.sum(p * (z[:, :1] - z[:, 1:]), axis=-1), None
 
     (tokens, count, _), vocab_size = states.shape, unembedding.shape[0]
     zero = jnp.zeros((tokens, count - 1), jnp.float32)
-    return fold(step, zero, vocab_size, choose_chunk_size(tokens * count, vocab_size))
+    return fold(step, zero, vocab_size, choose_chunk_size(tokens * count, vocab_size))[0]

@@ -14,16 +14,15 @@ c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the statistic
 | the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
 | unembedding or bias alone | 1 + 2 |
 | hidden and unembedding | 1 + 3 (or 2 + 2: `Implementation.rows_first`), or 1 + 2 with `save_logits` |
-| the same without `Implementation.shares_logits`, with `expected_logit`, or a soft-cap and `mean_logit` | 1 + 4 |
+| the same with `rows_first`, with `expected_logit`, or a soft-cap and `mean_logit` | 1 + 4 |
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
 from calibjax.kernels.stats import times_slope
@@ -96,6 +95,12 @@ def takes_rows(call: Call, alone: bool) -> bool:
 def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
     """`x` [..., K] or [...] where `valid` [...], else `filler`."""
     return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, jnp.asarray(filler, x.dtype))
+
+
+def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> dict[str, Array]:
+    """Statistics by name with what `VocabStats` holds for tokens that do not count."""
+    filler = {"argmax": -1, "correct": False}
+    return {name: masked(valid, value, filler.get(name, 0)) for name, value in values.items()}
 
 
 def forward(
@@ -207,8 +212,9 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
                 if ids is not None and x is not None and z is not None
             ),
             rows=rows,
+            saved=residuals.saved,
         )
-        return implementation.backward(call.options, wanted, inputs, cotangents, residuals.saved, into)
+        return implementation.backward(call.options, wanted, inputs, cotangents, into)
 
     d_target = g.get("target_logit")
     if rows is None:
@@ -226,13 +232,11 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
 _GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered at a time
 
 
-def closed_form_hidden(
-    inputs: Inputs, cotangents: Cotangents, find: Callable[[Array], tuple[Array, Array]] | None = None
-) -> Array:
+def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
     """dh [N, D] where `cotangents.hidden_is_closed`: softmax·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
 
     In the dtype of `cotangents.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
-    0 where a token is not valid. `find` maps ids [N] in [0, V) to rows of W [M, D] and the index of each id's row.
+    0 where a token is not valid.
     """
     unembedding, valid = inputs.unembedding, inputs.valid
     tokens, (vocab_size, width) = inputs.scale.shape[0], unembedding.shape
@@ -243,8 +247,7 @@ def closed_form_hidden(
     one_hots = []
     for ids, g in cotangents.one_hots:
         inside = (ids >= 0) & (ids < vocab_size)
-        ids = jnp.where(inside, ids, 0)
-        one_hots.append((jnp.where(inside, g, 0.0), *((unembedding, ids) if find is None else find(ids))))
+        one_hots.append((jnp.where(inside, g, 0.0), jnp.where(inside, ids, 0)))
 
     def add(start: Array | int, d_hidden: Array, size: int) -> Array:
         def block_rows(x: Array) -> Array:
@@ -253,8 +256,8 @@ def closed_form_hidden(
         block = jnp.zeros((size, width), jnp.float32)
         if cotangents.rows is not None and cotangents.softmax is not None:
             block = block_rows(cotangents.softmax)[:, None] * block_rows(d_hidden).astype(jnp.float32)
-        for g, rows, places in one_hots:
-            block = block + block_rows(g)[:, None] * rows[block_rows(places)].astype(jnp.float32)
+        for g, ids in one_hots:
+            block = block + block_rows(g)[:, None] * unembedding[block_rows(ids)].astype(jnp.float32)
         if cotangents.uniform is not None and everything is not None:
             block = block + block_rows(cotangents.uniform)[:, None] * everything[None, :]
         if valid is not None:

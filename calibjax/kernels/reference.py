@@ -1,28 +1,24 @@
 """The operator written out densely: short, differentiated by JAX itself, the contract of all implementations.
 
-Memory: several `[N, V]` arrays. For tests and tiny vocabularies.
+Memory: several `[N, V]` arrays. For tests, tiny vocabularies, and logits that are at hand.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.contract import Inputs, Options
-from calibjax.kernels.operator import Call
-from calibjax.kernels.stats import FLOOR, cumulants, softcapped
+from calibjax.kernels.operator import Call, masked, masked_statistics
+from calibjax.kernels.stats import FLOOR, STATISTICS, VocabStats, cumulants, softcapped
 
 
 def check(options: Options, sharded: bool) -> str:
     """A line for `explain`; raises NotImplementedError for options that a dense formula does not take."""
-    for option, given in (
-        ("chunk_size", options.chunk_size is not None),
-        ("save_logits", options.save_logits),
-        ("sharding", sharded),
-    ):
-        if given:
-            raise NotImplementedError(f"it is dense and takes no {option}.")
+    if options.chunk_size is not None or options.save_logits or sharded:
+        raise NotImplementedError("it is dense and takes no chunk_size, save_logits or sharding.")
     return "dense, several [N, V] arrays in memory"
 
 
@@ -69,3 +65,33 @@ def of_logits(
         target = jnp.take_along_axis(z, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
         everything["target_logit"] = target[..., 0]
     return everything
+
+
+def dense_stats(
+    logits: Float[Array, "... V"],
+    targets: Int[Array, "..."] | None = None,
+    *,
+    scale: Float[Array, "..."] | None = None,
+    where: Bool[Array, "..."] | None = None,
+) -> VocabStats:
+    """`vocab_stats` of logits z `[..., V]`, of a model without hidden states or of cached decoding.
+
+    Differentiable in `scale`.
+    """
+    s = jnp.ones(logits.shape[:-1], jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
+    _, values, valid = evaluate(logits, targets, s, where, None)
+    return VocabStats(**values, valid=valid, scale=s)
+
+
+def evaluate(
+    logits: Any, targets: Any, scale: Array, where: Any, scales: tuple[float, ...] | None
+) -> tuple[Array, dict[str, Any], Array]:
+    """Logits in float32, 0 where a token does not count; the statistics by name; and which tokens count."""
+    valid = jnp.ones(logits.shape[:-1], bool) if where is None else where
+    valid = valid if targets is None else valid & (targets != -100)
+    z = jax.lax.stop_gradient(masked(valid, logits.astype(jnp.float32)))
+    index = None if targets is None else jnp.where(valid, targets, 0)
+    values = of_logits(z, jnp.where(valid, scale, 1.0), index, scales)
+    if targets is not None:
+        values["correct"] = values["argmax"] == targets
+    return z, dict.fromkeys(STATISTICS) | masked_statistics(values, valid), valid

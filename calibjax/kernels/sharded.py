@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
+from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, padded
 from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
 
@@ -158,23 +158,23 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
     return [part(rows) for rows in (main, rest) if rows]
 
 
-_Tail = tuple[Array, Array | None]  # the last rows of W and of the bias
-
-
 def _piece_rows(rows: int, row_bytes: int) -> int:
     """Rows of W to gather at a time: they divide `rows`, are as many as the budget allows, and not too few."""
     divisors = [n for n in range(min(_NARROW, rows), rows + 1) if rows % n == 0]
     return max((n for n in divisors if n * row_bytes <= _GATHERED_BYTES), default=divisors[0])
 
 
+_Tail = dict[str, Any]  # the last rows of "unembedding" and "bias"
+
+
 def _split_rows(inputs: Inputs, shards: int) -> tuple[Inputs, _Tail | None]:
-    """The rows of W that divide into the shards, and the few after them (weights, bias), None where all divide."""
-    cut = inputs.unembedding.shape[0] // shards * shards
-    if cut == inputs.unembedding.shape[0]:
+    """The rows of W and the bias that divide into the shards, and the few after them, None where all divide."""
+    unembedding, bias = inputs.unembedding, inputs.bias
+    cut = unembedding.shape[0] // shards * shards
+    if cut == unembedding.shape[0]:
         return inputs, None
-    bias = inputs.bias
-    head = inputs._replace(unembedding=inputs.unembedding[:cut], bias=None if bias is None else bias[:cut])
-    return head, (inputs.unembedding[cut:], None if bias is None else bias[cut:])
+    head = inputs._replace(unembedding=unembedding[:cut], bias=None if bias is None else bias[:cut])
+    return head, {"unembedding": unembedding[cut:], "bias": None if bias is None else bias[cut:]}
 
 
 def _input_specs(sharding: VocabSharding) -> Any:
@@ -236,13 +236,10 @@ def sum_over_vocab(
     """Σ over the vocabulary of `term(inputs, per_token)`, each for the rows of W in its `inputs`, in float32."""
     sharding.check_shape(*inputs.unembedding.shape)
     sharding = sharding.without_trivial_axes()
-    tokens, axes = inputs.hidden.shape[0], sharding.count(sharding.tokens)
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, -tokens % axes), *((0, 0),) * (x.ndim - 1)))
-
-    inputs = inputs._replace(hidden=padded(inputs.hidden), scale=padded(inputs.scale))
-    per_token = padded(per_token)
+    tokens = inputs.hidden.shape[0]
+    length = tokens + -tokens % sharding.count(sharding.tokens)
+    inputs = inputs._replace(hidden=padded(inputs.hidden, length), scale=padded(inputs.scale, length))
+    per_token = padded(per_token, length)
     head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
 
     def local(inputs: Inputs, tail: _Tail | None, per_token: Array) -> Array:
@@ -251,7 +248,7 @@ def sum_over_vocab(
 
         zero = jnp.zeros((len(per_token), terms), jnp.float32)
         total = jax.lax.psum(_over_pieces(sharding, inputs, step, zero)[0], sharding.vocab)
-        return total if tail is None else total + term(inputs._replace(unembedding=tail[0], bias=tail[1]), per_token)
+        return total if tail is None else total + term(inputs._replace(**tail), per_token)
 
     tokens_spec = P(sharding.tokens)
     spread = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
@@ -315,7 +312,7 @@ class Sharded(Implementation):
     sharding: VocabSharding
 
     def __post_init__(self) -> None:
-        for name in ("has_rows", "rows_first", "shares_logits"):
+        for name in ("has_rows", "rows_first"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
@@ -343,9 +340,7 @@ class Sharded(Implementation):
             total, saved = _over_pieces(sharding, inputs, step, nothing)
             total, saved_tail = _merge_shards(sharding, total, scale), None
             if tail is not None:
-                tail_moments, saved_tail = step(
-                    None, inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, None
-                )
+                tail_moments, saved_tail = step(None, inputs._replace(**tail), tail_start, None)
                 if tail_moments.rows is not None and sharding.vocab:
                     once = jax.lax.axis_index(sharding.vocab) == 0
                     tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
@@ -358,20 +353,12 @@ class Sharded(Implementation):
 
     @functools.partial(jax.jit, static_argnums=range(3))
     def backward(
-        self,
-        options: Options,
-        wanted: frozenset[str],
-        inputs: Inputs,
-        cotangents: Cotangents,
-        saved: Any,
-        into: Gradients | None,
+        self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
         sharding = self.sharding
         head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
         tail_start = head.unembedding.shape[0]
-        rows, softmax = cotangents.rows, cotangents.softmax
-        if rows is not None:
-            cotangents = cotangents._replace(rows=None, softmax=None)
+        own, cotangents = (cotangents.rows, cotangents.saved), cotangents._replace(rows=None, saved=None)
 
         def over_tokens(x: Array | None) -> Array | None:
             return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
@@ -383,14 +370,16 @@ class Sharded(Implementation):
             mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
             return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
-        def local(
-            inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, softmax: Array | None, own: Any
-        ) -> tuple[Gradients, Gradients]:
+        def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, own: Any) -> tuple[Gradients, Gradients]:
             rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], own)
+            softmax = cotangents.softmax
+            if rows is not None:  # its part of dh
+                cotangents = cotangents._replace(softmax=None)
 
             def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
-                shifted = cotangents._replace(one_hots=tuple((ids - start, g) for ids, g in cotangents.one_hots))
-                return self.inner.backward(options, wanted, part, shifted, saved, None)
+                one_hots = tuple((ids - start, g) for ids, g in cotangents.one_hots)
+                shifted = cotangents._replace(one_hots=one_hots, saved=saved)
+                return self.inner.backward(options, wanted, part, shifted, None)
 
             def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
                 part_gradients = gradients(part, start, saved)
@@ -408,14 +397,14 @@ class Sharded(Implementation):
                 d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
             rest = Gradients()
             if tail is not None:
-                rest = gradients(inputs._replace(unembedding=tail[0], bias=tail[1]), tail_start, saved_tail)
+                rest = gradients(inputs._replace(**tail), tail_start, saved_tail)
                 d_hidden = _add(d_hidden, rest.hidden)
                 rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
             return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
 
         specs = _input_specs(sharding)
-        in_specs = (specs, P(), P(sharding.tokens), P(sharding.tokens), _own_specs(sharding))
+        in_specs = (specs, P(), P(sharding.tokens), _own_specs(sharding))
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-        whole, rest = spread(head, tail, cotangents, softmax, (rows, saved))
+        whole, rest = spread(head, tail, cotangents, own)
         joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
         return Gradients(*joined)

@@ -79,11 +79,6 @@ class VocabStats(NamedTuple):
     valid: Bool[Array, "..."]
     scale: Float[Array, "..."]
 
-    def __repr__(self) -> str:
-        """Shapes and dtypes of the fields that are there."""
-        present = ((name, x) for name, x in self._asdict().items() if x is not None)
-        return f"VocabStats({', '.join(f'{name}: {_short(x)}' for name, x in present)})"
-
     def require(self, name: str) -> Array:
         """The field `name`; raises ValueError where it was not requested from `vocab_stats`."""
         value = getattr(self, name)
@@ -127,12 +122,6 @@ class VocabStats(NamedTuple):
         """`value`; `limit` where s·`logit` exceeds float32 though `logit` is finite: p is 1 at the largest logit."""
         beyond = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
         return jnp.where(beyond, limit, value)
-
-
-def _short(x: object) -> str:
-    """Dtype and shape of an array, a tracer or a `jax.ShapeDtypeStruct`; the repr of anything else."""
-    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    return repr(x) if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
 
 
 class Moments(NamedTuple):

@@ -85,10 +85,12 @@ def _top_ids(
     k: int, sharding: VocabSharding | None, hidden: Array, unembedding: Array, bias: Array | None
 ) -> Int[Array, "N k"]:
     sharding = None if sharding is None or sharding.explicit_axes else sharding.without_trivial_axes()
-    if sharding is None or not (sharding.tokens or sharding.vocab):
-        return _best(k, hidden, unembedding, bias).ids
-    parts = sharding.count(sharding.vocab)
-    if unembedding.shape[0] % parts or hidden.shape[0] % sharding.count(sharding.tokens):
+    if (
+        sharding is None
+        or not (sharding.tokens or sharding.vocab)
+        or unembedding.shape[0] % sharding.count(sharding.vocab)
+        or hidden.shape[0] % sharding.count(sharding.tokens)
+    ):
         return _best(k, hidden, unembedding, bias).ids
 
     def local(hidden: Array, unembedding: Array, bias: Array | None) -> Array:
@@ -111,7 +113,7 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
     The columns of a chunk are gathered over `width_axes`.
     """
 
-    def step(best: TopLogits, start: Array | int, width: int, _: None) -> TopLogits:
+    def step(best: TopLogits, start: Array | int, width: int, _: None) -> tuple[TopLogits, None]:
         block = take_rows(unembedding, start, width)
         if width_axes:
             block = jax.lax.all_gather(block, width_axes, axis=1, tiled=True)
@@ -120,11 +122,11 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, :]
         largest, column = jax.lax.top_k(z, min(k, width))
         chunk_best = TopLogits(largest, column + start)
-        return _largest(k, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), best, chunk_best))
+        return _largest(k, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), best, chunk_best)), None
 
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
     nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))
-    return fold(step, nothing, vocab_size, choose_chunk_size(tokens, vocab_size))
+    return fold(step, nothing, vocab_size, choose_chunk_size(tokens, vocab_size))[0]
 
 
 def _largest(k: int, candidates: TopLogits) -> TopLogits:

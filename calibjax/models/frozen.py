@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from calibjax.heads import HeadConfig, head_features, join_features, logit_covariance
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
-from calibjax.kernels.dense import dense_stats
+from calibjax.kernels.reference import dense_stats
 from calibjax.models import decoder
 from calibjax.models.own import FrozenModel, FunctionConfig
 from calibjax.runtime.errors import UserError

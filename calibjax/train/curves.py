@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
-from calibjax.kernels.dense import dense_curves
+from calibjax.kernels.curves import dense_curves
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.context import RunContext

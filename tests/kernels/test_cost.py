@@ -125,12 +125,6 @@ def test_products_of_a_scalar_loss(argnums, softcap, count, monkeypatch):
 
 
 WIDTH = 128
-BLOCKS_OF = {
-    "statistics": "statistics",
-    "statistics_rows": "rows",
-    "d_hidden": "d_hidden",
-    "d_unembedding": "unembedding",
-}
 
 
 def products_of_a_block(jaxpr, block):
@@ -157,10 +151,10 @@ def products_of_a_block(jaxpr, block):
     ("argnums", "names", "softcap", "expected"),
     [
         ((3,), SMOOTHING, None, {"statistics": 1}),
-        ((0,), SMOOTHING, None, {"statistics_rows": 2}),
+        ((0,), SMOOTHING, None, {"rows": 2}),
         ((0,), SMOOTHING, 5.0, {"statistics": 1, "d_hidden": 2}),
         ((1,), SMOOTHING, None, {"statistics": 1, "d_unembedding": 2}),
-        ((0, 1), SMOOTHING, None, {"statistics_rows": 2, "d_unembedding": 2}),
+        ((0, 1), SMOOTHING, None, {"rows": 2, "d_unembedding": 2}),
         ((0, 1), SMOOTHING, 5.0, {"statistics": 1, "d_hidden": 2, "d_unembedding": 2}),
     ],
     ids=str,
@@ -176,7 +170,7 @@ def test_products_of_the_tpu_kernels(argnums, names, softcap, expected, tpu):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "pallas_call":
                 name = eqn.params["name"].removeprefix("calibjax_")
-                found[name] = products_of_a_block(eqn.params["jaxpr"], interpreted.SMALL[BLOCKS_OF[name]][0])
+                found[name] = products_of_a_block(eqn.params["jaxpr"], interpreted.SMALL[name][0])
             else:
                 for inner in jaxprs_in_params(eqn.params):
                     collect(inner)

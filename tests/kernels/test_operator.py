@@ -232,7 +232,7 @@ def test_statistics_and_gradients_match_float64(case):
     got, grads = evaluate(options, statistics, *arguments)
     if case.rise is not None:
         program = jax.make_jaxpr(evaluate, static_argnums=(0, 1))(options, statistics, *arguments)
-        assert "calibjax_statistics_rows" in str(program)
+        assert "calibjax_rows" in str(program)
     if case.chunk == "apart":  # two cores, sums of several blocks of tokens
         chex.assert_trees_all_equal(evaluate(options, statistics, *arguments), (got, grads))
 
@@ -539,21 +539,6 @@ def test_jit_equals_eager_and_compiles_once():
     assert run._cache_size() == 1
 
 
-def test_the_repr_of_statistics_is_short():
-    """Shapes and dtypes, of arrays, of tracers and of shapes; never the values."""
-    text = "VocabStats(log_normalizer: float32[3], argmax: int32[3], valid: bool[3], scale: float32[3])"
-    seen = []
-
-    @jax.jit
-    def run(hidden):
-        got = vocab_stats(hidden, jnp.eye(4), statistics=["log_normalizer", "argmax"])
-        seen.append(repr(got))
-        return got
-
-    assert [repr(run(jnp.ones((3, 4)))), repr(jax.eval_shape(run, jnp.ones((3, 4)))), *seen] == [text] * 3
-    assert repr(jax.tree.map(lambda x: x.ndim, run(jnp.ones((3, 4))))).startswith("VocabStats(log_normalizer: 1, ")
-
-
 def test_a_subset_of_the_statistics_has_the_same_values():
     _, (hidden, unembedding, bias, scale, targets) = small()
     run = jax.jit(functools.partial(vocab_stats, chunk_size=4), static_argnames="statistics")
@@ -600,7 +585,7 @@ def test_errors_teach(change, message):
 
 
 def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match=r"\['chunks'\]"):
+    with pytest.raises(TypeError, match="'chunks'"):
         vocab_stats(np.ones((5, 4)), np.ones((3, 4)), chunks=4)
 
 

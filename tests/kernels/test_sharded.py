@@ -320,5 +320,5 @@ def test_shapes_that_cannot_be_split():
         vocab_stats(jnp.ones((8, 4)), jnp.ones((5, 4)), sharding=sharding((1, 1, 8)))
     with pytest.raises(ValueError, match="D = 3 does not divide into the 2 shards"):
         vocab_stats(jnp.ones((8, 3)), jnp.ones((8, 3)), sharding=sharding((2, 2, 2), width="fsdp"))
-    with pytest.raises(NotImplementedError, match="takes no sharding"):
+    with pytest.raises(NotImplementedError, match="sharding"):
         vocab_stats(jnp.ones((8, 4)), jnp.ones((8, 4)), implementation="reference", sharding=sharding((2, 2, 2)))

@@ -4,15 +4,13 @@ import functools
 import importlib.util
 from pathlib import Path
 
-import interpreted
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from oracle import FLOATS
 
 from calibjax.kernels import SCALES, linear_cross_entropy, vocab_curves, vocab_stats
-from calibjax.kernels.pallas_tpu import blocks, gather
+from calibjax.kernels.pallas_tpu import blocks
 from calibjax.kernels.stats import STATISTICS
 
 FOLDER = str(Path(__file__).parents[2] / "kernels")
@@ -23,7 +21,6 @@ MODELS = {
     "qwen2.5-7b": (3584, 152_064, None),
     "gpt-oss": (2880, 201_088, None),
 }
-tpu = interpreted.tpu
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
 MEBIBYTE = 2**20
 
@@ -91,17 +88,18 @@ def scalar_loss(model):
     return 1.5 * (exponentials(model, 4096) + 4 * width * (vocab_size + TOKENS))
 
 
-# At D = 2,880 a copy of W would be 1,104 MiB; hidden states, their gradient and the gathered rows of W are 45 each.
+# At D = 2,880 hidden states, their gradient and the targets' rows are 45 MiB each; for these rows W is copied once.
 # Of the curves the results, 12 bytes for a token and scale, are transposed once. The small widths: there
 # `blocks.UNPLANNED` is a large part of what a kernel takes on the chip.
 GPT_OSS = 5 * 2 * TOKENS * MODELS["gpt-oss"][0]
+COPY = 1104 * MEBIBYTE
 COMPILED = [
     # chip, program, arguments of its builder, bytes of temporaries at most
     ("v5p", build, ("gemma-2-2b", "everything"), 16 * MEBIBYTE),
     ("v6e", build, ("gemma-2-2b", "everything"), 16 * MEBIBYTE),
     ("v7x", build, ("qwen2.5-7b", "everything"), 16 * MEBIBYTE),
     ("v6e", build, ("gpt-oss", "statistics"), GPT_OSS),
-    ("v6e", build, ("gpt-oss", "everything"), GPT_OSS),
+    ("v6e", build, ("gpt-oss", "everything"), GPT_OSS + COPY),
     ("v6e", build, ("gemma-2-2b", "scalar"), scalar_loss("gemma-2-2b")),
     ("v7x", build, ("qwen2.5-7b", "scalar"), scalar_loss("qwen2.5-7b")),
     ("v5e", build, ("gemma-2-2b", "statistics", jnp.float32), 2 * MEBIBYTE),
@@ -129,24 +127,10 @@ def test_it_compiles_in_little_memory(chip, program, arguments, limit, monkeypat
     assert compiled.temporaries < limit
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("ids", ["any", "first", "last", "first and last"])
-def test_gathered_rows_are_exact(ids, dtype, tpu):
-    """With ids in every block of the vocabulary, in one, and in two that lie apart; the last block is ragged."""
-    tokens, vocab_size = 200, 450
-    rng = np.random.default_rng(0)
-    unembedding = jnp.asarray(rng.normal(size=(vocab_size, 72)), dtype)
-    among = {"any": range(vocab_size), "first": [0], "last": [vocab_size - 1], "first and last": [0, vocab_size - 1]}
-    drawn = jnp.asarray(rng.choice(among[ids], tokens), jnp.int32)
-    (size,) = interpreted.SMALL["statistics"]
-    rows, places = gather.rows(unembedding, drawn, size, interpreted.PARAMS)
-    np.testing.assert_array_equal(rows[places], unembedding[drawn])
-
-
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
 @pytest.mark.parametrize("chip", KINDS)
-@pytest.mark.parametrize("kernel", ["statistics", "curves", "rows", "d_hidden", "unembedding"])
+@pytest.mark.parametrize("kernel", ["statistics", "curves", "rows", "d_hidden", "d_unembedding"])
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     choose = functools.partial(blocks.choose, blocks.PREFERENCES, kernel)
     count = len(SCALES) if kernel == "curves" else 1

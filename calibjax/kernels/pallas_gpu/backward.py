@@ -1,7 +1,7 @@
 """Not run on a GPU yet: the backward pass on Hopper GPUs.
 
 For each chunk of C columns of the vocabulary a kernel computes the logits again, tile by tile in registers, and dz from
-them (`logit_cotangents`), rounded to the inputs' dtype and written [N, C]; then XLA forms dh += dz·W_c and dW_c =
+them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C]; then XLA forms dh += dz·W_c and dW_c =
 dzᵀ·h.
 dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
 """
@@ -15,8 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from calibjax.kernels import chunked
-from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs
-from calibjax.kernels.logit_cotangents import dz_of_logits, token_values
+from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs, dz_of_logits, padded, token_values
 from calibjax.kernels.pallas_gpu.forward import Exponentials
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size, over_chunks
 from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
@@ -38,7 +37,7 @@ def _dz(
 ) -> Float[Array, "N C"]:
     """dz of a chunk of the vocabulary by the kernel, C padded to whole tiles.
 
-    `values` are those of the tokens, see `logit_cotangents.token_values`; `ids` those of the one-hots, counted from the
+    `values` are those of the tokens, see `contract.token_values`; `ids` those of the one-hots, counted from the
     first column of the chunk.
     """
     schedule = choose(hidden.shape[0], weights.shape[0], blocks, platform().device_kind)
@@ -109,28 +108,22 @@ def gradients(
     wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
-    saved: Exponentials | None,
     into: Gradients | None,
     blocks: Blocks,
     interpret: Any,
 ) -> Gradients:
     """Computes the wanted gradients: float32 dh [N, D] and db [V], dW [V, D] in the dtype of the unembedding.
 
-    With `saved`, of `forward.moments`, no logits are computed again. db is the sum of dz as it was rounded for the
-    products.
+    From saved exponentials no logits are computed again. db is the sum of dz as it was rounded for the products.
     """
     hidden, unembedding, bias = inputs.masked()[:3]
-    tokens = hidden.shape[0]
-
-    def padded(x: Array, value: float = 0) -> Array:
-        padding = ((0, -tokens % TOKENS), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding, constant_values=value)
-
-    hidden = padded(hidden)
+    tokens, saved = hidden.shape[0], cotangents.saved
+    length = -(-tokens // TOKENS) * TOKENS
+    hidden = padded(hidden, length)
     padding_values = {"scale": 1.0, "log_normalizer": jnp.inf}  # p = 0
     values = token_values(options, inputs, cotangents)
-    values = {name: padded(x, padding_values.get(name, 0.0)) for name, x in values.items()}
-    ids = [padded(ids) for ids, _ in cotangents.one_hots]
+    values = {name: padded(x, length, padding_values.get(name, 0.0)) for name, x in values.items()}
+    ids = [padded(ids, length) for ids, _ in cotangents.one_hots]
 
     def step(carry: Gradients, start: Array | int, count: int) -> Gradients:
         weights = chunked.take_rows(unembedding, start, count)

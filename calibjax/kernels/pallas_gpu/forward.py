@@ -18,8 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import Inputs, Options, Refs
-from calibjax.kernels.logit_cotangents import LOG2_E
+from calibjax.kernels.contract import LOG2_E, Inputs, Options, Refs, padded
 from calibjax.kernels.pallas_gpu.schedule import (
     ROWS,
     SLICE,
@@ -137,12 +136,10 @@ class Exponentials(NamedTuple):
         2⁻⁸. `log_normalizer`: lse·log₂e, inf for tokens that do not count.
         """
 
-        def padded(x: Array, value: float = 0) -> Array:
-            return jnp.pad(x, (0, self.values.shape[0] - x.size), constant_values=value)
-
+        length = self.values.shape[0]
         values = jax.lax.dynamic_slice_in_dim(self.values, start, count, axis=1).astype(jnp.float32)
         references = jax.lax.dynamic_slice_in_dim(self.references, start // SLICE, count // SLICE).T
-        power = padded(self.power, 1.0)[:, None]
+        power = padded(self.power, length, 1.0)[:, None]
 
         def wide(x: Array) -> Array:
             return jnp.broadcast_to(x[:, :, None], (*x.shape, SLICE)).reshape(values.shape)
@@ -154,8 +151,8 @@ class Exponentials(NamedTuple):
         p = values * wide(jnp.exp2(references * power - log_normalizer[:, None]))
         column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         for ids, exact in self.known:
-            exact = padded(exact)[:, None]
-            here = column == padded(ids - start, -1)[:, None]
+            exact = padded(exact, length)[:, None]
+            here = column == padded(ids - start, length, -1)[:, None]
             z = jnp.where(here, exact, z)
             p = jnp.where(here, jnp.exp2(exact * power - log_normalizer[:, None]), p)
         return z, p
@@ -176,20 +173,20 @@ def _run(
     """
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
-    columns, padded = schedule.blocks.columns, schedule.padded_tokens
+    columns, length = schedule.blocks.columns, schedule.padded_tokens
     names = _states(needed, shared=save)
     floats = tuple(name for name in names if name not in ("argmax", "shared"))
-    arguments = {"power": jnp.pad(power, (0, padded - tokens))}
+    arguments = {"power": padded(power, length)}
     if bias is not None:
         arguments["bias"] = jnp.pad(bias, (0, -vocab_size % columns))
-    results = {"floats": jax.ShapeDtypeStruct((schedule.pieces, len(floats), padded), jnp.float32)}
+    results = {"floats": jax.ShapeDtypeStruct((schedule.pieces, len(floats), length), jnp.float32)}
     if "argmax" in names:
-        results["argmax"] = jax.ShapeDtypeStruct((schedule.pieces, padded), jnp.int32)
+        results["argmax"] = jax.ShapeDtypeStruct((schedule.pieces, length), jnp.int32)
     scratch, staged = {}, 2 - columns // SLICE % 2  # blocks that the slices of all tiles take in turns
     if save:
         width = schedule.vocab_tiles * columns
-        results["references"] = jax.ShapeDtypeStruct((width // SLICE, padded), jnp.float32)
-        results["exponentials"] = jax.ShapeDtypeStruct((padded, width), jnp.bfloat16)
+        results["references"] = jax.ShapeDtypeStruct((width // SLICE, length), jnp.float32)
+        results["exponentials"] = jax.ShapeDtypeStruct((length, width), jnp.bfloat16)
         scratch["staging"] = plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS)
 
     def statistics(refs: Refs, rows, piece, tiles):

@@ -56,13 +56,7 @@ class PallasGpu(Implementation):
 
     @first_order(3)
     def backward(
-        self,
-        options: Options,
-        wanted: frozenset[str],
-        inputs: Inputs,
-        cotangents: Cotangents,
-        saved: Any,
-        into: Gradients | None,
+        self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
         closed = "hidden" in wanted and cotangents.hidden_is_closed(options)
         rest = wanted - {"hidden"} if closed else wanted
@@ -70,8 +64,7 @@ class PallasGpu(Implementation):
         if rest:
             from calibjax.kernels.pallas_gpu import backward
 
-            machine = (self.blocks, self.interpret)
-            gradients = backward.gradients(options, rest, inputs, cotangents, saved, into, *machine)
+            gradients = backward.gradients(options, rest, inputs, cotangents, into, self.blocks, self.interpret)
         return gradients._replace(hidden=closed_form_hidden(inputs, cotangents)) if closed else gradients
 
 

@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Options, Refs
-from calibjax.kernels.logit_cotangents import LOG2_E
+from calibjax.kernels.contract import LOG2_E, Options, Refs
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TILE, TOKENS, WARPGROUPS, Schedule
 
 TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))

@@ -7,10 +7,9 @@
 | statistics with the rows that dh needs | 2 | the same, float32 sums [tokens, D] and the block of W before |
 | dh for any cotangents (two weights on the rows) | 2, with saved exponentials 1 | the same |
 | dW, db | 2, with saved exponentials 1 | [columns, D] with float32 sums, and a block of tokens |
-| rows W[ids] of a transposed W | - | a block of W and 128 rows |
 
 At a D that is no multiple of 128, as 2,880, XLA stores W with the vocabulary along lanes (`common.Axes`). The kernels
-then have Wᵀ and form dWᵀ, so that W is not copied; hidden states and dh are.
+then have Wᵀ and form dWᵀ. XLA copies hidden states and dh, and W once where it gathers the rows of the targets.
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
 differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all. Where there is

@@ -1,10 +1,10 @@
 """The TPU kernels of the backward pass: of dh, and of dW and db.
 
 The sums of dh [tokens, D] stay on chip while the vocabulary streams past, those of dW [columns, D] while the tokens do.
-Each kernel computes the logits again, or reads their saved exponentials, forms dz (`logit_cotangents`) block by block
-in float32, rounds it to the inputs' dtype, and multiplies at once. Logits and dz are [columns, tokens]: per-token
-values lie along lanes, and dz is the left operand of dzᵀ·h; that of dz·W after a transposition in registers. No sum is
-split between grid steps that could run in another order: results are the same from run to run.
+Each kernel computes the logits again, or reads their saved exponentials, forms dz block by block in float32, rounds it
+to the inputs' dtype, and multiplies at once. Logits and dz are [columns, tokens]: per-token values lie along lanes, and
+dz is the left operand of dzᵀ·h; that of dz·W after a transposition in registers. No sum is split between grid steps
+that could run in another order: results are the same from run to run.
 
 Saved exponentials (`Exponentials`) have the inputs' dtype. bfloat16 has the range of float32, and rounds by up to 2⁻⁸,
 as dz is rounded for its products once more. At a one-hot that is not enough: in p − 1 all digits of p can cancel. There
@@ -21,8 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs
-from calibjax.kernels.logit_cotangents import LOG2_E, dz_of_logits, token_values
+from calibjax.kernels.contract import LOG2_E, Cotangents, Gradients, Inputs, Options, Refs, dz_of_logits, token_values
 from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.stats import slope_in_units
@@ -45,25 +44,6 @@ class Exponentials(NamedTuple):
     values: Float[Array, "V N"]
     references: Float[Array, "R N"]
     known: tuple[tuple[Int[Array, " N"], Float[Array, " N"]], ...]
-
-    def operands(
-        self, columns: int, tokens: int, unit: int, index: Callable[..., tuple[Any, Any]]
-    ) -> dict[str, tuple[Array, Any]]:
-        """ "saved" and "references" of a kernel, by blocks of `columns` by `tokens` with that `index`, and references
-        of `unit` columns each.
-
-        Where a block has fewer columns than a unit, several have the same references.
-        """
-
-        def of_unit(*step: Any) -> tuple[Any, Any]:
-            column, token = index(*step)
-            return column // max(unit // columns, 1), token
-
-        rows = 8 * -(-columns // unit)
-        return {
-            "saved": (self.values, pl.BlockSpec((columns, tokens), index)),
-            "references": (self.references, pl.BlockSpec((rows, tokens), of_unit)),
-        }
 
 
 def dz_of_unit(
@@ -101,14 +81,12 @@ def dz_of_unit(
     return dz_of
 
 
-def packed(
-    options: Options, inputs: Inputs, cotangents: Cotangents, saved: Exponentials | None = None
-) -> tuple[Array, Places]:
+def packed(options: Options, inputs: Inputs, cotangents: Cotangents) -> tuple[Array, Places]:
     """`token_values` as rows of one array, and the row of each name.
 
-    With `saved` "dz{k}", dz at the k-th of its known columns, takes the place of "g{k}".
+    With saved exponentials "dz{k}", dz at the k-th of their known columns, takes the place of "g{k}".
     """
-    values, one_hots = token_values(options, inputs, cotangents), cotangents.one_hots
+    values, one_hots, saved = token_values(options, inputs, cotangents), cotangents.one_hots, cotangents.saved
     if saved is not None:
         values = {name: x for name, x in values.items() if not name.startswith("g")}
         for k, (ids, z) in enumerate(saved.known):
@@ -192,161 +170,72 @@ def write_dz(
             dz_ref[k : k + height, lanes] = total.astype(dz_ref.dtype)
 
 
-def _d_hidden_kernel(
-    refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks, unit_saved: int, places: Places
-) -> None:
-    # With `saved` [columns, tokens] there are no `hidden` and `z`.
-    columns, unit = blocks.columns, blocks.unit
-    step, steps = pl.program_id(1), pl.num_programs(1)
-    tokens, width = refs.sums.shape
-    axes = common.Axes.of(vocab_size, width)
-
-    @pl.when(step == 0)
-    def _():
-        refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-
-    def multiply(c: int):
-        if refs.saved is not None:
-            return
-        part = pl.ds(c * unit, unit)
-        z = common.product(options, axes.rows(refs.unembedding, part), refs.hidden[...], (axes.width, 1))
-        refs.z[c % 2] = z if refs.bias is None else z + common.turned_bias(refs.bias[:, part], tokens)
-
-    def differentiate(c: int, count: int):
-        references = None
-        if refs.saved is not None:
-            references = refs.references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :]
-        write_dz(
-            options,
-            places,
-            refs.tokens,
-            refs.z.at[c % 2] if refs.saved is None else refs.saved.at[pl.ds(c * unit, unit), :],
-            refs.dz.at[c % 2],
-            None,
-            start=step * columns + c * unit,
-            counts=(count, tokens),
-            references=references,
-            unit=unit_saved,
-        )
-
-    def accumulate(c: int, count: int):
-        size = min(unit, -(-count // LANES) * LANES)
-        dz = refs.dz[c % 2, :size, :].T
-        for part in common.slices(width):
-            w = common.existing(axes.rows(refs.unembedding, pl.ds(c * unit, size), part), count, axes.vocab)
-            refs.sums[:, part] += common.product(options, dz, w, (1, axes.vocab))
-
-    stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(vocab_size, columns, step, stages)
-
-    @pl.when(step == steps - 1)
-    def _():
-        sums = refs.sums[...]
-        if "valid" in places:
-            sums = jnp.where(common.column(refs.tokens, places["valid"])[:, :1] > 0.0, sums, 0.0)
-        refs.d_hidden[...] = sums.astype(refs.d_hidden.dtype)
+def _begin(refs: Refs, sums: Any) -> None:
+    """Initial values of what is summed."""
+    for ref in (refs.sums, refs.bias_sums):
+        if ref is not None:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+    if refs.before is not None:
+        sums[...] = refs.before[...]
 
 
-def d_hidden(
+def _clear(refs: Refs, places: Places) -> None:
+    """Hidden states of 0 where a token does not count: it may hold NaN, and 0·NaN would reach every row of dW."""
+    counts = common.column(refs.tokens, places["valid"])[:, :1] > 0.0
+    refs.hidden[...] = jnp.where(counts, refs.hidden[...], jnp.zeros_like(refs.hidden))
+
+
+def _kernel(
+    refs: Refs,
+    *,
+    kind: str,
     options: Options,
-    inputs: Inputs,
-    cotangents: Cotangents,
-    saved: Exponentials | None,
-    sizes: tuple[Blocks, int],
-    interpret: Any,
-) -> Array:
-    """dh [N, D] in the dtype of the hidden states; 0 where a token is not valid.
-
-    `saved`: see `forward.moments`. `sizes`: the blocks, and how many columns share one reference of `saved`.
-    """
-    blocks, unit_saved = sizes
-    hidden, unembedding, bias = inputs[:3]
-    (tokens, width), vocab_size = hidden.shape, unembedding.shape[0]
-    blocks = blocks._replace(columns=min(blocks.columns, -(-vocab_size // blocks.unit) * blocks.unit))
-    values, places = packed(options, inputs, cotangents, saved)
-    block, columns, dtype = blocks.tokens, blocks.columns, hidden.dtype
-    grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
-    x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0))
-    operands: common.Operands = {"tokens": (values, pl.BlockSpec((len(values), block), lambda i, j: (0, i)))}
-    if saved is None:
-        operands["hidden"] = (hidden, x_spec)
-    else:
-        operands |= saved.operands(columns, block, unit_saved, lambda i, j: (j, i))
-    axes = common.Axes.of(vocab_size, width)
-    operands["unembedding"] = (axes.ordered(unembedding), axes.block(columns, width, lambda i, j: j))
-    if bias is not None and saved is None:
-        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, j)))
-    static = {"options": options, "vocab_size": vocab_size, "blocks": blocks, "places": places}
-    scratch = {
-        "dz": pltpu.VMEM((2, blocks.unit, block), dtype),
-        "sums": pltpu.VMEM((block, width), jnp.float32),
-    }
-    if saved is None:
-        scratch["z"] = pltpu.VMEM((2, blocks.unit, block), jnp.float32)
-    return common.pallas(
-        functools.partial(_d_hidden_kernel, **static, unit_saved=unit_saved),
-        operands,
-        {"d_hidden": (jax.ShapeDtypeStruct(hidden.shape, dtype), x_spec)},
-        scratch,
-        vmem_bytes("d_hidden", blocks, width, dtype.itemsize, saved=saved is not None),
-        name="calibjax_d_hidden",
-        grid=grid,
-        interpret=interpret,
-        cost_estimate=common.cost(
-            options,
-            inputs,
-            products=2 if saved is None else 1,
-            rows=2 * tokens + grid[0] * vocab_size,
-            other_bytes=0 if saved is None else saved.values.size * dtype.itemsize,
-        ),
-    )["d_hidden"]
-
-
-def _d_unembedding_kernel(
-    refs: Refs, *, options: Options, lengths: tuple[int, int], blocks: Blocks, unit_saved: int, places: Places
+    sizes: tuple[int, int, int],
+    blocks: Blocks,
+    unit_saved: int,
+    places: Places,
 ) -> None:
-    # With `saved` [columns, tokens] there are no `unembedding` and `z`. Without `sums`, `d_unembedding` is float32 and
-    # starts as `before`. `lengths`: N and V.
-    block, columns, unit = blocks
-    width = refs.hidden.shape[1]
+    """A grid step of "d_hidden", past whose sums units of columns pass, or "d_unembedding", past whose units of tokens.
+
+    `sizes`: N, D and V. With `saved` [columns, tokens] there is no `z`, and of the operands only the one that passes.
+    Without `sums` the `gradient` is float32 and starts as `before`.
+    """
+    (tokens, width, vocab_size), unit, of_hidden = sizes, blocks.unit, kind == "d_hidden"
     step, steps = pl.program_id(1), pl.num_programs(1)
-    start = pl.program_id(0) * columns
-    sums = refs.d_unembedding if refs.sums is None else refs.sums
-    axes = common.Axes.of(lengths[1], width)
+    axes, whole = common.Axes.of(vocab_size, width), slice(None)
+    sums = refs.gradient if refs.sums is None else refs.sums
 
-    @pl.when(step == 0)
-    def _():
-        for ref in (refs.sums, refs.bias_sums):
-            if ref is not None:
-                ref[...] = jnp.zeros(ref.shape, jnp.float32)
-        if refs.before is not None:
-            sums[...] = refs.before[...]
-
+    pl.when(step == 0)(lambda: _begin(refs, sums))
     if refs.clears is not None:
-        # A token that does not count may hold NaN, and 0·NaN would reach every row of dW.
-        @pl.when(refs.clears[step] > 0)
-        def _():
-            counts = common.column(refs.tokens, places["valid"])[:, :1] > 0.0
-            refs.hidden[...] = jnp.where(counts, refs.hidden[...], jnp.zeros_like(refs.hidden))
+        pl.when(refs.clears[step] > 0)(lambda: _clear(refs, places))
+
+    def unit_at(c: int) -> tuple[Any, Any]:
+        """The columns and the tokens of a unit."""
+        part = pl.ds(c * unit, unit)
+        return (part, whole) if of_hidden else (whole, part)
 
     def multiply(c: int):
         if refs.saved is not None:
             return
-        z = common.product(options, refs.unembedding[...], refs.hidden[pl.ds(c * unit, unit), :], (axes.width, 1))
-        refs.z[c % 2] = z if refs.bias is None else z + common.turned_bias(refs.bias[...], unit)
+        columns, lanes = unit_at(c)
+        z = options.product(axes.rows(refs.unembedding, columns), refs.hidden[lanes, :], (axes.width, 1))
+        refs.z[c % 2] = z if refs.bias is None else z + common.turned_bias(refs.bias[:, columns], z.shape[1])
 
     def differentiate(c: int, count: int):
-        lanes = pl.ds(c * unit, unit)
+        columns, lanes = unit_at(c)
+        references = refs.references
+        if of_hidden and references is not None:
+            references = references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :]
         write_dz(
             options,
             places,
             refs.tokens.at[:, lanes],
-            refs.z.at[c % 2] if refs.saved is None else refs.saved.at[:, lanes],
+            refs.z.at[c % 2] if refs.saved is None else refs.saved.at[columns, lanes],
             refs.dz.at[c % 2],
             refs.bias_sums,
-            start=start,
-            counts=(columns, count),
-            references=refs.references,
+            start=step * blocks.columns + c * unit if of_hidden else pl.program_id(0) * blocks.columns,
+            counts=(count, blocks.tokens) if of_hidden else (blocks.columns, count),
+            references=references,
             unit=unit_saved,
         )
 
@@ -354,98 +243,131 @@ def _d_unembedding_kernel(
         if sums is None:
             return
         size = min(unit, -(-count // LANES) * LANES)
+        passing = pl.ds(c * unit, size)
+        dz = refs.dz[c % 2, :size, :].T if of_hidden else refs.dz[c % 2, :, :size]
         for part in common.slices(width):
-            x = common.existing(refs.hidden[pl.ds(c * unit, size), part], count)
-            axes.add(options, sums, part, refs.dz[c % 2, :, :size], x)
+            if of_hidden:
+                w = common.existing(axes.rows(refs.unembedding, passing, part), count, axes.vocab)
+                sums[:, part] += options.product(dz, w, (1, axes.vocab))
+                continue
+            x = common.existing(refs.hidden[passing, part], count)
+            if axes.vocab:
+                sums[part, :] += options.product(x, dz, (0, 1))
+            else:
+                sums[:, part] += options.product(dz, x, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    common.walk_blocks(lengths[0], block, step, stages)
+    total, size = (vocab_size, blocks.columns) if of_hidden else (tokens, blocks.tokens)
+    common.walk_blocks(total, size, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
         if refs.sums is not None:
-            refs.d_unembedding[...] = refs.sums[...].astype(refs.d_unembedding.dtype)
+            gradient = refs.sums[...]
+            if of_hidden and "valid" in places:
+                gradient = jnp.where(common.column(refs.tokens, places["valid"])[:, :1] > 0.0, gradient, 0.0)
+            refs.gradient[...] = gradient.astype(refs.gradient.dtype)
         if refs.d_bias is not None:
             refs.d_bias[...] = jnp.sum(refs.bias_sums[...].T, axis=0, keepdims=True)
 
 
-def d_unembedding(
+_GRID = {"d_hidden": (0, 1), "d_unembedding": (1, 0)}
+"""The dimensions of a kernel's grid along tokens and vocabulary."""
+
+
+def _operands(
+    kind: str, inputs: Inputs, saved: Exponentials | None, values: Array, blocks: Blocks, unit_saved: int
+) -> common.Operands:
+    """What a kernel reads, by blocks; with saved exponentials no bias, and of hidden and unembedding what passes."""
+    (hidden, unembedding, bias, _, _, valid), (block, columns, _), (i, j) = inputs, blocks, _GRID[kind]
+    axes = common.Axes.of(*unembedding.shape)
+    operands = {"tokens": (values, pl.BlockSpec((len(values), block), lambda *step: (0, step[i])))}
+    if saved is not None:
+        # Where a block has fewer columns than a unit, several have the same references.
+        sharing, rows = max(unit_saved // columns, 1), 8 * -(-columns // unit_saved)
+        references_spec = pl.BlockSpec((rows, block), lambda *step: (step[j] // sharing, step[i]))
+        operands["saved"] = (saved.values, pl.BlockSpec((columns, block), lambda *step: (step[j], step[i])))
+        operands["references"] = (saved.references, references_spec)
+    if saved is None or kind == "d_hidden":
+        w_spec = axes.block(columns, unembedding.shape[1], lambda *step: step[j])
+        operands["unembedding"] = (axes.ordered(unembedding), w_spec)
+    if saved is None or kind == "d_unembedding":
+        operands["hidden"] = (hidden, pl.BlockSpec((block, hidden.shape[1]), lambda *step: (step[i], 0)))
+    if saved is None and bias is not None:
+        operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda *step: (0, step[j])))
+    if valid is not None and kind == "d_unembedding":  # for each block of tokens, whether some do not count
+        padded = jnp.pad(valid, (0, -len(valid) % block)).reshape(-1, block)
+        operands["clears"] = (jnp.any(~padded, axis=1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))
+    return operands
+
+
+def gradients(
+    kind: str,
     options: Options,
     wanted: frozenset[str],
     inputs: Inputs,
     cotangents: Cotangents,
-    saved: Exponentials | None,
     into: Gradients | None,
     sizes: tuple[Blocks, int, int],
     interpret: Any,
 ) -> Gradients:
-    """dW [V, D] in the dtype of the unembedding and db float32 [V], where wanted; added to `into`, dW in float32.
+    """By the kernel `kind`: dh of "d_hidden", in the dtype of the hidden states, or of "d_unembedding" dW and db.
 
-    `saved`: see `forward.moments`. `sizes`: the blocks, how many columns share one reference of `saved`, and how often
-    a block of `into` is on the chip.
+    dW and db are added to `into`, dW then in float32. `sizes`: the blocks, how many columns share one reference of
+    the saved exponentials, and how often a block of `into` is on the chip.
     """
     blocks, unit_saved, buffers = sizes
-    hidden, unembedding, bias, _, _, valid = inputs
-    (tokens, width), vocab_size, dtype = hidden.shape, unembedding.shape[0], unembedding.dtype
-    columns = min(blocks.columns, -(-vocab_size // LANES) * LANES)
-    block = -(-blocks.tokens // blocks.unit) * blocks.unit
+    (tokens, width), vocab_size, dtype = inputs.hidden.shape, inputs.unembedding.shape[0], inputs.hidden.dtype
+    saved, of_hidden, unit = cotangents.saved, kind == "d_hidden", blocks.unit
+    least = unit if of_hidden else LANES
+    columns = min(blocks.columns, -(-vocab_size // least) * least)
+    block = blocks.tokens if of_hidden else -(-blocks.tokens // unit) * unit
     blocks = blocks._replace(columns=columns, tokens=block)
-    values, places = packed(options, inputs, cotangents, saved)
-    before = None if into is None else into.unembedding
-    grid = (pl.cdiv(vocab_size, columns), pl.cdiv(tokens, block))
-    axes = common.Axes.of(vocab_size, width)
-    w_spec = axes.block(columns, width, lambda j, i: j)
-    bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
-    operands: common.Operands = {
-        "tokens": (values, pl.BlockSpec((len(values), block), lambda j, i: (0, i))),
-        "hidden": (hidden, pl.BlockSpec((block, width), lambda j, i: (i, 0))),
-    }
-    if valid is not None:  # for each block of tokens, whether some do not count
-        counts = jnp.pad(valid, (0, -tokens % block)).reshape(-1, block)
-        operands["clears"] = (jnp.any(~counts, axis=1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))
-    outputs: common.Operands = {}
-    scratch: dict[str, Any] = {}
+    values, places = packed(options, inputs, cotangents)
+    operands = _operands(kind, inputs, saved, values, blocks, unit_saved)
+    unit_shape = (2, unit, block) if of_hidden else (2, columns, unit)
+    scratch: dict[str, Any] = {"dz": pltpu.VMEM(unit_shape, dtype)}
     if saved is None:
-        operands["unembedding"] = (axes.ordered(unembedding), w_spec)
-        scratch["z"] = pltpu.VMEM((2, columns, blocks.unit), jnp.float32)
+        scratch["z"] = pltpu.VMEM(unit_shape, jnp.float32)
+
+    axes, outputs = common.Axes.of(vocab_size, width), {}
+    if of_hidden:
+        result, spec = inputs.hidden, pl.BlockSpec((block, width), lambda i, j: (i, 0))
     else:
-        operands |= saved.operands(columns, block, unit_saved, lambda j, i: (j, i))
-    if bias is not None and saved is None:
-        operands["bias"] = (bias[None, :], bias_spec)
-    scratch["dz"] = pltpu.VMEM((2, columns, blocks.unit), dtype)
-    if "unembedding" in wanted:
-        outputs["d_unembedding"] = (jax.eval_shape(axes.ordered, unembedding if before is None else before), w_spec)
-        if before is None:
-            scratch["sums"] = pltpu.VMEM(w_spec.block_shape, jnp.float32)
-        else:
-            before_spec = axes.block(columns, width, lambda j, i: j, pipeline_mode=pl.Buffered(buffers))
-            operands["before"] = (axes.ordered(before), before_spec)
+        result, spec = axes.ordered(inputs.unembedding), axes.block(columns, width, lambda j, i: j)
+    if into is not None and into.unembedding is not None:
+        result = axes.ordered(into.unembedding)
+        before_spec = axes.block(columns, width, lambda j, i: j, pipeline_mode=pl.Buffered(buffers))
+        operands["before"] = (result, before_spec)
+    elif wanted != {"bias"}:
+        scratch["sums"] = pltpu.VMEM(spec.block_shape, jnp.float32)
+    if wanted != {"bias"}:
+        outputs["gradient"] = (jax.ShapeDtypeStruct(result.shape, result.dtype), spec)
     if "bias" in wanted:
+        bias_spec = pl.BlockSpec((1, columns), lambda j, i: (0, j))
         outputs["d_bias"] = (jax.ShapeDtypeStruct((1, vocab_size), jnp.float32), bias_spec)
         scratch["bias_sums"] = pltpu.VMEM((columns, LANES), jnp.float32)
-    static = {"options": options, "lengths": (tokens, vocab_size), "blocks": blocks, "places": places}
     # The interpreter returns an aliased result with the padding of its last block.
     in_place = "before" in operands and not (interpret and vocab_size % columns)
+    static = {"kind": kind, "options": options, "blocks": blocks, "unit_saved": unit_saved, "places": places}
+    grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
+    kept, passing, passes = (tokens, vocab_size, grid[0]) if of_hidden else (vocab_size, tokens, grid[1])
     results = common.pallas(
-        functools.partial(_d_unembedding_kernel, **static, unit_saved=unit_saved),
+        functools.partial(_kernel, sizes=(tokens, width, vocab_size), **static),
         operands,
         outputs,
         scratch,
-        vmem_bytes("unembedding", blocks, width, dtype.itemsize, saved=saved is not None, before=buffers),
-        aliases={"before": "d_unembedding"} if in_place else {},
-        name="calibjax_d_unembedding",
-        grid=grid,
+        vmem_bytes(kind, blocks, width, dtype.itemsize, saved=saved is not None, before=buffers),
+        aliases={"before": "gradient"} if in_place else {},
+        name=f"calibjax_{kind}",
+        grid=grid if of_hidden else grid[::-1],
         interpret=interpret,
         cost_estimate=common.cost(
-            options,
-            inputs,
-            products=2 if saved is None else 1,
-            rows=2 * vocab_size + grid[0] * tokens,
-            other_bytes=0 if saved is None else saved.values.size * dtype.itemsize,
+            options, inputs, 2 if saved is None else 1, 2 * kept + passes * passing, saved is not None
         ),
     )
-    d_bias = None
-    if "bias" in wanted:
-        d_bias = results["d_bias"][0]
-        d_bias = d_bias if into is None or into.bias is None else d_bias + into.bias
-    return Gradients(None, axes.ordered(results["d_unembedding"]) if "unembedding" in wanted else None, d_bias)
+    if of_hidden:
+        return Gradients(results["gradient"])
+    d_unembedding = axes.ordered(results["gradient"]) if "unembedding" in wanted else None
+    d_bias = results["d_bias"][0] if "bias" in wanted else None
+    return Gradients(None, d_unembedding, d_bias if into is None or into.bias is None else d_bias + into.bias)

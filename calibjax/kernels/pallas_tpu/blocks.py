@@ -53,7 +53,7 @@ PREFERENCES: Preferences = {
         (256, 256, 128),
         (128, 128, 128),
     ),
-    "unembedding": (
+    "d_unembedding": (
         (1024, 1024, 512),
         (1024, 768, 512),
         (1024, 512, 512),
@@ -66,14 +66,13 @@ PREFERENCES: Preferences = {
     ),
     "statistics, saved": ((1024, 2048, 256), (1024, 1024, 256)),
     "d_hidden, saved": ((1024, 2048, 256), (1024, 1024, 256)),
-    "unembedding, saved": ((2048, 1024, 256), (1024, 1024, 256)),
+    "d_unembedding, saved": ((2048, 1024, 256), (1024, 1024, 256)),
 }
 """Kernel -> blocks, largest first; the first that fits on the chip is taken.
 
-The first of "statistics", "rows" and "unembedding" was the fastest of those profiled at D = 2304 on v6e; the next ones,
-with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit of 128 columns leaves half of a matrix unit of 256
-idle. "rows" is the kernel of the statistics with dh. "saved": tried first where the exponentials are saved, the fastest
-of eight on v6e.
+The first of "statistics", "rows" (statistics with dh) and "d_unembedding" was the fastest of those profiled at D = 2304
+on v6e; the next ones, with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit of 128 columns leaves half of a
+matrix unit of 256 idle. "saved": tried first where the exponentials are saved, the fastest of eight on v6e.
 """
 
 
@@ -82,8 +81,8 @@ def vmem_bytes(
 ) -> int:
     """On-chip bytes of a kernel. Operands and results are there twice: fetched or written while the last are in use.
 
-    `saved`: it writes or reads saved exponentials. `count`: scales of "curves". `before`: how often "unembedding" holds
-    the sums of earlier tokens that it starts from, with `saved`.
+    `saved`: it writes or reads saved exponentials. `count`: scales of "curves". `before`: how often "d_unembedding"
+    holds the sums of earlier tokens that it starts from, with `saved`.
     """
     tokens, columns, unit = blocks
     x = tokens * width * itemsize  # hidden states [tokens, D]
@@ -94,7 +93,7 @@ def vmem_bytes(
             2 * tokens * columns * itemsize,  # exponentials
             2 * tokens * 8 * 4 * -(-columns // LANES),  # their references
         ]
-    if saved and kernel == "unembedding":
+    if saved and kernel == "d_unembedding":
         parts += [(before + 1) * 4 * columns * width, -4 * w]  # float32 sums in place of W and of its gradient
     if saved and kernel == "d_hidden":
         parts += [-2 * x]

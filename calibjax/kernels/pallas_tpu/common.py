@@ -17,12 +17,6 @@ NEVER = -(2**30)  # an index that no column of the vocabulary has
 LEAST = 2.0**-120  # under a soft-cap, the slope of the logit is saved instead of smaller exponentials
 
 
-def product(options: Options, a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The product over one dimension of each, in float32."""
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
-
-
 def slices(width: int) -> Iterator[Any]:
     """The columns of D in slices of `SLICE`."""
     for start in range(0, width, SLICE):
@@ -67,13 +61,6 @@ class Axes(NamedTuple):
     def rows(self, ref: Any, rows: Any, part: Any = slice(None)) -> Array:
         """Rows of a block of W, or a part of D of them, with these axes."""
         return ref[part, rows] if self.vocab else ref[rows, part]
-
-    def add(self, options: Options, sums: Any, part: Any, dz: Array, hidden: Array) -> None:
-        """Adds the product of dz [columns, tokens] and h [tokens, part of D] to sums of dW, which have these axes."""
-        if self.vocab:
-            sums[part, :] += product(options, hidden, dz, (0, 1))
-        else:
-            sums[:, part] += product(options, dz, hidden, (1, 0))
 
 
 def pack(rows: Sequence[Array]) -> Array:
@@ -170,12 +157,12 @@ def pallas(
 
 
 def cost(
-    options: Options, inputs: Inputs, products: int, rows: int, other_bytes: int = 0, exponentials: int = 1
+    options: Options, inputs: Inputs, products: int, rows: int, saved: bool, exponentials: int = 1
 ) -> pl.CostEstimate:
-    """Of a kernel of some products N·D·V that moves `rows` of D entries and `other_bytes`; `exponentials` a logit."""
+    """Of a kernel of some products N·D·V that moves `rows` of D entries and, with `saved`, all exponentials."""
     (tokens, width), vocab_size = inputs.hidden.shape, inputs.unembedding.shape[0]
     return pl.CostEstimate(
         flops=2 * products * tokens * width * vocab_size,
-        bytes_accessed=rows * width * inputs.hidden.dtype.itemsize + other_bytes,
+        bytes_accessed=(rows * width + saved * tokens * vocab_size) * inputs.hidden.dtype.itemsize,
         transcendentals=exponentials * tokens * vocab_size * (1 if options.softcap is None else 2),
     )

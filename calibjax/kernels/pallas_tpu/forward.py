@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from calibjax.kernels.contract import Inputs, Options
-from calibjax.kernels.logit_cotangents import LOG2_E
+from calibjax.kernels.contract import LOG2_E, Inputs, Options
 from calibjax.kernels.pallas_tpu import common, rows, statistics
 from calibjax.kernels.pallas_tpu.backward import Exponentials
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
@@ -78,7 +77,7 @@ def moments(
         outputs,
         _scratch(kind, needed, blocks, w_spec.block_shape, hidden.dtype, targets is not None, len(powers)),
         vmem_bytes(kind, blocks, width, itemsize, saved=save, count=max(len(powers), 1)),
-        name="calibjax_statistics_rows" if kind == "rows" else f"calibjax_{kind}",
+        name=f"calibjax_{kind}",
         grid=grid,
         interpret=interpret,
         cost_estimate=common.cost(
@@ -86,7 +85,7 @@ def moments(
             inputs,
             products=2 if kind == "rows" else 1,
             rows=tokens + grid[0] * vocab_size,
-            other_bytes=save * tokens * vocab_size * itemsize,
+            saved=save,
             exponentials=max(len(powers), 1) // octaves(powers),
         ),
     )

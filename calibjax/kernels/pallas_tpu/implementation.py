@@ -1,6 +1,5 @@
 """The two passes of `Implementation` for TPUs: the choice of kernels and of their blocks."""
 
-import functools
 from typing import Any
 
 from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, first_order
@@ -14,7 +13,6 @@ class PallasTpu(Implementation):
     """Kernels that `pl.pallas_call` interprets with `interpret`, with blocks among `preferences`."""
 
     rows_first = True
-    shares_logits = False
     accumulates = True
 
     def __init__(self, interpret: Any = False, preferences: blocks.Preferences = blocks.PREFERENCES) -> None:
@@ -39,7 +37,7 @@ class PallasTpu(Implementation):
         if options.scales is not None:
             size = self._blocks("curves", inputs, kind, count=len(options.scales))
             return f"blocks of {size.tokens} tokens by {size.columns} columns"
-        for kernel in ("rows", "d_hidden", "unembedding"):
+        for kernel in ("rows", "d_hidden", "d_unembedding"):
             self._blocks(kernel, inputs, kind, options.save_logits)
         size = self._blocks("statistics", inputs, kind, options.save_logits)
         return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
@@ -58,33 +56,22 @@ class PallasTpu(Implementation):
 
     @first_order(3)
     def backward(
-        self,
-        options: Options,
-        wanted: frozenset[str],
-        inputs: Inputs,
-        cotangents: Cotangents,
-        saved: Any,
-        into: Gradients | None,
+        self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
-        from calibjax.kernels.pallas_tpu import backward, common, gather
+        from calibjax.kernels.pallas_tpu import backward
 
-        kind, has_saved, interpret = platform().device_kind, saved is not None, self.interpret
-        unit = self._blocks("statistics", inputs, kind, saved=True).unit if has_saved else 0
-        hidden = None
-        if "hidden" in wanted and cotangents.hidden_is_closed(options):
-            find = None
-            if common.Axes.of(*inputs.unembedding.shape).vocab:
-                size = self._blocks("statistics", inputs, kind)
-                find = functools.partial(gather.rows, inputs.unembedding, blocks=size, interpret=interpret)
-            hidden = closed_form_hidden(inputs, cotangents, find)
-        elif "hidden" in wanted:
-            size = self._blocks("d_hidden", inputs, kind, has_saved)
-            hidden = backward.d_hidden(options, inputs, cotangents, saved, (size, unit), interpret)
-        if not wanted & {"unembedding", "bias"}:
-            return Gradients(hidden)
-        sizes = (self._blocks("unembedding", inputs, kind, has_saved), unit, blocks.buffers(kind))
-        gradients = backward.d_unembedding(options, wanted, inputs, cotangents, saved, into, sizes, interpret)
-        return gradients._replace(hidden=hidden)
+        kind, saved = platform().device_kind, cotangents.saved is not None
+        unit = self._blocks("statistics", inputs, kind, saved=True).unit if saved else 0
+
+        def run(kernel: str, wanted: frozenset[str], into: Gradients | None) -> Gradients:
+            sizes = (self._blocks(kernel, inputs, kind, saved), unit, blocks.buffers(kind))
+            return backward.gradients(kernel, options, wanted, inputs, cotangents, into, sizes, self.interpret)
+
+        hidden, rest = None, wanted - {"hidden"}
+        if "hidden" in wanted:
+            closed = cotangents.hidden_is_closed(options)
+            hidden = closed_form_hidden(inputs, cotangents) if closed else run("d_hidden", wanted - rest, None).hidden
+        return (run("d_unembedding", rest, into) if rest else Gradients())._replace(hidden=hidden)
 
 
 IMPLEMENTATION = PallasTpu()

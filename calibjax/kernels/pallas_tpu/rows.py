@@ -51,7 +51,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     def multiply(c: int, count: int):
         """The logits of unit c of this block, and the best of each lane."""
         unit_columns = pl.ds(c * unit, unit)
-        z = common.product(options, refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
+        z = options.product(refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
         refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, unit_columns])
         for part in groups:
             pieces, _, places = pieces_of(c, part, count)
@@ -78,7 +78,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     def accumulate(c: int):
         for part in common.slices(width):
             w = axes.rows(refs.previous, pl.ds(c * unit, unit), part)
-            refs.sums[:, part] += common.product(options, refs.e[c % 2], w, (1, axes.vocab))
+            refs.sums[:, part] += options.product(refs.e[c % 2], w, (1, axes.vocab))
 
     def walk(before: Array | int, count: int):
         """The logits of a block with `count` columns, beside the sums of the block before it, which has `before`."""
