@@ -25,11 +25,8 @@ DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_varianc
 FLOOR = -1e15
 
 
-# The soft-cap of logits, z = cap·tanh(x / cap). A cap of None means no soft-cap: z = x.
-
-
 def softcapped(x: Array, cap: float | None) -> Array:
-    """cap·tanh(x / cap)."""
+    """z = cap·tanh(x / cap), the soft-cap of logits; x where there is none."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

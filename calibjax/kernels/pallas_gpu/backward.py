@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from calibjax.kernels import chunked
 from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs, dz_of_logits, padded, token_values
 from calibjax.kernels.pallas_gpu.forward import Exponentials
-from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size, over_chunks
+from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size
 from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
 from calibjax.kernels.platforms import platform
 
@@ -137,5 +137,9 @@ def gradients(
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
     carry = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into)
-    total = over_chunks(step, carry, unembedding.shape[0], chunk_size(tokens, unembedding.shape[0], blocks))
+    width = chunk_size(tokens, unembedding.shape[0], blocks)
+    whole, left = divmod(unembedding.shape[0], width)
+    if left:  # first: after the loop XLA would copy its result before it adds to it
+        carry = step(carry, whole * width, left)
+    total = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
     return total if total.hidden is None else total._replace(hidden=total.hidden[:tokens])

@@ -1,8 +1,7 @@
 """Assignment of logits to multiprocessors, in an order that keeps operands in the L2 cache."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,16 +73,6 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks) -> int:
     """
     columns = min(blocks.chunk, _DZ_BYTES // (2 * max(tokens, 1)), vocab_size)
     return max(-(-columns // blocks.columns), 1) * blocks.columns
-
-
-def over_chunks(step: Callable[[Any, Array | int, int], Any], carry: Any, size: int, width: int) -> Any:
-    """The carry after `step(carry, start, width)` of all chunks of `size`, the last of which may be narrower.
-
-    That one comes first: after the loop XLA would copy its result before it adds to it.
-    """
-    whole, left = divmod(size, width)
-    carry = step(carry, whole * width, left) if left else carry
-    return jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
 
 
 def multiprocessors(device_kind: str) -> int:

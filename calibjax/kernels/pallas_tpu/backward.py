@@ -331,10 +331,10 @@ def gradients(
         scratch["z"] = pltpu.VMEM(unit_shape, jnp.float32)
 
     axes, outputs = common.Axes.of(vocab_size, width), {}
+    spec: Any = axes.block(columns, width, lambda j, i: j)
+    result = axes.ordered(inputs.unembedding)
     if of_hidden:
         result, spec = inputs.hidden, pl.BlockSpec((block, width), lambda i, j: (i, 0))
-    else:
-        result, spec = axes.ordered(inputs.unembedding), axes.block(columns, width, lambda j, i: j)
     if into is not None and into.unembedding is not None:
         result = axes.ordered(into.unembedding)
         before_spec = axes.block(columns, width, lambda j, i: j, pipeline_mode=pl.Buffered(buffers))
@@ -370,4 +370,6 @@ def gradients(
         return Gradients(results["gradient"])
     d_unembedding = axes.ordered(results["gradient"]) if "unembedding" in wanted else None
     d_bias = results["d_bias"][0] if "bias" in wanted else None
-    return Gradients(None, d_unembedding, d_bias if into is None or into.bias is None else d_bias + into.bias)
+    if d_bias is not None and into is not None and into.bias is not None:
+        d_bias = d_bias + into.bias
+    return Gradients(None, d_unembedding, d_bias)
