@@ -12,7 +12,6 @@ from calibjax.metrics.binless import grid_sums as grid_sums
 from calibjax.metrics.binless import ks_calibration_error as ks_calibration_error
 from calibjax.metrics.binless import reliability_curve as reliability_curve
 from calibjax.metrics.binless import smooth_ece as smooth_ece
-from calibjax.metrics.bootstrap import bootstrap_interval as bootstrap_interval
 from calibjax.metrics.bootstrap import compare_resamples as compare_resamples
 from calibjax.metrics.bootstrap import metric_interval as metric_interval
 from calibjax.metrics.bootstrap import paired_comparison as paired_comparison
@@ -44,9 +43,7 @@ from calibjax.metrics.intervals import Interval as Interval
 from calibjax.metrics.intervals import error_comparison as error_comparison
 from calibjax.metrics.intervals import error_interval as error_interval
 from calibjax.metrics.intervals import holm as holm
-from calibjax.metrics.local import GroupingParts as GroupingParts
 from calibjax.metrics.local import grouping_loss as grouping_loss
-from calibjax.metrics.local import grouping_parts as grouping_parts
 from calibjax.metrics.local import local_calibration_error as local_calibration_error
 from calibjax.metrics.ranking import aurc as aurc
 from calibjax.metrics.ranking import auroc as auroc

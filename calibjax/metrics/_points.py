@@ -135,14 +135,6 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
             )
 
 
-def check_indices(name: str, values: Any, number: int, where: Any) -> None:
-    """Raises ValueError, outside jit, if that of a point that counts is not in [0, number)."""
-    if is_known(values) and is_known(where):
-        counted = np.asarray(values) if where is None else np.asarray(values)[np.asarray(where) > 0]
-        if ((counted < 0) | (counted >= number)).any():
-            raise ValueError(f"{name}: expected integers in [0, {number}), got {counted.min()} to {counted.max()}.")
-
-
 def is_known(array: Any) -> bool:
     """Whether the host can read the values: they are not traced and not on another host's devices."""
     if isinstance(array, Tracer):

@@ -28,20 +28,44 @@ from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass
 POOLS = 10_000
 _DRAWS = 2**22  # largest number of draws and weights held at once
 
+# Metrics that follow from the sums of pools: their cost per resample does not grow with the number of points.
+_FROM_SUMS: dict[Callable, Callable] = {
+    errors.expected_calibration_error: ece_from_sums,
+    errors.maximum_calibration_error: errors.mce_from_sums,
+    errors.root_mean_square_calibration_error: errors.rmsce_from_sums,
+    errors.calibration_bias: errors.bias_from_sums,
+    scores.brier_score: lambda sums: sums.brier / sums.whole()[0],
+    scores.negative_log_likelihood: lambda sums: sums.nll / sums.whole()[0],
+}
+_NORM_OF: dict[Callable, Norm] = {
+    errors.expected_calibration_error: "l1",
+    errors.adaptive_calibration_error: "l1",
+    errors.root_mean_square_calibration_error: "l2",
+    errors.maximum_calibration_error: "max",
+}
 
-def _pools(groups: int, seed: int) -> np.ndarray:
+
+def _pool_of_group(groups: int, seed: int) -> np.ndarray:
     if groups <= POOLS:
         return np.arange(groups)
     return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
 
 
+def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
+    label = np.arange(count) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+    return _pool_of_group(int(label.max()) + 1, seed)[label]
+
+
 @functools.lru_cache(maxsize=1)
-def _draws(pools: int, resamples: int, seed: int, rows: int) -> tuple[np.ndarray, ...]:
+def _draws(pools: int, resamples: int, seed: int, width: int) -> tuple[np.ndarray, ...]:
     """How often each pool is drawn, uint16 `[rows, pools]`, for at least `resamples` rows in all.
 
-    Kept for the next call: the methods of a comparison have the same pools, and drawing takes longer than summing.
+    `width`: numbers held for each row. Kept for the next call: the methods of a comparison have the same pools, and
+    drawing takes longer than summing.
     """
-    rng = np.random.default_rng(seed)
+    if not pools or resamples < 1:
+        raise ValueError(f"expected at least one group and one resample, got {pools} and {resamples}.")
+    rng, rows = np.random.default_rng(seed), max(1, min(resamples, _DRAWS // width))
     return tuple(
         rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.uint16)
         for _ in range(0, resamples, rows)
@@ -84,64 +108,24 @@ def resample_sums(
         seed: of the draws.
     """
     groups = len(np.asarray(sums.count))
-    if not groups or resamples < 1:
-        raise ValueError(f"expected at least one group and one resample, got {groups} and {resamples}.")
-    pool = _pools(groups, seed)
-    pools, order = min(groups, POOLS), np.argsort(pool, kind="stable")
+    pools = min(groups, POOLS)
+    draws = _draws(pools, resamples, seed, max(pools, 1))
+    pool = _pool_of_group(groups, seed)
+    order = np.argsort(pool, kind="stable")
     starts = np.searchsorted(pool[order], np.arange(pools))
-    fields = [np.add.reduceat(np.asarray(x, np.float64)[order], starts, axis=0) for x in sums]
-    return _resample_pools(CalibrationSums(*fields), statistic, resamples, seed)
-
-
-def _resample_pools(sums: CalibrationSums, statistic: Callable, resamples: int, seed: int) -> np.ndarray:
-    pools, values = len(sums.count), []
-    for draws in _draws(pools, resamples, seed, max(1, min(resamples, _DRAWS // pools))):
-        drawn = draws.astype(np.float64)
-        values.append(statistic(CalibrationSums(*(_drawn_sum(drawn, x) for x in sums))))
+    pooled = [np.add.reduceat(np.asarray(x, np.float64)[order], starts, axis=0) for x in sums]
+    values = [statistic(CalibrationSums(*(_drawn_sum(drawn, x) for x in pooled))) for drawn in draws]
     return np.concatenate(values)[:resamples]
 
 
-def _drawn_sum(drawn: np.ndarray, values: Any) -> np.ndarray:
+def _drawn_sum(drawn: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Times drawn `[R, pools]` · value `[pools, ...]`. A pool that is not drawn adds nothing, even if infinite."""
+    drawn = drawn.astype(np.float64)
     total = np.tensordot(drawn, np.where(np.isfinite(values), values, 0.0), axes=(1, 0))
     for odd, value in ((values == np.inf, np.inf), (np.isnan(values) | (values == -np.inf), np.nan)):
         if odd.any():
             total = np.where(np.tensordot(drawn, odd.astype(np.float64), axes=(1, 0)) > 0, value, total)
     return total
-
-
-def bootstrap_interval(
-    sums: CalibrationSums, statistic: Callable = ece_from_sums, *, resamples: int = 1000, level: float = 0.95, seed=0
-) -> tuple[float, float]:
-    """Interval (low, high) of a statistic of sums, with whole groups resampled.
-
-    `ece_from_sums`, `rmsce_from_sums` and `mce_from_sums` have the interval of `error_interval`, others percentiles.
-    For the arguments see `resample_sums`; `level` is the coverage.
-    """
-    if statistic in _NORM_OF_SUMS:
-        norm = _NORM_OF_SUMS[statistic]
-        return error_interval(sums, norm=norm, resamples=resamples, level=level, seed=seed)[1:3]
-    return percentile_interval(resample_sums(sums, statistic, resamples=resamples, seed=seed), level)
-
-
-_NORM_OF_SUMS: dict[Callable, Norm] = {
-    ece_from_sums: "l1",
-    errors.rmsce_from_sums: "l2",
-    errors.mce_from_sums: "max",
-}
-# Metrics that follow from the sums of pools: their cost per resample does not grow with the number of points.
-_FROM_SUMS: dict[Callable, Callable] = {
-    errors.expected_calibration_error: ece_from_sums,
-    errors.maximum_calibration_error: errors.mce_from_sums,
-    errors.root_mean_square_calibration_error: errors.rmsce_from_sums,
-    errors.calibration_bias: errors.bias_from_sums,
-    scores.brier_score: lambda sums: sums.brier / sums.whole()[0],
-    scores.negative_log_likelihood: lambda sums: sums.nll / sums.whole()[0],
-}
-_NORM_OF: dict[Callable, Norm] = {
-    errors.adaptive_calibration_error: "l1",
-    **{metric: _NORM_OF_SUMS[sums] for metric, sums in _FROM_SUMS.items() if sums in _NORM_OF_SUMS},
-}
 
 
 def resample_metric(
@@ -172,18 +156,18 @@ def resample_metric(
     Raises:
         ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
-    pool, arrays = _select((confidence, correct, *features), groups, where, resamples, seed)
+    arrays, groups = _select((confidence, correct, *features), groups, where)
     if metric in _FROM_SUMS:
-        confidence, correct = arrays
         norm = options.pop("norm", None)
         statistic = _FROM_SUMS[metric] if norm is None else errors.error_of_norm(norm)
-        return _resample_pools(_pool_sums(pool, confidence, correct, **options), statistic, resamples, seed)
+        sums = pooled_sums(*arrays, groups=groups, seed=seed, **options)
+        return resample_sums(sums, statistic, resamples=resamples, seed=seed)
 
-    values, mapped = [], _mapped(metric, tuple(sorted(options.items())))
-    arrays, pools = [jnp.asarray(x) for x in arrays], int(pool.max()) + 1
-    rows = max(1, min(resamples, _DRAWS // max(len(pool), pools)))
-    for draws in _draws(pools, resamples, seed, rows):
-        counts = jnp.asarray(draws, jnp.float32)
+    pool = _pool_of_point(len(arrays[0]), groups, seed)
+    mapped, arrays = _mapped(metric, tuple(sorted(options.items()))), [jnp.asarray(x) for x in arrays]
+    values = []
+    for drawn in _draws(int(pool.max()) + 1, resamples, seed, len(pool)):
+        counts = jnp.asarray(drawn, jnp.float32)
         values.append(np.asarray(mapped(counts, jnp.asarray(pool), *arrays), np.float64))
     return np.concatenate(values)[:resamples]
 
@@ -198,19 +182,18 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
     return jax.jit(resampled)
 
 
-def _select(arrays: tuple, groups: Any, where: Any, resamples: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The points that count, validated: the pool of each, and their arrays."""
+def _select(arrays: tuple, groups: Any, where: Any) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """The arrays and groups of the points that count, checked."""
     confidence, correct, *_ = arrays
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
         raise ValueError("where: expected True or False for each point; resampling does not take weights.")
     if groups is not None and np.shape(groups) != np.shape(confidence):
         raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
-    keep = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
-    if not keep.any() or resamples < 1:
-        raise ValueError(f"expected at least one point that counts and one resample, got {keep.sum()} and {resamples}.")
-    pool = _pool_of_point(int(keep.sum()), None if groups is None else np.asarray(groups)[keep], seed)
-    return pool, [np.asarray(x)[keep] for x in arrays]
+    counts = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
+    if not counts.any():
+        raise ValueError("expected at least one point that counts, got none.")
+    return [np.asarray(x)[counts] for x in arrays], None if groups is None else np.asarray(groups)[counts]
 
 
 def _error_sums(
@@ -227,18 +210,13 @@ def _error_sums(
     norm: Norm | None = None,
 ) -> tuple[CalibrationSums, dict[str, Any]]:
     """Sums per pool for a metric of `_NORM_OF`, and the options of `error_interval`."""
-    pool, (confidence, correct) = _select((confidence, correct), groups, where, resamples, seed)
-    index = None
+    (c, y), kept = _select((confidence, correct), groups, where)
     if metric is errors.adaptive_calibration_error:
-        confidence = np.asarray(confidence, np.float32)
-        index = np.asarray(equal_mass_index(jnp.asarray(confidence), jnp.ones(len(confidence)), bins))
-    sums = _pool_sums(pool, confidence, correct, bins, closed, index=index)
+        index = equal_mass_index(jnp.asarray(c, jnp.float32), jnp.ones(len(c)), bins)
+    else:
+        index = bin_index(jnp.asarray(c), bins, closed)
+    sums = _sums_of_pools(_pool_of_point(len(c), kept, seed), np.asarray(index), c, y, bins)
     return sums, {"norm": _NORM_OF[metric] if norm is None else norm, "resamples": resamples, "seed": seed}
-
-
-def _pool_of_point(count: int, groups: np.ndarray | None, seed: int) -> np.ndarray:
-    label = np.arange(count) if groups is None else np.unique(groups, return_inverse=True)[1]
-    return _pools(int(label.max()) + 1, seed)[label]
 
 
 def pooled_sums(
@@ -261,43 +239,30 @@ def pooled_sums(
         seed: of the pools, used if there are more than `POOLS` groups.
     """
     check({"confidence": confidence, "correct": correct})
-    pool = _pool_of_point(len(confidence), None if groups is None else np.asarray(groups), seed)
-    return _pool_sums(pool, np.asarray(confidence), np.asarray(correct), bins, closed, log_prob)
+    index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
+    return _sums_of_pools(_pool_of_point(len(confidence), groups, seed), index, confidence, correct, bins, log_prob)
 
 
-def _pool_sums(
-    pool: np.ndarray,
-    confidence: np.ndarray,
-    correct: np.ndarray,
-    bins: int = 15,
-    closed: Closed = "right",
-    log_prob: np.ndarray | None = None,
-    index: np.ndarray | None = None,
+def _sums_of_pools(
+    pool: np.ndarray, index: np.ndarray, confidence: Any, correct: Any, bins: int, log_prob: Any = None
 ) -> CalibrationSums:
-    """`CalibrationSums` `[pools, bins]` in float64. `index` holds the bin of each point; None for equal width."""
-    if index is None:
-        index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
+    """`CalibrationSums` `[pools, bins]` in float64 of points with the given bins."""
     c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        nll = (
-            -np.asarray(log_prob, np.float64)
-            if log_prob is not None
-            else -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
-        )
+    if log_prob is not None:
+        nll = -np.asarray(log_prob, np.float64)
+    else:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            nll = -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
     pools = int(pool.max()) + 1
 
     def add(value):
         cells = np.bincount(pool * (bins + 1) + index, weights=value, minlength=pools * (bins + 1))
         return cells.reshape(pools, bins + 1)
 
-    kinds = [add(x) for x in (np.ones_like(c), c, y, y * y)]
-    count, confidences, corrects, squares = (x[:, :bins] for x in kinds)
+    kinds = np.stack([add(x) for x in (np.ones_like(c), c, y, y * y)])
     return CalibrationSums(
-        count,
-        confidences,
-        corrects,
-        squares,
-        dropped=np.stack([x[:, bins] for x in kinds], axis=-1),
+        *kinds[..., :bins],
+        dropped=kinds[..., bins].T,
         brier=np.bincount(pool, weights=(c - y) ** 2, minlength=pools),
         nll=np.bincount(pool, weights=nll, minlength=pools),
     )
@@ -354,12 +319,7 @@ def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, 
 
 
 def paired_comparison(
-    metric: Callable,
-    first: tuple[Any, ...],
-    second: tuple[Any, ...],
-    *,
-    level: float = 0.95,
-    **options: Any,
+    metric: Callable, first: tuple[Any, ...], second: tuple[Any, ...], *, level: float = 0.95, **options: Any
 ) -> Comparison:
     """Compares a metric between two models on the same points, which are resampled together.
 
@@ -372,10 +332,9 @@ def paired_comparison(
         level: coverage of the interval.
         options: groups, where, resamples, seed and options of the metric, see `resample_metric`.
     """
-    if np.shape(first[0]) != np.shape(second[0]):
-        raise ValueError(
-            f"paired comparison: expected the same points, got shapes {np.shape(first[0])} and {np.shape(second[0])}."
-        )
+    shapes = [np.shape(arrays[0]) for arrays in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"paired comparison: expected the same points, got shapes {shapes[0]} and {shapes[1]}.")
     one, other = (_on_all_points(metric, arrays, options) for arrays in (first, second))
     if metric in _NORM_OF:
         (sums, drawing), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))

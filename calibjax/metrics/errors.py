@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.metrics._points import check_indices, divisor, is_known, metric, module_of, points
+from calibjax.metrics._points import divisor, is_known, metric, module_of, points
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
 from calibjax.runtime.arrays import AnyArray, as_indices
 
@@ -224,7 +224,6 @@ def groupwise_calibration_error(
     correct: AnyArray,
     groups: Int[AnyArray, " N"] | Bool[AnyArray, "N G"],
     *,
-    number: int | None = None,
     reduction: Literal["mean", "max"] = "mean",
     bins: int = 15,
     closed: Closed = "right",
@@ -242,26 +241,22 @@ def groupwise_calibration_error(
 
     Args:
         confidence, correct, bins, closed, where: see `expected_calibration_error`.
-        groups: `[N]`, the group of each point, from 0 to `number` − 1; or bool `[N, G]`, the points of each group.
-            Groups may overlap or leave points out.
-        number: number of groups, for `[N]`; None: one more than the largest (not under jit).
+        groups: `[N]`, the group of each point, >= 0 (ValueError for others; not under jit); or bool `[N, G]`, the
+            points of each group. Groups may overlap or leave points out.
         reduction: see above.
 
-    ValueError for a group that is not in [0, number). NaN where no point counts, or for "mean" is in a group.
+    NaN where no point counts, or for "mean" is in a group.
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
     if jnp.ndim(groups) == 1:
-        groups = as_indices(groups).astype(int)
-        if number is None:
-            if not is_known(groups):
-                raise ValueError("groups: expected number= under jit, where the largest group is not known.")
-            counted = np.asarray(groups)
-            if where is not None and is_known(where):
-                counted = counted[np.asarray(where) > 0]
-            number = int(counted.max(initial=0)) + 1
-        check_indices("groups", groups, number, where)
-        groups = jax.nn.one_hot(groups, number, dtype=bool)
+        if not is_known(groups):
+            raise ValueError("groups: expected bool [N, G] under jit, where the largest group is not known.")
+        groups = np.asarray(groups).astype(int)
+        counted = groups if where is None or not is_known(where) else groups[np.asarray(where) > 0]
+        if (counted < 0).any():
+            raise ValueError(f"groups: expected integers >= 0, got {counted.min()}.")
+        groups = groups[:, None] == np.arange(counted.max(initial=0) + 1)
     return _groupwise(confidence, correct, groups, reduction=reduction, bins=bins, closed=closed, where=where)
 
 

@@ -4,16 +4,16 @@ Both use features that distinguish answers, such as hidden states, embeddings or
 rescaled: standardise them if their scales differ.
 """
 
-import functools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import Points, check, check_indices, metric, points
+from calibjax.metrics._points import Points, metric, points
+from calibjax.metrics.errors import variance_of_mean
 from calibjax.metrics.sums import bin_index
-from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.arrays import AnyArray
 
 
 @metric("bins", "reduction")
@@ -58,92 +58,6 @@ def local_calibration_error(
     return data.mean(gaps) if reduction == "mean" else data.answer(jnp.max(gaps))
 
 
-class GroupingParts(NamedTuple):
-    """Grouping loss = explained − bias − induced, on the scale of `brier_score`; scalars.
-
-    `explained` is the variance of the accuracy over regions within bins, `bias` the part of it that is due to finite
-    samples, `induced` that due to the slope of accuracy over confidence within a bin.
-    """
-
-    explained: Array
-    bias: Array
-    induced: Array
-
-    def loss(self) -> Array:
-        return self.explained - self.bias - self.induced
-
-
-def grouping_parts(
-    confidence: Float[AnyArray, " N"],
-    correct: AnyArray,
-    regions: Int[AnyArray, " N"],
-    *,
-    number: int,
-    bins: int = 15,
-    where: AnyArray | None = None,
-) -> GroupingParts:
-    """Lower bound of the grouping loss from a partition of the features (Perez-Lebel et al. 2023).
-
-    With accuracy μ_br and size n_br of region r in bin b, where regions of one point are ignored:
-    explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;
-    bias = Σ_b (n_b/n) [Σ_r (n_br/n_b) s²_br/n_br − s²_b/n_b] with s² the sample variance of correctness;
-    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is linear within each bin (least squares,
-    minus the variance due to its noise; the authors' package smooths with nearest neighbours instead).
-
-    Args:
-        confidence, correct, bins: see `expected_calibration_error`.
-        regions: `[N]`, 0 to number − 1; they must not have been chosen by the correctness of these points.
-        number: number of regions in a bin.
-        where: see `adaptive_calibration_error`.
-
-    NaN where no point counts.
-    """
-    check({"confidence": confidence, "correct": correct}, where, counts=True)
-    regions = as_indices(regions)
-    if jnp.shape(regions) != jnp.shape(confidence):
-        raise ValueError(f"regions: expected one for each of {len(confidence)} points, got {jnp.shape(regions)}.")
-    check_indices("regions", regions, number, where)
-    return _grouping_parts(confidence, correct, regions, number, bins, where)
-
-
-@functools.partial(jax.jit, static_argnames=("number", "bins"))
-def _grouping_parts(confidence, correct, regions, number: int, bins: int, where) -> GroupingParts:
-    data = points(confidence, correct, where, counts=True)
-    outside = (data.weight > 0) & ((regions < 0) | (regions >= number))
-    data = data._replace(usable=data.usable & ~jnp.any(outside))
-    index = bin_index(data.confidence, bins)
-    cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
-
-    def per_cell(value):
-        return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
-
-    # Centred on the bin, so that the variance of confidence suffers no cancellation.
-    offset = data.confidence - (index + 0.5) / bins
-    y = data.correct
-    values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
-    sums = jnp.stack([per_cell(value) for value in values])
-    sums = jnp.where(sums[:1] > 1, sums, 0.0)
-    (n_r, y_r, yy_r), whole = sums[:3], jnp.sum(sums, axis=-1)
-    n_b, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)
-    n_b = whole[0]
-
-    def noise(n, mean, mean_square):
-        """Variance of a mean."""
-        return jnp.where(n > 1, (mean_square - jnp.square(mean)) / jnp.maximum(n - 1, 1.0), 0.0)
-
-    safe = jnp.maximum(n_r, 1.0)
-    mean_r, all_points = y_r / safe, jnp.maximum(jnp.sum(n_b), 1.0)
-    explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
-    bias = (jnp.sum(n_r * noise(n_r, mean_r, yy_r / safe)) - jnp.sum(n_b * noise(n_b, y_b, yy_b))) / all_points
-
-    spread, common, variance = cc_b - c_b * c_b, cy_b - c_b * y_b, yy_b - y_b * y_b
-    sloped = (spread > 1e-12) & (n_b > 2)
-    fitted = jnp.where(sloped, jnp.square(common) / jnp.where(sloped, spread, 1.0), 0.0)
-    chance = jnp.where(sloped, (variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
-    induced = jnp.sum(n_b * (fitted - chance)) / all_points
-    return GroupingParts(*(data.answer(part) for part in (explained, bias, induced)))
-
-
 @metric("bins", counts=True)
 def grouping_loss(
     confidence: Float[AnyArray, " N"],
@@ -157,11 +71,11 @@ def grouping_loss(
 
     A hyperplane through the mean feature of each bin, orthogonal to the line from the mean feature of wrong answers to
     that of right answers, splits the bin into two regions. The split is fitted on every second point that counts and
-    evaluated on the others, and vice versa; the two estimates (`grouping_parts`, Perez-Lebel et al. 2023) are averaged.
-    A perfectly calibrated model can have a large grouping loss. The order of the points should be random.
+    evaluated on the others, and vice versa; the two estimates (Perez-Lebel et al. 2023) are averaged. A perfectly
+    calibrated model can have a large grouping loss. The order of the points should be random.
 
     Args:
-        confidence, correct, bins, where: see `grouping_parts`.
+        confidence, correct, bins, where: see `adaptive_calibration_error`.
         features: `[N, F]`, finite at points that count.
 
     On the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no point counts, or a
@@ -188,9 +102,50 @@ def grouping_loss(
         side = jnp.dot(x, direction.T, precision="highest") > middle[None, :]
         region = jnp.sum(jnp.where(member > 0, side, False), axis=-1)
         weight = jnp.where(half, 0.0, data.weight)
-        return grouping_parts(data.confidence, data.correct, region, number=2, bins=bins, where=weight).loss()
+        explained, bias, induced = grouping_parts(data._replace(weight=weight), region, 2, bins)
+        return jnp.where(jnp.any(weight > 0), explained - bias - induced, jnp.nan)
 
     return data.answer((fitted_on(second) + fitted_on(~second)) / 2)
+
+
+def grouping_parts(
+    data: Points, regions: Int[Array, " N"], number: int, bins: int
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Explained variance, bias and induced part of the grouping loss, which is the first minus the others.
+
+    With accuracy μ_br and size n_br of region r (of `number`) in bin b, where regions of one point are ignored:
+    explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;
+    bias = Σ_b (n_b/n) [Σ_r (n_br/n_b) s²_br/n_br − s²_b/n_b] with s² the sample variance of correctness;
+    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is linear within each bin (least squares,
+    minus the variance due to its noise; the authors' package smooths with nearest neighbours instead).
+    """
+    index = bin_index(data.confidence, bins)
+    cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
+
+    def per_cell(value):
+        return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
+
+    # Centred on the bin, so that the variance of confidence suffers no cancellation.
+    offset = data.confidence - (index + 0.5) / bins
+    y = data.correct
+    values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
+    sums = jnp.stack([per_cell(value) for value in values])
+    sums = jnp.where(sums[:1] > 1, sums, 0.0)
+    (n_r, y_r, yy_r), whole = sums[:3], jnp.sum(sums, axis=-1)
+    n_b, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)
+    n_b = whole[0]
+
+    mean_r, all_points = y_r / jnp.maximum(n_r, 1.0), jnp.maximum(jnp.sum(n_b), 1.0)
+    explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
+    noise = jnp.sum(n_r * variance_of_mean(n_r, y_r, yy_r)) - jnp.sum(n_b * variance_of_mean(*whole[:3]))
+    bias = noise / all_points
+
+    spread, common, variance = cc_b - c_b * c_b, cy_b - c_b * y_b, yy_b - y_b * y_b
+    sloped = (spread > 1e-12) & (n_b > 2)
+    fitted = jnp.where(sloped, jnp.square(common) / jnp.where(sloped, spread, 1.0), 0.0)
+    chance = jnp.where(sloped, (variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
+    induced = jnp.sum(n_b * (fitted - chance)) / all_points
+    return explained, bias, induced
 
 
 def _features(features: Float[AnyArray, "N F"], data: Points) -> Float[Array, "N F"]:

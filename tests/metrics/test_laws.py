@@ -12,6 +12,8 @@ import pytest
 from oracle import EPS, assert_within
 
 from calibjax import metrics
+from calibjax.metrics._points import points as checked
+from calibjax.metrics.local import grouping_parts
 
 N, BINS = 600, 15
 
@@ -57,7 +59,6 @@ COUNTED = (  # two points are more than one: weights are counts
     "ause",
     "prediction_rejection_ratio",
     "grouping_loss",
-    "grouping_parts",
 )
 
 
@@ -118,14 +119,12 @@ def test_against_the_formulas(kind, counted):
 
 
 def of_points(name, c, y, x):
-    """The metric of the points as a function of `where`; classwise of two classes, regions by a feature's sign."""
+    """The metric of the points as a function of `where`; classwise of two classes, groups by a feature's sign."""
     arrays = {
         "classwise_calibration_error": (np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)),
-        "grouping_parts": (c, y, (x[:, 0] > 0).astype(int)),
         "groupwise_calibration_error": (c, y, (x[:, 0] > 0).astype(int)),
     }.get(name, (c, y, x) if name in FEATURED else (c, y))
-    options = {"number": 2} if name in ("grouping_parts", "groupwise_calibration_error") else {}
-    return lambda where: getattr(metrics, name)(*arrays, where=where, **options)
+    return lambda where: getattr(metrics, name)(*arrays, where=where)
 
 
 def test_every_metric_with_weights_has_a_law():
@@ -335,7 +334,7 @@ def test_grouping_parts_are_their_formulas():
         bias -= y[inside].var(ddof=1)
         line = np.polyval(np.polyfit(c[inside], y[inside], 1), c[inside])
         induced += n * (line.var() - ((y[inside] - line) ** 2).mean() / (n - 2))
-    got = jax.jit(functools.partial(metrics.grouping_parts, number=3, bins=5))(c, y, regions)
+    got = jax.jit(lambda c, y: grouping_parts(checked(c, y, None), regions, 3, 5))(c, y)
     assert_within(got, np.array([explained, bias, induced]) / len(c), 10 * EPS)
 
 
@@ -368,12 +367,12 @@ def test_groupwise():
     assert_within(got, np.max(np.multiply(sizes, errors)) / len(rows), 20 * EPS, "max")
     one = metrics.groupwise_calibration_error(c, y, np.zeros(N, int))
     assert_within(one, metrics.expected_calibration_error(c, y), 4 * EPS, "one group")
-    jitted = jax.jit(functools.partial(metrics.groupwise_calibration_error, number=2))
     kinds = np.asarray(groups[:, 0], int)
-    assert_within(jitted(c, y, kinds), metrics.groupwise_calibration_error(c, y, kinds), 4 * EPS, "jit")
+    jitted = jax.jit(metrics.groupwise_calibration_error)(c, y, kinds[:, None] == np.arange(2))
+    assert_within(jitted, metrics.groupwise_calibration_error(c, y, kinds), 4 * EPS, "jit")
     assert np.isnan(metrics.groupwise_calibration_error(c, y, np.zeros((N, 2), bool)))
-    with pytest.raises(ValueError, match=r"groups: expected integers in \[0, 2\), got 0 to 2"):
-        metrics.groupwise_calibration_error(c, y, kinds + kinds[::-1], number=2)
+    with pytest.raises(ValueError, match="groups: expected integers >= 0, got -1"):
+        metrics.groupwise_calibration_error(c, y, kinds - 1)
 
 
 def test_confidence_parts():
@@ -422,22 +421,6 @@ def test_indices_of_every_dtype():
     where = np.arange(200) < 150
     got = jax.vmap(lambda where: groups(second * 1, where=where))(np.stack([where, ~where]))
     assert_within(got[0], groups(second * 1, where=where), 4 * EPS, "where under vmap")
-
-
-def test_regions_that_there_are_not():
-    """They would count as the first ones of the next bin."""
-    c, y, regions = metric_data.grouped()
-    parts = functools.partial(metrics.grouping_parts, c, y)
-    for wrong in (regions + 1, regions - 1, regions.astype(np.int64) + 2**32):
-        with pytest.raises(ValueError, match=r"regions: expected integers in \[0, 3\)"):
-            parts(wrong, number=3)
-    assert np.isnan(jax.jit(functools.partial(metrics.grouping_parts, number=3))(c, y, regions + 1)).all()
-    with pytest.raises(ValueError, match="regions: expected one for each"):
-        parts(regions[:5], number=3)
-    some = regions < 2
-    np.testing.assert_array_equal(
-        parts(regions, number=2, where=some), parts(np.where(some, regions, 0), number=2, where=some)
-    )
 
 
 def test_grouping_loss_of_features_that_are_not_finite():
