@@ -205,7 +205,7 @@ TABLE = {
         ("possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     ],
     "recalibrate/contract.py": [
-        ('(value >= high) if field == "labels"', '(value > high) if field == "labels"', f"{METHODS} -k mistakes"),
+        ("(classes or 0) - 1", "(classes or 0)", f"{METHODS} -k mistakes"),
     ],
     "recalibrate/steps.py": [
         ("np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin"),

@@ -85,8 +85,6 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
     if data.logits is not None and data.confidence is None:
         base = uncalibrated(data._replace(labels=np.zeros(len(table), np.int32)))
         data = data._replace(confidence=base.confidence)
-    if table.groups is not None:
-        data = data._replace(slices=table.groups.astype(np.int32))
     recalibrated = recalibrator(data)
     if recalibrator.method.gives == "confidence":
         return {"confidence": recalibrated}

@@ -15,7 +15,7 @@ from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare import Comparison, Material, SortKey, prediction_material, run_material
 from calibjax.eval.report import print_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
-from calibjax.recalibrate import METHODS, Predictions, fit_daca
+from calibjax.recalibrate import METHODS, fit_daca
 from calibjax.recalibrate.saved import check_directory, save
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
@@ -148,7 +148,7 @@ def _from_table(
         )
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
-    calibration, held_out = (_with_slices(part.predictions, part.groups) for part in parts)
+    calibration, held_out = (part.predictions for part in parts)
     read = (name for name, value in table.predictions._asdict().items() if value is not None)
     groups = "" if table.groups is None else f" in {len(set(table.groups)):,} groups"
     log(
@@ -174,9 +174,3 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
         )
     fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
     return np.asarray(fit.predictions.logits)
-
-
-def _with_slices(data: Predictions, groups: np.ndarray | None) -> Predictions:
-    if groups is None:
-        return data
-    return data._replace(slices=np.unique(groups, return_inverse=True)[1].astype(np.int32))

@@ -150,5 +150,4 @@ def _predictions(
         confidence=outcome.confidence,
         correct=outcome.correct,
         unembedding=unembedding,
-        slices=_clusters(sequences),
     )

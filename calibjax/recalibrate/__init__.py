@@ -13,7 +13,6 @@ from calibjax.recalibrate.estimators import DirichletCalibration as DirichletCal
 from calibjax.recalibrate.estimators import EnsembleTemperatureScaling as EnsembleTemperatureScaling
 from calibjax.recalibrate.estimators import Estimator as Estimator
 from calibjax.recalibrate.estimators import FeatureClipping as FeatureClipping
-from calibjax.recalibrate.estimators import FewShotRecalibration as FewShotRecalibration
 from calibjax.recalibrate.estimators import GLayers as GLayers
 from calibjax.recalibrate.estimators import HistogramBinning as HistogramBinning
 from calibjax.recalibrate.estimators import IsotonicCalibration as IsotonicCalibration
@@ -32,7 +31,6 @@ from calibjax.recalibrate.methods import METHODS as METHODS
 from calibjax.recalibrate.saved import Recalibrator as Recalibrator
 from calibjax.recalibrate.saved import load as load
 from calibjax.recalibrate.saved import save as save
-from calibjax.recalibrate.temperature import NEEDED_STATISTICS as NEEDED_STATISTICS
 from calibjax.recalibrate.temperature import LikelihoodSums as LikelihoodSums
 from calibjax.recalibrate.temperature import TemperatureFit as TemperatureFit
 from calibjax.recalibrate.temperature import fit_temperature as fit_temperature

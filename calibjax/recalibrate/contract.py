@@ -25,7 +25,6 @@ class Predictions(NamedTuple):
         confidences: `[N, C]` in [0, 1], several confidences in each prediction, such as those of `eval tasks`.
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
-        slices: int `[N]`, in [0, N): slice (domain, subject, user). New data have slices of their own.
         categories: int `[N]`, >= 0: category (domain, subject). New data have the same categories, by the same numbers.
     """
 
@@ -36,12 +35,13 @@ class Predictions(NamedTuple):
     confidences: Float[AnyArray, "N C"] | None = None
     features: Float[AnyArray, "N D"] | None = None
     unembedding: Float[AnyArray, "K D"] | None = None
-    slices: Int[AnyArray, " N"] | None = None
     categories: Int[AnyArray, " N"] | None = None
 
 
-INTEGERS = ("labels", "slices", "categories")
+INTEGERS = ("labels", "categories")
 """The fields that are not float32."""
+AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d"), "confidences": ("n", "c")}
+"""The axes of the fields with two; of the others ("n",)."""
 IMPOSSIBLE = -1e30
 """What fits read for a logit of -inf: its probability is 0 at every temperature, and its product with 0 is 0."""
 
@@ -140,10 +140,13 @@ def select(
     arrays = {field: _array(field, getattr(data, field)) for field in fields}
     unembedding = arrays.pop("unembedding", None)
     rows = _rows(arrays, where)
-    arrays = {field: value[rows] for field, value in arrays.items()} if where is not None else arrays
+    if where is not None:
+        arrays = {field: value[rows] for field, value in arrays.items()}
     if impossible and np.isneginf(arrays["logits"]).any():
         arrays["logits"] = np.where(np.isneginf(arrays["logits"]), np.float32(IMPOSSIBLE), arrays["logits"])
-    classes = arrays["logits"].shape[1] if "logits" in arrays else None if unembedding is None else len(unembedding)
+    classes = None if unembedding is None else len(unembedding)
+    if "logits" in arrays:
+        classes = arrays["logits"].shape[1]
     if max_classes is not None and classes is not None and classes > max_classes:
         raise UserError(
             f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
@@ -176,9 +179,8 @@ def _array(field: str, value: Any) -> np.ndarray:
         raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
     else:
         value = value.astype(np.float32)
-    dimensions = 2 if field in ("logits", "confidences", "features", "unembedding") else 1
-    if value.ndim != dimensions:
-        raise UserError(f"{field}: expected {dimensions} axes, got the shape {value.shape}.")
+    if value.ndim != len(AXES.get(field, ("n",))):
+        raise UserError(f"{field}: expected {len(AXES.get(field, ('n',)))} axes, got the shape {value.shape}.")
     return value
 
 
@@ -200,19 +202,15 @@ def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarra
 
 def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: int | None) -> None:
     """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
-    limits = {"confidence": (0, 1), "confidences": (0, 1), "correct": (0, 1), "labels": (0, classes)}
-    limits |= {"slices": (0, None), "categories": (0, 2**31 - 1)}
+    largest = {"confidence": 1, "confidences": 1, "correct": 1, "categories": 2**31 - 1, "labels": (classes or 0) - 1}
     for field, value in arrays.items():
-        low, high = limits.get(field, (None, None))
-        bad = ~np.isfinite(value)
-        if low is not None:
-            bad |= value < low
-        if high is not None:
-            bad |= (value >= high) if field == "labels" else (value > high)
+        bad, wanted = ~np.isfinite(value), "finite values"
+        if field in largest:
+            bad |= (value < 0) | (value > largest[field])
+            wanted = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
         if bad.any():
             first = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
-            worst = np.ravel(value[first])[int(np.argmax(np.ravel(bad[first])))]
-            wanted = "finite values" if low is None else f"{low} to {'K - 1' if field == 'labels' else high}"
+            worst = value[first][bad[first]].flat[0]
             raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; correct it or leave it out.")
 
 

@@ -41,7 +41,6 @@ METHODS: dict[str, Method] = {
     "histogram": Method(steps.fit_histogram, steps.apply_histogram, _BINARY),
     "scaling_binning": Method(steps.fit_scaling_binning, steps.apply_scaling_binning, _BINARY, monotone=True),
     "lore": Method(features.fit_local, features.apply_local, (*_BINARY, "features")),
-    "few_shot": Method(networks.fit_few_shot, networks.apply_few_shot, (*_BINARY, "slices")),
     "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
     "stacking": Method(stacking.fit, stacking.apply, ("confidences", "correct")),
 }

@@ -165,7 +165,6 @@ def descend(
     extra: Any = (),
     *,
     seed: int = 0,
-    groups: np.ndarray | None = None,
 ) -> tuple[Any, FitReport]:
     """Adam on mini-batches; of start and all steps looked at, the one with the least loss on a held-out fifth.
 
@@ -175,17 +174,10 @@ def descend(
     Args:
         loss, start, rows, extra: see `minimize`; `start` is float32.
         seed: of the split and the batches.
-        groups: int `[N]`; rows of one group stay together in the split (where there are at least two groups).
     """
     rng = np.random.default_rng(seed)
-    n = len(rows[0])
-    if groups is None or groups.min() == groups.max():
-        shuffled, fifth = rng.permutation(n), max(n // 5, 1)
-        validation, training = shuffled[:fifth], shuffled[fifth:]
-    else:
-        names = rng.permutation(np.unique(groups))
-        held_out = np.isin(groups, names[: max(len(names) // 5, 1)])
-        validation, training = rng.permutation(np.flatnonzero(held_out)), np.flatnonzero(~held_out)
+    shuffled, fifth = rng.permutation(len(rows[0])), max(len(rows[0]) // 5, 1)
+    validation, training = shuffled[:fifth], shuffled[fifth:]
     if not len(training):  # a single row
         training = validation
     tests = validation[: 8 * BATCH]

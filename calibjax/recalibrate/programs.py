@@ -15,16 +15,12 @@ import jax.numpy as jnp
 from jax import export
 from jaxtyping import Array
 
-from calibjax.recalibrate.contract import INTEGERS
+from calibjax.recalibrate.contract import AXES, INTEGERS
 from calibjax.recalibrate.saved import Recalibrator
 from calibjax.runtime.errors import UserError
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d"), "confidences": ("n", "c")}
-_NAMES = {"n": "n", "k": "k", "d": "d", "c": "c"}
-_LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}
-_WHOLE = {"few_shot": "it calibrates each slice from all of its predictions together"}
-"""Methods whose value for one prediction depends on the others', and why."""
+_LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}  # of the sizes that are free
 _SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
     "vector": lambda state: {"k": len(state.slope)},
     "one_vs_rest_platt": lambda state: {"k": len(state.slope)},
@@ -40,8 +36,6 @@ _SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
 
 def check_program(name: str, kind: str) -> None:
     """Raises `UserError` where a method cannot become a program of a kind, "stablehlo" or "onnx"."""
-    if name in _WHOLE:
-        raise UserError(f"--also {kind}: not possible for {name}: {_WHOLE[name]}. Use calibjax.recalibrate.load.")
     if kind not in ("onnx", "stablehlo"):
         raise UserError(
             f"--also {kind}: a program of a base model with its head; of {name}, expected onnx or stablehlo."
@@ -51,10 +45,13 @@ def check_program(name: str, kind: str) -> None:
 def stablehlo_program(fitted: Recalibrator) -> bytes:
     """A serialized program of the fields that the method reads, in their order; UserError as of `check_program`."""
     check_program(fitted.name, "stablehlo")
-    used = sorted({axis for shape in _shapes(fitted, _NAMES).values() for axis in shape if isinstance(axis, str)})
-    symbols = export.symbolic_shape(", ".join(used), constraints=[f"{axis} >= {_LEAST[axis]}" for axis in used])
-    shapes = _shapes(fitted, _NAMES | dict(zip(used, symbols, strict=True)))
-    specs = [jax.ShapeDtypeStruct(shape, _dtype(field)) for field, shape in shapes.items()]
+    shapes = _shapes(fitted)
+    free = sorted({axis for shape in shapes.values() for axis in shape if isinstance(axis, str)})
+    scope = export.SymbolicScope([f"{axis} >= {_LEAST[axis]}" for axis in free])
+    specs = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(", ".join(map(str, shape)), scope=scope), _dtype(field))
+        for field, shape in shapes.items()
+    ]
     return bytes(export.export(jax.jit(_function(fitted)), platforms=_PLATFORMS)(*specs).serialize())
 
 
@@ -63,8 +60,8 @@ def onnx_model(fitted: Recalibrator) -> bytes:
     `stablehlo_program`. Needs jax2onnx."""
     check_program(fitted.name, "onnx")
     to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
-    shapes = _shapes(fitted, _NAMES)
-    inputs: list[Any] = [tuple(shape) for shape in shapes.values()]
+    shapes = _shapes(fitted)
+    inputs: list[Any] = [*shapes.values()]
     if any(_dtype(field) != jnp.float32 for field in shapes):
         (n,) = export.symbolic_shape("n")
         inputs = [jax.ShapeDtypeStruct((n,), _dtype(field)) for field in shapes]
@@ -80,10 +77,12 @@ def _function(fitted: Recalibrator) -> Callable[..., Array]:
     return calibrated
 
 
-def _shapes(fitted: Recalibrator, free: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Shape of each input; sizes are free where the state does not fix them."""
-    sizes = free | _SIZES.get(fitted.name, lambda state: {})(fitted.state)
-    return {field: tuple(sizes[axis] for axis in _AXES.get(field, ("n",))) for field in fitted.method.apply_reads}
+def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
+    """Shape of each input: the name of an axis where the state does not fix its size."""
+    sizes = _SIZES.get(fitted.name, lambda state: {})(fitted.state)
+    return {
+        field: tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",))) for field in fitted.method.apply_reads
+    }
 
 
 def _dtype(field: str) -> Any:

@@ -38,8 +38,7 @@ class Recalibrator(NamedTuple):
 
         Returns:
             float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
-            What a prediction gets does not depend on the other rows of the call, to the last bit, unless the method
-            reads `slices`.
+            What a prediction gets does not depend on the other rows of the call, to the last bit.
 
         Raises:
             UserError: a field that the method reads is missing, or a confidence is not in [0, 1].
@@ -55,12 +54,10 @@ class Recalibrator(NamedTuple):
             select(reads._replace(confidence=np.where(abs(given - nearest) <= 1e-5, nearest, given)), ("confidence",))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
-        if "slices" in self.method.apply_reads:
-            reads = reads._replace(slices=np.unique(np.asarray(reads.slices), return_inverse=True)[1])
         given = {name: x for name, x in reads._asdict().items() if x is not None}
         rows = {name: np.asarray(x) for name, x in given.items() if name != "unembedding"}
         count = len(next(iter(rows.values())))
-        if "slices" in rows or not count:
+        if not count:
             return np.asarray(_apply(self.method, self.state, reads))
         # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
         # on a table could separate a confidence from that of the same prediction alone.

@@ -16,6 +16,8 @@ from calibjax.runtime.arrays import AnyArray
 if TYPE_CHECKING:
     from calibjax.kernels import VocabStats
 
+_TOLERANCE, _PASSES = 1e-5, 40  # of `fit_temperature`: on u; at most
+
 
 class TemperatureFit(NamedTuple):
     """The scalar that minimises the negative log-likelihood.
@@ -50,10 +52,6 @@ class LikelihoodSums(NamedTuple):
     count: AnyArray
 
 
-NEEDED_STATISTICS = ("log_normalizer", "target_logit", "expected_logit", "logit_variance", "max_logit", "correct")
-"""The statistics of `vocab_stats` that `likelihood_sums` reads."""
-
-
 def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> LikelihoodSums:
     """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
 
@@ -62,7 +60,8 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
     its slope is a (c − y)/(1 − c); its curvature is taken in expectation over y ~ c (Fisher), a² c/(1 − c).
 
     Args:
-        stats: `[G, N]`, with the fields in `NEEDED_STATISTICS`.
+        stats: `[G, N]`, with log_normalizer, target_logit, expected_logit and logit_variance; for `top_label` with
+            log_normalizer, expected_logit, max_logit and correct.
         top_label: the likelihood of whether the most likely token is the target, in place of that of the target.
     """
     if top_label:
@@ -89,8 +88,6 @@ def fit_temperature(
     sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]],
     *,
     bounds: tuple[float, float] = (-6.0, 6.0),
-    tolerance: float = 1e-5,
-    max_iterations: int = 40,
 ) -> TemperatureFit:
     """The one factor on all logits that minimises the negative log-likelihood (Guo et al. 2017, section 4.2).
 
@@ -102,8 +99,6 @@ def fit_temperature(
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
         bounds: range of u searched. Separable or constant data have their optimum at infinity: the bound is returned,
             with `converged` False.
-        tolerance: on u.
-        max_iterations: passes at most.
 
     Raises:
         ValueError: where no token counts or the likelihood is not finite.
@@ -111,8 +106,7 @@ def fit_temperature(
     low, high = bounds
     u, best_before, iterations, converged = 0.0, math.nan, 0, False
     flat = 1e-6  # nats a token: less is rounding, and the data have no optimum here
-    nll = first = second = np.zeros(0)
-    count, last = 0.0, None
+    last = None
     while True:
         batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
         nll, first, second, counts = (
@@ -132,10 +126,10 @@ def fit_temperature(
         else:
             low = u
         step = -slope / curvature if curvature > flat * count else math.inf
-        if abs(step) < tolerance:
+        if abs(step) < _TOLERANCE:
             converged = True
             break
-        if iterations >= max_iterations or high - low < tolerance:
+        if iterations >= _PASSES or high - low < _TOLERANCE:
             break
         here = (u, slope, curvature) if math.isfinite(step) else None
         if here and last:

@@ -258,7 +258,6 @@ def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     json.dumps(document, allow_nan=False)
     assert set(held_out["methods"]) | set(held_out["left_out"]) == {"uncalibrated", *METHODS}
     assert not set(held_out["methods"]) & set(held_out["left_out"])
-    assert "few_shot" in held_out["methods"]  # the groups are its slices
     assert "Left out: lore: no features to read here." in shown
     assert "by log loss" in shown
     assert "paired over resamples of groups" in " ".join(shown.split())
@@ -542,7 +541,7 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-sequences"]
-    methods = ["ats", "ensemble_temperature", "feature_clipping", "few_shot"]
+    methods = ["ats", "ensemble_temperature", "feature_clipping"]
     out = tmp_path / "out"
     code, document, error = compare(
         capsys, *text, "--methods", *methods, "--max-tokens", "240", "--out", out, "--fit-fraction", "0.5"

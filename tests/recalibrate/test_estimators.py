@@ -26,7 +26,6 @@ FIELDS = {
     "features": RNG.normal(size=(300, 5)).astype(np.float32),
     "confidences": np.stack([CONFIDENCE, RNG.random(300).astype(np.float32)], axis=1),
     "unembedding": RNG.normal(size=(4, 5)).astype(np.float32),
-    "slices": np.arange(300) % 7,
     "categories": np.arange(300) % 3,
 }
 

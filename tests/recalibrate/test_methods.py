@@ -10,7 +10,6 @@ import chex
 import jax
 import numpy as np
 import oracle
-import orbax.checkpoint as ocp
 import pytest
 import recalibration_data
 from oracle import EPS, assert_within
@@ -48,10 +47,10 @@ def bundle(n=400, k=4, d=5, seed=20, gain=2.0):
     unembedding = (rng.normal(size=(k, d)) * gain).astype(np.float32)
     logits = features @ unembedding.T
     labels = (logits / gain + rng.gumbel(size=logits.shape)).argmax(axis=1)
-    return described(logits, labels, features, unembedding, rng.integers(0, 7, n))
+    return described(logits, labels, features, unembedding, rng.integers(0, 7, n) % 3)
 
 
-def described(logits, labels, features, unembedding, slices):
+def described(logits, labels, features, unembedding, categories):
     confidence = oracle.probabilities(logits, np.ones(len(logits))).max(axis=1).astype(np.float32)
     return Predictions(
         logits=logits,
@@ -61,8 +60,7 @@ def described(logits, labels, features, unembedding, slices):
         confidences=np.stack([confidence, confidence**0.5], axis=1),
         features=features,
         unembedding=unembedding,
-        slices=slices,
-        categories=slices % 3,
+        categories=categories,
     )
 
 
@@ -427,7 +425,7 @@ def test_networks_learn_what_there_is_to_learn():
         truth = data.features @ np.random.default_rng(22).normal(size=(4, 5)).T
         labels = (truth + rng.gumbel(size=truth.shape)).argmax(axis=1)
         own = truth * np.exp(0.7 * np.tanh(2 * data.features[:, :1]))
-        return described(own, labels, data.features, data.unembedding, data.slices), truth
+        return described(own, labels, data.features, data.unembedding, data.categories), truth
 
     (train, _), (test, truth) = drawn(23), drawn(24)
     best = -np.log(oracle.probabilities(truth, np.ones(3000))[np.arange(3000), test.labels]).mean()
@@ -440,37 +438,12 @@ def test_networks_learn_what_there_is_to_learn():
     print(f"truth {best:.4f}, single {single:.4f}, ATS {ats:.4f}")
     assert ats < best + 0.25 * (single - best)
     train, test = (
-        described(d.logits + np.array([[0.0, 3.0, 0.0, -3.0]]), d.labels, d.features, d.unembedding, d.slices)
+        described(d.logits + np.array([[0.0, 3.0, 0.0, -3.0]]), d.labels, d.features, d.unembedding, d.categories)
         for d in (train, test)
     )
     single, layers = nll("temperature", test), nll("g_layers", test)
     print(f"shifted: single {single:.4f}, g-layers {layers:.4f}")
     assert layers < best + 0.4 * (single - best)
-
-
-def test_few_shot_knows_a_new_slice_by_its_confidences():
-    """Slices of two kinds, told apart by how their confidences are spread; one curve for all fits neither."""
-    rng = np.random.default_rng(25)
-
-    def drawn(slices, size):
-        kind = rng.integers(0, 2, slices)
-        c = np.where(kind[:, None] == 1, rng.beta(6, 2, (slices, size)), rng.beta(2, 2, (slices, size)))
-        truth = np.where(kind[:, None] == 1, c**3, np.sqrt(c))
-        correct = rng.random(c.shape) < truth
-        return Predictions(confidence=c.ravel(), correct=correct.ravel(), slices=np.arange(slices).repeat(size)), truth
-
-    train, _ = drawn(60, 50)
-    test, truth = drawn(40, 30)
-    error, states = {}, {name: METHODS[name].fit(train) for name in ("few_shot", "beta")}
-    for name, state in states.items():
-        got = probabilities(name, state, test)
-        error[name] = np.abs(got - truth.ravel()).mean()
-    error["as it is"] = np.abs(test.confidence - truth.ravel()).mean()
-    print(error)
-    assert error["few_shot"] < 0.6 * min(error["beta"], error["as it is"])
-    far = test._replace(slices=test.slices.astype(np.int64) * 2**32)
-    near, far = (apply_host("few_shot", states["few_shot"], data) for data in (test, far))
-    np.testing.assert_allclose(near, far, rtol=1e-6, err_msg="numbers of slices beyond int32 stay apart")
 
 
 def test_multicalibration_within_categories():
@@ -551,12 +524,12 @@ def scenario(name, kind):
         labels = np.full(len(logits), 2)
     elif kind == "constant":
         logits, features = np.full_like(logits, 1.5), np.ones_like(data.features)
-        return described(logits, labels, features, np.ones_like(data.unembedding), data.slices)
+        return described(logits, labels, features, np.ones_like(data.unembedding), data.categories)
     elif kind == "all correct":
         labels = logits.argmax(axis=1)
     elif kind == "all wrong":
         labels = logits.argmin(axis=1)
-    data = described(logits, labels, data.features, data.unembedding, data.slices)
+    data = described(logits, labels, data.features, data.unembedding, data.categories)
     if kind == "edges":
         confidence = data.confidence.copy()
         confidence[::4], confidence[1::4] = 0.0, 1.0
@@ -704,15 +677,6 @@ def test_shares_of_attempts_count_as_so_many_attempts(name):
     assert_within(got, want, 1e-5, name)
 
 
-def test_orbax_stores_every_state(tmp_path):
-    states = {name: fitted(name) for name in METHODS}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "states", states)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "states", states)
-    chex.assert_trees_all_equal(back, states)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_saved_and_loaded(tmp_path, name):
     """Every state comes back bit for bit, with its types and shapes, and gives the same from one call."""
@@ -727,7 +691,7 @@ def test_saved_and_loaded(tmp_path, name):
     }
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "slices" not in method.fit_reads])
+@pytest.mark.parametrize("name", METHODS)
 def test_a_row_alone_gets_what_it_gets_among_others(tmp_path, name):
     """To the last bit: a threshold found on a table is compared with confidences of single predictions."""
     save(tmp_path / "x", name, fitted(name))
@@ -765,11 +729,10 @@ def test_damage_is_refused(tmp_path, file):
 def test_confidences_that_are_none(tmp_path, name):
     """NaN stays NaN in its row alone; one call on the host refuses it, and what lies outside [0, 1]."""
     data = bundle_for(name)
-    data = data._replace(slices=np.arange(len(data.labels)) % 7)
     bad = data._replace(confidence=np.where(np.arange(len(data.labels)) == 8, np.nan, data.confidence))
     reads = [Predictions(**{f: getattr(d, f) for f in METHODS[name].apply_reads}) for d in (data, bad)]
     good, found = (np.asarray(applied(name)(fitted(name), d)) for d in reads)
-    others = reads[0].slices != 1 if name == "few_shot" else np.arange(len(good)) != 8
+    others = np.arange(len(good)) != 8
     assert np.isnan(found[8])
     np.testing.assert_array_equal(found[others], good[others])
     save(tmp_path / "x", name, fitted(name))

@@ -11,9 +11,7 @@ from jax import export
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.recalibrate.programs import onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import Recalibrator
-from calibjax.runtime.errors import UserError
 
-WITHOUT = {"few_shot"}
 FAST = ("temperature", "platt", "isotonic")
 
 
@@ -28,9 +26,8 @@ def drawn(n, seed):
     fields = {"logits": logits, "confidence": top, "features": features, "unembedding": 2 * unembedding}
     fields["confidences"] = np.stack([top, np.sqrt(top)], axis=1)
     fields = {name: value.astype(np.float32) for name, value in fields.items()}
-    numbers = {"slices": np.arange(n) % 4, "categories": np.arange(n) % 3}
-    numbers = {name: value.astype(np.int32) for name, value in numbers.items()}
-    return Predictions(**fields, **numbers, labels=labels, correct=(logits.argmax(1) == labels).astype(float))
+    correct, categories = (logits.argmax(1) == labels).astype(float), (np.arange(n) % 3).astype(np.int32)
+    return Predictions(**fields, labels=labels, correct=correct, categories=categories)
 
 
 @functools.cache
@@ -53,10 +50,7 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS]
-
-
-@pytest.mark.parametrize("name", [case for case in CASES if case.values[0] not in WITHOUT])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in METHODS])
 def test_stablehlo(name, tmp_path):
     """Of one method also in a process that cannot import calibjax."""
     given = inputs(name)
@@ -77,14 +71,8 @@ numpy.save("found.npy", program.call(*(given[name] for name in given.files)))
     close(np.asarray(found), fitted(name)(**given))
 
 
-def test_a_method_without_a_program():
-    for make in (stablehlo_program, onnx_model):
-        with pytest.raises(UserError, match="not possible for few_shot"):
-            make(Recalibrator("few_shot", None, {}))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in WITHOUT])
+@pytest.mark.parametrize("name", METHODS)
 def test_onnx(name):
     pytest.importorskip("jax2onnx")
     runtime = pytest.importorskip("onnxruntime")
