@@ -12,7 +12,7 @@ from calibjax.commands.common import JsonOptions
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.calibrated import head_program
-from calibjax.recalibrate.programs import check_program, onnx_model, stablehlo_program
+from calibjax.recalibrate.programs import onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
@@ -73,8 +73,6 @@ def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[st
     if options.method != "ats" or options.model is not None:
         raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
     method = load(options.run)
-    for kind in options.also:
-        check_program(method.name, kind)
     _check_programs(tuple(kind if kind != "onnx" else "method-onnx" for kind in options.also))
     more: dict[str, bytes] = {}
     if "stablehlo" in options.also:

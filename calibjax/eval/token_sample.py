@@ -27,7 +27,7 @@ def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "log_factor": factor, "statistics": _STATISTICS}
     stats, log_scale = batch_stats(model, config, params, frozen, shared, **options)
-    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), model)
+    sharding = vocab_sharding(model)
     logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
     top = top_logits(hidden, frozen.unembedding, count, **logits)
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]

@@ -44,8 +44,12 @@ def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> F
     return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
-def vocab_sharding(mesh: Mesh | AbstractMesh, config: Config) -> VocabSharding | None:
-    """Sharding of the unembedding according to `sharding.RULES`; None on one device or a mesh with other axes."""
+def vocab_sharding(config: Config, mesh: Mesh | AbstractMesh | None = None) -> VocabSharding | None:
+    """Sharding of the unembedding according to `sharding.RULES`; None on one device or a mesh with other axes.
+
+    `mesh`: None for the current one (`jax.set_mesh`).
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
         return None
     divides = config.hidden_size % mesh.shape["fsdp"] == 0
@@ -84,7 +88,7 @@ def frozen_features(
         covariance=frozen.covariance,
         bias=frozen.bias,
         softcap=config.logit_softcap,
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+        sharding=vocab_sharding(config),
         stats=stats,
     )
 
@@ -167,7 +171,7 @@ def stats_at(
         softcap=config.logit_softcap,
         where=where,
         statistics=statistics,
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+        sharding=vocab_sharding(config),
     )
     if place is None:
         return stats

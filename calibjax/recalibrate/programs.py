@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from calibjax.recalibrate.contract import AXES, INTEGERS
 from calibjax.recalibrate.saved import Recalibrator
-from calibjax.runtime.errors import UserError
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}  # of the sizes that are free
@@ -34,17 +33,8 @@ _SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
 }
 
 
-def check_program(name: str, kind: str) -> None:
-    """Raises `UserError` where a method cannot become a program of a kind, "stablehlo" or "onnx"."""
-    if kind not in ("onnx", "stablehlo"):
-        raise UserError(
-            f"--also {kind}: a program of a base model with its head; of {name}, expected onnx or stablehlo."
-        )
-
-
 def stablehlo_program(fitted: Recalibrator) -> bytes:
-    """A serialized program of the fields that the method reads, in their order; UserError as of `check_program`."""
-    check_program(fitted.name, "stablehlo")
+    """A serialized program of the fields that the method reads, in their order."""
     shapes = _shapes(fitted)
     free = sorted({axis for shape in shapes.values() for axis in shape if isinstance(axis, str)})
     scope = export.SymbolicScope([f"{axis} >= {_LEAST[axis]}" for axis in free])
@@ -56,9 +46,7 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
 
 
 def onnx_model(fitted: Recalibrator) -> bytes:
-    """An ONNX model of the fields that the method reads, by name, to `calibrated`; arguments and errors as of
-    `stablehlo_program`. Needs jax2onnx."""
-    check_program(fitted.name, "onnx")
+    """An ONNX model of the fields that the method reads, by name, to `calibrated`. Needs jax2onnx."""
     to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
     shapes = _shapes(fitted)
     inputs: list[Any] = [*shapes.values()]

@@ -82,6 +82,8 @@ def parse_mesh(text: str | None) -> Mesh:
 
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
     """Raises `UserError` if the micro-batches of a step do not divide among the devices of `mesh`."""
+    if batch_size % accumulate:
+        raise UserError(f"--accumulate: expected a divisor of --batch-size {batch_size}, got {accumulate}.")
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = batch_size // accumulate
     if micro % rows:

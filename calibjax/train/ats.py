@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from calibjax.data import Sequences, batches, concatenate, divide, eval_batches, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
@@ -202,36 +202,37 @@ class Candidate(NamedTuple):
         return head.kind == "linear" and head.pooling == "token" and head.identity_start and not loss.per_micro_batch
 
 
+@dataclasses.dataclass
 class _Fitting:
-    """The fits of one call to the same tokens: out of fold, and to all of them."""
+    """The fits of one call to the same tokens: out of fold, and to all of them.
 
-    def __init__(
-        self,
-        tokens: TokenCurves,
-        plan: AtsPlan,
-        context: RunContext,
-        folds: Sequence[np.ndarray],
-        log_scale: float,
-        by_set: bool,
-    ):
-        self._tokens, self._plan, self._context = tokens, plan, context
-        self._folds, self._log_scale, self._by_set = folds, log_scale, by_set
-        self._designs: dict[HeadConfig, Design] = {}
-        self._solutions: dict[tuple[HeadConfig, int], np.ndarray] = {}
-        """The last solution of a head without a fold: the next fit begins there."""
-        fold = np.zeros(len(tokens.source), np.int32)
-        for number, rows in enumerate(folds):
-            fold[rows] = number
-        self._fold = np.repeat(fold, tokens.counted.sum(axis=1))
+    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `solutions`: the last one of a head
+    without a fold, where the next fit begins.
+    """
+
+    tokens: TokenCurves
+    plan: AtsPlan
+    context: RunContext
+    folds: Sequence[np.ndarray]
+    log_scale: float
+    by_set: bool
+    designs: dict[HeadConfig, Design] = dataclasses.field(default_factory=dict)
+    solutions: dict[tuple[HeadConfig, int], np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def fold(self) -> Int[np.ndarray, " N"]:
         """Of each token that counts."""
+        fold = np.zeros(len(self.tokens.source), np.int32)
+        for number, rows in enumerate(self.folds):
+            fold[rows] = number
+        return np.repeat(fold, self.tokens.counted.sum(axis=1))
 
     def candidates(self) -> list[Candidate]:
         """Those with the first loss, the simplest first: heads by what they read, then falling decays."""
-        plan = self._plan
         return [
-            Candidate(head, plan.trials[0], decay)
-            for head in plan.heads
-            for decay in (plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
+            Candidate(head, self.plan.trials[0], decay)
+            for head in self.plan.heads
+            for decay in (self.plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
         ]
 
     def choose(self) -> tuple[Score, dict[str, Any]]:
@@ -241,14 +242,14 @@ class _Fitting:
         (`cross_fit.as_good`). Then the loss: of those whose NLL is as good, the one with the least calibration error.
         Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
-        scaling = score(self._tokens, "temperature scaling", self._towards, refit=False)
+        scaling = score(self.tokens, "temperature scaling", self._towards, refit=False)
         tried: dict[str, Score] = {}
 
         def try_out(candidate: Candidate) -> Score:
             name = str(candidate)
             if name not in tried:
-                most = len(self.candidates()) + len(self._plan.trials) - 1
-                self._context.log(f"fit {len(tried) + 1} of up to {most}: {name}")
+                most = len(self.candidates()) + len(self.plan.trials) - 1
+                self.context.log(f"fit {len(tried) + 1} of up to {most}: {name}")
                 tried[name] = self._cross_fit(candidate)
             return tried[name]
 
@@ -261,34 +262,34 @@ class _Fitting:
                 if len(scores) > 1 and gain(scores[-1], scores[-2]) < _SMALL * gain(scores[-2], scaling):
                     break  # the optimal decay is near
         first = as_good([*tried.values()], scaling)[0].candidate
-        losses = [try_out(first._replace(trial=trial)) for trial in self._plan.trials]
+        losses = [try_out(first._replace(trial=trial)) for trial in self.plan.trials]
         best = min(as_good(losses, scaling), key=lambda scored: scored.calibration_error)
         others = sorted((other for other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
         rows = [scored.as_json(scaling) for scored in (scaling, *tried.values())]
         comparison: dict[str, Any] = {"candidates": rows, "chosen": []}
         for chosen in (best, *others):
-            if chosen.beats(scaling) or not self._plan.auto:
-                self._context.log(
+            if chosen.beats(scaling) or not self.plan.auto:
+                self.context.log(
                     f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
                     f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
                     f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
                 )
                 comparison["chosen"] = [scaling.as_json(scaling), chosen.as_json(scaling)]
                 return chosen, comparison
-        self._context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
+        self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
         return scaling, comparison
 
     def _is_promising(self, candidate: Candidate, tried: Iterable[Score]) -> bool:
         """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
         best = min(tried, key=lambda scored: scored.mean("nll"))
-        fold = self._tokens.take(self._folds[0])
-        mine = self._fold == 0
+        fold = self.tokens.take(self.folds[0])
+        mine = self.fold == 0
         towards = self._towards[mine]
         log_scale = shrunk(self._predict(candidate, 0), towards, SHRINKAGE)
         here = score(fold, candidate, log_scale, refit=False)
         difference, error = here.difference(score(fold, best.name, best.log_scale[mine], refit=False), "nll")
         is_lower = difference < -error
-        self._context.log(
+        self.context.log(
             f"{here.name}: on the first fold NLL {here.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "
             f"{best.name}: {'tried on all' if is_lower else 'left out'}"
         )
@@ -297,32 +298,32 @@ class _Fitting:
     def params(self, candidate: Candidate) -> Any:
         """The parameters of the candidate, fitted to all tokens."""
         if not candidate.is_solved:
-            return self._train(candidate, self._tokens, "all")
+            return self._train(candidate, self.tokens, "all")
         design = self._design(candidate.head)
         return head_params(design, solve(design, candidate.trial, candidate.decay))
 
     @functools.cached_property
     def _towards(self) -> Float[np.ndarray, " N"]:
         """Log s of temperature scaling. For a set it is fitted on the others; a fold of rows hardly moves it."""
-        if not self._by_set:
-            return np.full(len(self._fold), self._log_scale, np.float32)
-        ends = np.cumsum([len(rows) for rows in self._folds])
-        others = [np.setdiff1d(np.arange(ends[-1]), rows) for rows in self._folds]
-        fitted = [fit_temperature(self._tokens.take(rows)).log_scale for rows in others]
-        return np.array(fitted, np.float32)[self._fold]
+        if not self.by_set:
+            return np.full(len(self.fold), self.log_scale, np.float32)
+        ends = np.cumsum([len(rows) for rows in self.folds])
+        others = [np.setdiff1d(np.arange(ends[-1]), rows) for rows in self.folds]
+        fitted = [fit_temperature(self.tokens.take(rows)).log_scale for rows in others]
+        return np.array(fitted, np.float32)[self.fold]
 
     def _cross_fit(self, candidate: Candidate) -> Score:
         """Predicts each fold by a head fitted to the others; the predictions are shrunk towards temperature scaling."""
-        log_scale = np.zeros(len(self._fold), np.float32)
-        for fold in range(len(self._folds)):
-            log_scale[self._fold == fold] = self._predict(candidate, fold)
-        refit = self._plan.refit_temperature
+        log_scale = np.zeros(len(self.fold), np.float32)
+        for fold in range(len(self.folds)):
+            log_scale[self.fold == fold] = self._predict(candidate, fold)
+        refit = self.plan.refit_temperature
         scores = [
-            score(self._tokens, candidate, shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
-            for part in (SHRINKAGES_OF_SETS if self._by_set else (SHRINKAGE,))
+            score(self.tokens, candidate, shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
+            for part in (SHRINKAGES_OF_SETS if self.by_set else (SHRINKAGE,))
         ]
         best = min(scores, key=lambda scored: scored.mean("nll"))
-        self._context.log(
+        self.context.log(
             f"{best.name}: out of fold NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
             f"{best.calibration_error:.4f}"
         )
@@ -332,30 +333,30 @@ class _Fitting:
         """Log s of the tokens of a fold, by a head fitted to the others."""
         if candidate.is_solved:
             design, key = self._design(candidate.head), (candidate.head, fold)
-            weights = (self._fold != fold).astype(np.float32)
-            start = self._solutions.get(key)
-            self._solutions[key] = solve(design, candidate.trial, candidate.decay, weights, start)
-            return predict(design, self._solutions[key])[self._fold == fold]
-        others = np.sort(np.concatenate([rows for number, rows in enumerate(self._folds) if number != fold]))
-        params = self._train(candidate, self._tokens.take(others), str(fold))
-        held = self._tokens.take(self._folds[fold])
+            weights = (self.fold != fold).astype(np.float32)
+            start = self.solutions.get(key)
+            self.solutions[key] = solve(design, candidate.trial, candidate.decay, weights, start)
+            return predict(design, self.solutions[key])[self.fold == fold]
+        others = np.sort(np.concatenate([rows for number, rows in enumerate(self.folds) if number != fold]))
+        params = self._train(candidate, self.tokens.take(others), str(fold))
+        held = self.tokens.take(self.folds[fold])
         parts = [
             to_host(_log_scale(candidate.head, held.scales, params, batch))[:real]
-            for batch, real in eval_batches(held.arrays, self._plan.batch_size)
+            for batch, real in eval_batches(held.arrays, self.plan.batch_size)
         ]
         return np.concatenate(parts)[held.counted]
 
     def _design(self, head: HeadConfig) -> Design:
-        if head not in self._designs:
-            self._designs[head] = make_design(self._tokens, head, self._log_scale)
-        return self._designs[head]
+        if head not in self.designs:
+            self.designs[head] = make_design(self.tokens, head, self.log_scale)
+        return self.designs[head]
 
     def _train(self, candidate: Candidate, tokens: TokenCurves, part: str) -> Any:
         name = str(candidate).replace(", ", "-")
-        context = self._context.within(*(() if part == "all" else ("folds", part)), name)
-        smallest = min((len(tokens.source), *(len(self._tokens.source) - len(rows) for rows in self._folds)))
+        context = self.context.within(*(() if part == "all" else ("folds", part)), name)
+        smallest = min((len(tokens.source), *(len(self.tokens.source) - len(rows) for rows in self.folds)))
         rows = len(tokens.source) if part == "all" else smallest
-        return train_head(tokens, self._plan, candidate.head, candidate.trial, rows=rows, context=context)
+        return train_head(tokens, self.plan, candidate.head, candidate.trial, rows=rows, context=context)
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:

@@ -171,9 +171,15 @@ def token_curves(
             rows = slice(start, start + real)
             for name, array in to_host(stored).items():
                 store.write(name, rows, array[:real])
-            _write_curves(
-                store, start, sequences, rows, functools.partial(block, frozen, hidden, batch["targets"]), width
-            )
+            # The curves of the tokens that count, in blocks of one size.
+            row, position = np.nonzero(sequences.where[rows] & (sequences.targets[rows] != -100))
+            for first in range(0, len(row), width):
+                some = min(width, len(row) - first)
+                at = [np.pad(x[first : first + some], (0, width - some)) for x in (row, position)]
+                curves = to_host(block(frozen, hidden, batch["targets"], *(np.asarray(x, np.int32) for x in at)))
+                for name in _FIELDS:
+                    if (values := getattr(curves, name)) is not None:
+                        store.write(name, (start + at[0][:some], at[1][:some]), values[:some])
             bar.update(real)
             if time.monotonic() - last > _NOTE_EVERY or start + real == count:
                 store.note(start + real)
@@ -209,7 +215,7 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
         bias=frozen.bias,
         softcap=config.logit_softcap,
         top_k=top_k,
-        sharding=vocab_sharding(jax.sharding.get_abstract_mesh(), config),
+        sharding=vocab_sharding(config),
     )
 
 
@@ -234,18 +240,6 @@ def frozen_pass(
         return _block(config, dtype, 0, frozen, hidden, batch["targets"], number // length, number % length)
 
     return stored, jax.lax.map(block, number)
-
-
-def _write_curves(store: "_Store", start: int, sequences: Sequences, rows: slice, block: Any, width: int) -> None:
-    """Computes and stores the curves of the tokens of these sequences that count, in blocks of one size."""
-    row, position = np.nonzero(sequences.where[rows] & (sequences.targets[rows] != -100))
-    for first in range(0, len(row), width):
-        at = [np.pad(x[first : first + width], (0, max(0, first + width - len(x)))) for x in (row, position)]
-        curves = to_host(block(*(np.asarray(x, np.int32) for x in at)))
-        real = min(width, len(row) - first)
-        for name in _FIELDS:
-            if (values := getattr(curves, name)) is not None:
-                store.write(name, (start + at[0][:real], at[1][:real]), values[:real])
 
 
 class _Store:

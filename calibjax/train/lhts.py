@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.data import Sequences, hold_back
-from calibjax.kernels import VocabSharding, linear_cross_entropy, vocab_stats
+from calibjax.data import Sequences
+from calibjax.kernels import linear_cross_entropy, vocab_stats
 from calibjax.losses.long_horizon import (
     MODES,
     BaselineKind,
@@ -118,7 +118,6 @@ class LhtsObjective:
     condition_scale: float = 1.0
     dtype: DTypeLike = jnp.float32
     remat: decoder.Remat = "none"
-    sharding: VocabSharding | None = None
 
     def __call__(
         self,
@@ -180,7 +179,7 @@ class LhtsObjective:
             bias=decoder.unembedding_bias(params),
             softcap=self.model.logit_softcap,
             where=batch["where"],
-            sharding=self.sharding,
+            sharding=vocab_sharding(self.model),
             **options,
         )
 
@@ -301,10 +300,10 @@ def fit_lhts(
         # The long-horizon temperature of each sequence, drawn evenly.
         drawn = np.random.default_rng([context.seed, 1]).permutation(len(sequences.tokens)).astype(np.int32)
         condition = drawn % np.int32(conditions)
-        arrays = {**sequences.arrays(), "temperature": np.asarray(options.temperatures, np.float32)[condition]}
+        more = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
         if conditions > 1:
-            arrays["condition"] = condition
-        params, scale, report = _fit_student(lm, options.objective, arrays, sequences, options, context, method)
+            more["condition"] = condition
+        params, scale, report = _fit_student(lm, options.objective, more, sequences, options, context, method)
     names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
     return LhtsFit({name: conditioned(params, index, scale) for index, name in enumerate(names)}, report)
 
@@ -329,9 +328,8 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
         means.append(float(_mean_log_probs(lm, added, options).mean()))
         context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")
         condition = likelihood_quantiles(_mean_log_probs(lm, pool, options), options.quantiles)
-        ones = np.ones(len(condition), np.float32)
-        arrays = {**pool.arrays(), "temperature": ones, "condition": condition}
-        student, scale, report = _fit_student(lm, objective, arrays, pool, options, at, "partition")
+        more = {"temperature": np.ones(len(condition), np.float32), "condition": condition}
+        student, scale, report = _fit_student(lm, objective, more, pool, options, at, "partition")
         params = conditioned(student, options.quantiles - 1, scale)
     return LhtsFit({"partition": params}, {**report, "mean_log_prob": means})
 
@@ -345,20 +343,19 @@ def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOption
 def _fit_student(
     lm: LanguageModel,
     objective: Horizon,
-    arrays: Mapping[str, np.ndarray],
+    more: Mapping[str, np.ndarray],
     sequences: Sequences,
     options: LhtsOptions,
     context: RunContext,
     method: Method,
 ) -> tuple[Any, float, dict[str, Any]]:
-    """Parameters of a student, with a table of conditions where `arrays` have them; its scale; and the report."""
+    """Parameters of a student, with a table of conditions where `more` has them; its scale; and the report."""
     mesh = context.mesh
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
-    if "condition" in arrays:
+    if "condition" in more:
         conditions = options.quantiles if method == "partition" else len(options.temperatures)
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
-    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
     size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
         model=lm.config,
@@ -366,22 +363,21 @@ def _fit_student(
         condition_scale=_CONDITION_RATE * size,
         dtype=lm.dtype,
         remat=options.remat,
-        sharding=vocab_sharding(mesh, lm.config),
     )
     params, report = tune(
         trained,
         trained.likelihood,
         [student],
         placed,
-        {name: array[train_rows] for name, array in arrays.items()},
-        {name: array[validation_rows] for name, array in arrays.items()},
+        sequences,
         options,
+        more=more,
         context=context.titled(method),
         identity={
             "method": method,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
-            "windows": array_hash(arrays),
+            "windows": array_hash({**sequences.arrays(), **more}),
         },
         carry=RunningMean.empty(sequences.tokens.shape[1]),
     )

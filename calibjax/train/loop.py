@@ -12,7 +12,6 @@ from typing import Any
 import grain
 import jax
 from jaxtyping import Array
-from tqdm import tqdm
 
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first
@@ -84,30 +83,6 @@ class TrainLog:
                 self._tracker.finish()
 
 
-class _Settle:
-    """Waits for a step, checks and logs its metrics. Called one step late, so that the device is never idle."""
-
-    def __init__(self, context: RunContext, bar: tqdm, log: TrainLog, steps: int):
-        self._context, self._bar, self._log, self._steps = context, bar, log, steps
-        self._tokens, self._begin = 0.0, time.perf_counter()
-
-    def __call__(self, number: int, metrics: StepMetrics) -> None:
-        loss, count, norm = (float(x) for x in jax.device_get(metrics))
-        # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
-        for name, value in (("loss", loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise NonFiniteLossError(
-                    f"{self._context.title}: the {name} at step {number} is {value}. Lower the learning rate or check "
-                    f"the data; checkpoints of earlier steps are in {self._context.directory}/checkpoints."
-                )
-        self._tokens += count
-        rate = self._tokens / (time.perf_counter() - self._begin)
-        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
-        self._bar.update()
-        if number % LOG_EVERY == 0 or number == self._steps:
-            self._log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
-
-
 def train(
     step_fn: TrainStep,
     state: TrainState,
@@ -151,7 +126,25 @@ def train(
     start = int(state.step)
     log = TrainLog(directory, first_step=start, track=context.track)
     bar = context.bar(title=str(context.title), unit="step", total=steps, initial=start, mininterval=0.2)
-    settle = _Settle(context, bar, log, steps)
+    tokens, begin = 0.0, time.perf_counter()
+
+    def settle(number: int, metrics: StepMetrics) -> None:
+        """Waits for a step, checks and logs its metrics. Called one step late, so that the device is never idle."""
+        nonlocal tokens
+        loss, count, norm = (float(x) for x in jax.device_get(metrics))
+        # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
+        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"{context.title}: the {name} at step {number} is {value}. Lower the learning rate or check "
+                    f"the data; checkpoints of earlier steps are in {directory}/checkpoints."
+                )
+        tokens += count
+        rate = tokens / (time.perf_counter() - begin)
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+        bar.update()
+        if number % LOG_EVERY == 0 or number == steps:
+            log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
     with finishing_steps() as stop_requested:
         pending: tuple[int, StepMetrics] | None = None

@@ -115,11 +115,6 @@ AtsOptions.__doc__ = (
 )
 
 
-def _llama_intermediate_size(hidden_size: int) -> int:
-    """Width of the MLP of Llama 1 and 2: 8/3 D, rounded up to a multiple of 256."""
-    return 256 * -(-(8 * hidden_size // 3) // 256)
-
-
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {
         "head": "linear",
@@ -132,7 +127,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "accumulate": 1,
         "learning_rate": 2e-3,
         "warmup_fraction": 0.1,
-        "intermediate_size": lambda hidden_size: None,
         "min_scale": MIN_SCALE,
     },
     "paper": {
@@ -146,11 +140,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "accumulate": 8,
         "learning_rate": 5e-5,
         "warmup_fraction": 0.0,
-        "intermediate_size": _llama_intermediate_size,  # those of calibration_configs/ for 7B and 13B
         "min_scale": NO_MIN_SCALE,
     },
 }
-"""What `AtsOptions` leaves to its recipe, and the width of the head's MLP and its smallest inverse temperature."""
+"""What `AtsOptions` leaves to its recipe, and the smallest inverse temperature of the head."""
 
 
 class Trial(NamedTuple):
@@ -205,10 +198,6 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     check_options(options)
     recipe = RECIPES[options.recipe]
     chosen = SimpleNamespace(**recipe | {name: x for name in recipe if (x := getattr(options, name, None)) is not None})
-    if chosen.batch_size % chosen.accumulate:
-        raise UserError(
-            f"--accumulate: expected a divisor of --batch-size {chosen.batch_size}, got {chosen.accumulate}."
-        )
     trials = _trials(chosen.loss, options.alpha)
     _check_head_options(options, chosen.head)
     solved = chosen.head == "linear" and options.pooling == "token" and not chosen.random_start
@@ -219,8 +208,10 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     built = [(chosen.head, features) for features in reads]
     if options.head is None and options.features is None and solved:
         built.append(("mlp", ("hidden_states",)))
-    width = chosen.intermediate_size(hidden_size)
-    if width is None and len(built) > 1:
+    width = None
+    if options.recipe == "paper":  # of Llama 1 and 2, 8/3 D: those of calibration_configs/ for 7B and 13B
+        width = 256 * -(-(8 * hidden_size // 3) // 256)
+    elif len(built) > 1:
         width = min(hidden_size, _NARROW)
     try:
         heads = tuple(

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax.data import Sequences, hold_back
-from calibjax.kernels import VocabSharding, linear_cross_entropy
+from calibjax.data import Sequences
+from calibjax.kernels import linear_cross_entropy
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
@@ -107,9 +107,10 @@ class SftOptions(TuningOptions):
 class SftObjective:
     """The `Objective` of fine-tuning: `linear_cross_entropy` of the decoder's hidden states. Hashable.
 
-    It trains the decoder's parameters, or adapters of a frozen decoder, without storing logits. With label
-    smoothing β, the loss of a token with logits z/T is (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse²
-    (arXiv 2508.00264, section 3); other losses are those of `losses.LOSSES`, of the logits z/T.
+    It trains the decoder's parameters, or adapters of a frozen decoder, without storing logits, on the current mesh
+    (`jax.set_mesh`). With label smoothing β, the loss of a token with logits z/T is
+    (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse² (arXiv 2508.00264, section 3); other losses are those of
+    `losses.LOSSES`, of the logits z/T.
 
     Attributes:
         model: as `options.configure` returns it.
@@ -118,12 +119,11 @@ class SftObjective:
     model: DecoderConfig
     options: SftOptions = SftOptions()
     dtype: DTypeLike = jnp.float32
-    sharding: VocabSharding | None = None
 
     def __call__(
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        lora = self.options.lora
+        own, lora = self.options, self.options.lora
         if lora is not None:
             # Adapters are float32; their products are added to those of the kernels, in the compute dtype.
             params = lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
@@ -134,30 +134,26 @@ class SftObjective:
             segment_ids=batch["segment_ids"],
             positions=batch["positions"],
             dtype=self.dtype,
-            remat=self.options.remat,
+            remat=own.remat,
             lora=lora,
         )
-        unembedding = decoder.unembedding(self.model, params).astype(self.dtype)
-        bias = decoder.unembedding_bias(params)
-        return self._total(hidden, unembedding, bias, batch), jnp.sum(batch["where"]).astype(jnp.float32)
-
-    def _total(self, hidden, unembedding, bias, batch: Mapping[str, Array]) -> Float[Array, ""]:
-        """The sum of the loss over the tokens that count."""
-        own, targets = self.options, batch["targets"]
+        inputs = hidden, decoder.unembedding(self.model, params).astype(self.dtype), batch["targets"]
         shared = {
             "scale": None if own.temperature == 1 else 1 / own.temperature,
             "where": batch["where"],
-            "bias": bias,
+            "bias": decoder.unembedding_bias(params),
             "softcap": self.model.logit_softcap,
-            "sharding": self.sharding,
+            "sharding": vocab_sharding(self.model),
         }
         if own.loss in ("label-smoothing", "cross-entropy"):
             smoothing = own.label_smoothing if own.loss == "label-smoothing" else 0.0
-            return linear_cross_entropy(
-                hidden, unembedding, targets, label_smoothing=smoothing, z_loss=own.z_loss, reduction="sum", **shared
+            total = linear_cross_entropy(
+                *inputs, label_smoothing=smoothing, z_loss=own.z_loss, reduction="sum", **shared
             )
-        hyper = {} if own.alpha is None else {"alpha": own.alpha}
-        return jnp.sum(linear_loss(LOSSES[own.loss], hidden, unembedding, targets, hyper=hyper, **shared)[0])
+        else:
+            hyper = {} if own.alpha is None else {"alpha": own.alpha}
+            total = jnp.sum(linear_loss(LOSSES[own.loss], *inputs, hyper=hyper, **shared)[0])
+        return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
     def likelihood(self) -> "SftObjective":
         """The objective that evaluates the same model by its negative log-likelihood."""
@@ -181,12 +177,9 @@ class SftFit(NamedTuple):
     report: dict[str, Any]
 
 
-def sft_objective(
-    config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Mesh | None = None
-) -> SftObjective:
-    """The objective of `fit_sft`, sharded over `mesh`."""
-    sharding = None if mesh is None else vocab_sharding(mesh, config)
-    return SftObjective(model=options.configure(config), options=options, dtype=dtype, sharding=sharding)
+def sft_objective(config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Any = None) -> SftObjective:
+    """The objective of `fit_sft`."""
+    return SftObjective(model=options.configure(config), options=options, dtype=dtype)
 
 
 def fit_sft(
@@ -233,8 +226,7 @@ def fit_sft(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
         )
     config, lora = options.configure(lm.config), options.lora
-    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
-    objective = sft_objective(lm.config, options, lm.dtype, mesh)
+    objective = sft_objective(lm.config, options, lm.dtype)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
@@ -245,8 +237,7 @@ def fit_sft(
             objective.likelihood(),
             held,
             frozen,
-            sequences.take(train_rows).arrays(),
-            sequences.take(validation_rows).arrays(),
+            sequences,
             options,
             context=context.titled("fine-tuning"),
             identity={

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from calibjax.data import batches, eval_batches
+from calibjax.data import Sequences, batches, eval_batches, hold_back
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.runtime.context import RunContext
@@ -74,10 +75,6 @@ class TuningOptions:
     def check(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` if a value is out of range or batches do not divide among the devices of `mesh`."""
         check_options(self)
-        if self.batch_size % self.accumulate:
-            raise UserError(
-                f"--accumulate: expected a divisor of --batch-size {self.batch_size}, got {self.accumulate}."
-            )
         check_batch(mesh, self.batch_size, self.accumulate)
 
     @property
@@ -117,23 +114,27 @@ def tune(
     likelihood: Objective,
     source: list[Any],
     frozen: Any,
-    train_arrays: Mapping[str, np.ndarray],
-    validation_arrays: Mapping[str, np.ndarray],
+    sequences: Sequences,
     options: TuningOptions,
     *,
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
     context: RunContext,
     identity: dict[str, Any],
     carry: Any = None,
     reduction: Literal["mean", "sum"] = "mean",
     consume: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Trains parameters in float32 on the training arrays; returns them and the report.
+    """Trains parameters in float32 on a part of the sequences; returns them and the report.
 
-    `likelihood`, the negative log-likelihood, is evaluated on the validation arrays; one row is a sequence. `source` is
-    a list of one tree, the initial parameters, placed on `context.mesh`; it is emptied, so that they can be freed, and
-    they are donated if `consume`. `carry`: initial state of a `CarryingObjective`. For the others see `train`.
+    `likelihood`, the negative log-likelihood, is evaluated on the other part. `source` is a list of one tree, the
+    initial parameters, placed on `context.mesh`; it is emptied, so that they can be freed, and they are donated if
+    `consume`. `more`: further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`.
+    For the others see `train`.
     """
-    rows = len(next(iter(train_arrays.values())))
+    arrays = {**sequences.arrays(), **more}
+    parts = hold_back(sequences, options.validation_fraction, context.seed)
+    train_arrays, validation_arrays = ({name: x[rows] for name, x in arrays.items()} for rows in parts)
+    rows, validation = map(len, parts)
     steps = max(1, options.epochs * rows // options.batch_size)
     optimizer = options.optimizer_config.build(steps)
 
@@ -177,7 +178,6 @@ def tune(
             evaluation=(evaluate, max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
-    validation = len(next(iter(validation_arrays.values())))
     context.log(
         f"{context.title}: {steps:,} steps on {rows:,} sequences; validation NLL {final['validation_nll']:.4f} on "
         f"{validation:,}"

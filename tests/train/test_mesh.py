@@ -11,7 +11,7 @@ from tiny import answered, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats
 from calibjax.kernels import sharded
-from calibjax.models.frozen import freeze, vocab_sharding
+from calibjax.models.frozen import freeze
 from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
 from calibjax.train import AtsOptions, OptimizerConfig, create_state, make_train_step
 from calibjax.train.curves import frozen_pass
@@ -105,7 +105,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
             program = jax.jit(frozen_pass, static_argnums=(0, 1, 2))
             found = collectives(program.lower(lm.config, lm.dtype, features, frozen, batch).compile().as_text())
     else:
-        objective = SftObjective(model=lm.config, sharding=vocab_sharding(mesh, lm.config))
+        objective = SftObjective(model=lm.config)
         found = collectives_of_step(objective, params, None, mesh)
     print(sorted(set(found)))
     whole, piece = VOCAB * WIDTH, 128 * WIDTH

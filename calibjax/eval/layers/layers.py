@@ -43,7 +43,7 @@ def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> R
 
 def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
     """The sharding of the operator over the current mesh (`jax.set_mesh`), if any; letters alone are not sharded."""
-    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), config)
+    sharding = vocab_sharding(config)
     whole = read.unembedding.shape[0] == config.vocab_size
     return sharding if sharding is None or whole else dataclasses.replace(sharding, vocab=(), width=())
 

@@ -261,7 +261,7 @@ def _read(model, dtype, top_k, frozen: Frozen, hidden, log_scales, places):
     (row, position, token) `[R, 3]`."""
     row, position, token = places.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
-    sharding = vocab_sharding(jax.sharding.get_abstract_mesh(), model)
+    sharding = vocab_sharding(model)
     shared: Any = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
     largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
     statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
