@@ -36,7 +36,7 @@ from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
 from calibjax.train.curves import frozen_pass, stored_features
 from calibjax.train.options import RECIPES, AtsOptions, AtsPlan, make_plan
-from calibjax.train.sft import SftOptions, sft_objective
+from calibjax.train.sft import SftObjective, SftOptions
 from calibjax.train.step import make_train_step
 from calibjax.train.tuning import first_state
 
@@ -319,7 +319,7 @@ def build(job: Job, mesh: Any = None) -> Program:
     batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
     optimizer = method.optimizer_config.build(1000)  # steps of the schedule: a number in the program
     step = make_train_step(
-        sft_objective(config, method, dtype, mesh),
+        SftObjective(model=method.configure(config), options=method, dtype=dtype),
         optimizer,
         accumulate=method.accumulate,
         reduction=method.reduction,

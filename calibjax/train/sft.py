@@ -177,11 +177,6 @@ class SftFit(NamedTuple):
     report: dict[str, Any]
 
 
-def sft_objective(config: DecoderConfig, options: SftOptions, dtype: DTypeLike, mesh: Any = None) -> SftObjective:
-    """The objective of `fit_sft`."""
-    return SftObjective(model=options.configure(config), options=options, dtype=dtype)
-
-
 def fit_sft(
     lm: LanguageModel,
     sequences: Sequences,
@@ -226,7 +221,7 @@ def fit_sft(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
         )
     config, lora = options.configure(lm.config), options.lora
-    objective = sft_objective(lm.config, options, lm.dtype)
+    objective = SftObjective(model=config, options=options, dtype=lm.dtype)
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     frozen: Any = None if lora is None else placed
     held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]

@@ -63,7 +63,7 @@ def test_a_head_that_attends_reads_tokens_that_do_not_count(tmp_path):
 def test_files_are_read_again_only_where_they_are_of_the_same_pass(tmp_path, monkeypatch):
     first = {name: np.array(x) for name, x in run(tmp_path)[0].arrays.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(curves, "_write_curves", _die)
+        patch.setattr(curves._Store, "write", _die)
         chex.assert_trees_all_equal(first, dict(run(tmp_path)[0].arrays))
     changes = (
         {"lm": make_lm(seed=4)},
@@ -73,7 +73,7 @@ def test_files_are_read_again_only_where_they_are_of_the_same_pass(tmp_path, mon
     )
     for change in changes:
         with monkeypatch.context() as patch:
-            patch.setattr(curves, "_write_curves", _die)
+            patch.setattr(curves._Store, "write", _die)
             with pytest.raises(KeyboardInterrupt):
                 run(tmp_path, **change)
 
