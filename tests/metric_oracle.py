@@ -59,17 +59,6 @@ def smoothed(c, y, bandwidth, nodes=4000):
     return np.trapezoid(np.abs(density), t)
 
 
-def reflected(c, y, bandwidth, nodes=4000):
-    """The same with the kernel written as the sum of its mirror images."""
-    t = np.linspace(0, 1, nodes + 1)
-    density = np.zeros(nodes + 1)
-    for turn in range(-2, 3):
-        for image in (c + 2 * turn, -c + 2 * turn):
-            kernel = np.exp(-((t[:, None] - image[None, :]) ** 2) / (2 * bandwidth**2))
-            density += kernel @ (c - y) / (len(c) * bandwidth * np.sqrt(2 * np.pi))
-    return np.trapezoid(np.abs(density), t)
-
-
 def smooth_ece(c, y):
     low, high = 0.0, 1.0
     for _ in range(10):

@@ -33,7 +33,6 @@ class Bench:
     Attributes:
         vocab_size: V.
         hidden_size: D.
-        layers: L.
         batch: sequences.
         seq_len: tokens a sequence.
         tie: unembedding and embedding are the same array.
@@ -45,7 +44,6 @@ class Bench:
 
     vocab_size: int = 128_256
     hidden_size: int = 2_048
-    layers: int = 2
     batch: int = 16
     seq_len: int = 128
     tie: bool = False
@@ -54,26 +52,11 @@ class Bench:
     repeats: int = 3
     compile_only: bool = False
 
-    def config(self) -> DecoderConfig:
-        return DecoderConfig(
-            family="llama",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=11 * self.hidden_size // 4,
-            num_layers=self.layers,
-            num_heads=self.hidden_size // 128,
-            num_kv_heads=self.hidden_size // 128,
-            head_dim=128,
-            max_positions=self.seq_len,
-            tie_embeddings=self.tie,
-        )
 
-
-def _objective(bench: Bench, name: str):
-    config, dtype = bench.config(), jnp.dtype(bench.dtype)
+def _objective(bench: Bench, config: DecoderConfig, name: str):
+    dtype = jnp.dtype(bench.dtype)
     if name == "ours":
-        options = SftOptions(label_smoothing=bench.label_smoothing)
-        return SftObjective(model=config, options=options, dtype=dtype)
+        return SftObjective(model=config, options=SftOptions(label_smoothing=bench.label_smoothing), dtype=dtype)
 
     def full_logits(params, frozen, batch, hyper):
         places = {"segment_ids": batch["segment_ids"], "positions": batch["positions"]}
@@ -91,8 +74,20 @@ def _objective(bench: Bench, name: str):
 
 def measure(bench: Bench, name: str) -> dict[str, Any]:
     """Compiles one contender's step, and runs it; for a process of its own."""
-    adamw = OptimizerConfig()
+    adamw, heads = OptimizerConfig(), bench.hidden_size // 128
     optimizer, shape = adamw.build(100), (bench.batch, bench.seq_len)
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=bench.vocab_size,
+        hidden_size=bench.hidden_size,
+        intermediate_size=11 * bench.hidden_size // 4,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=128,
+        max_positions=bench.seq_len,
+        tie_embeddings=bench.tie,
+    )
     batch = {
         "tokens": jax.random.randint(jax.random.key(1), shape, 0, bench.vocab_size),
         "targets": jax.random.randint(jax.random.key(2), shape, 0, bench.vocab_size),
@@ -102,18 +97,15 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     }
 
     def start():
-        return create_state(init_params(bench.config(), jax.random.key(0)), optimizer)
+        return create_state(init_params(config, jax.random.key(0)), optimizer)
 
     abstract = jax.eval_shape(start)
-    step = make_train_step(_objective(bench, name), optimizer, clip_norm=adamw.clip_norm)
+    step = make_train_step(_objective(bench, config, name), optimizer, clip_norm=adamw.clip_norm)
     compiled = step.lower(abstract, None, batch, {}).compile()  # pyright: ignore[reportFunctionMemberAccess]
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves(abstract.params))
     analysis = compiled.memory_analysis()
-    result: dict[str, Any] = {
-        "weights_mib": weights / 2**20,
-        "beyond_mib": (analysis.temp_size_in_bytes - weights) / 2**20,
-        "device": jax.devices()[0].device_kind,
-    }
+    beyond = (analysis.temp_size_in_bytes - weights) / 2**20
+    result = {"weights_mib": weights / 2**20, "beyond_mib": beyond, "device": jax.devices()[0].device_kind}
     if bench.compile_only:
         return result
     state, times = jax.block_until_ready(jax.jit(start)()), []

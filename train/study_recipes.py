@@ -33,6 +33,10 @@ from calibjax.runtime.files import write_file
 FAMILIES = {"llama": 128_256 / 4096, "mistral": 32_768 / 4096, "gemma2": 256_000 / 2304}
 """Architecture -> V/D of Llama-3.1-8B, Mistral-7B-v0.3 and Gemma-2-2B."""
 
+SMOOTHING = (0.0, 0.1)  # weights of the uniform distribution
+WIDTH = 128  # of the residual stream
+EPOCHS = 10  # of fine-tuning: enough for a model to become overconfident
+
 SETS = {
     "alpaca": "alpaca_cleaned/alpaca_cleaned",
     "openhermes": "lima/lima",
@@ -48,24 +52,14 @@ class Study:
     Attributes:
         assets: directory with data/.
         out: for models, results and logs.
-        smoothing: weights of the uniform distribution.
         tokens: to train each model on.
-        width: of the residual stream.
-        layers: blocks.
         sequences: of 128 tokens of a data set; 60% to fine-tune on, the rest held out.
-        epochs: of fine-tuning: enough for a model to become overconfident.
-        learning_rate: of fine-tuning, peak.
     """
 
     assets: Path
     out: Path
-    smoothing: tuple[float, ...] = (0.0, 0.1)
     tokens: int = 1_000_000
-    width: int = 128
-    layers: int = 4
     sequences: int = 500
-    epochs: int = 10
-    learning_rate: float = 2e-3
 
 
 def rows(assets: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -102,8 +96,8 @@ def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]
                 small.sft,
                 label_smoothing=beta,
                 batch_size=8,
-                epochs=study.epochs,
-                learning_rate=study.learning_rate,
+                epochs=EPOCHS,
+                learning_rate=2e-3,
                 validation_fraction=0.1,
             ),
         )
@@ -114,10 +108,7 @@ def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]
 
 def main(study: Study) -> None:
     require_directory(study.assets / "data", "--assets")
-    shared = {
-        name: getattr(study, name) for name in ("tokens", "width", "layers", "sequences", "epochs", "learning_rate")
-    }
-    claim_directory(study.out, {"command": "study_recipes", **shared})
+    claim_directory(study.out, {"command": "study_recipes", "tokens": study.tokens, "sequences": study.sequences})
     for name in SETS:
         write_file(study.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows(study.assets, name)))
     lines = [
@@ -130,18 +121,18 @@ def main(study: Study) -> None:
             out=study.out / family,
             family=family,  # pyright: ignore[reportArgumentType]
             tokens=study.tokens,
-            vocab_size=round(ratio * study.width),
-            width=study.width,
-            layers=study.layers,
+            vocab_size=round(ratio * WIDTH),
+            width=WIDTH,
+            layers=4,
             seq_len=128,
             learning_rate=2e-3,
         )
         if not (model.out / "pretrained.json").is_file():
             pretrain(model)
         for name in SETS:
-            for beta in study.smoothing:
+            for beta in SMOOTHING:
                 methods = run_one(study, family, name, beta)
-                if beta == study.smoothing[0]:
+                if beta == SMOOTHING[0]:
                     lines.append(line(family, name, "base", methods["base"], methods["base_temperature"]))
                 tuned = methods["fine_tuned"], methods["fine_tuned_temperature"]
                 lines.append(line(family, name, f"{beta:g}", *tuned))

@@ -16,6 +16,7 @@ from calibjax.runtime.arrays import AnyArray
 NODES = 256  # grid intervals of the curve on [0, 1]; its smallest bandwidth spans five of them
 GROUPS = 200  # that the band is resampled from: its ends have a relative error of (2 GROUPS)^-½, 5%
 _BANDWIDTHS = (0.02, 0.05)  # of the curve
+_RESAMPLES = 200  # of the band
 _LEAST = 10.0  # points, weighted by the kernel over its largest value, below which the curve is not drawn
 _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them
 
@@ -129,7 +130,6 @@ def reliability_curve(
     correct: AnyArray,
     *,
     groups: np.ndarray | None = None,
-    resamples: int = 200,
     seed: int = 0,
 ) -> ReliabilityCurve:
     """Accuracy by confidence with its 95% band and the density of the confidences.
@@ -138,8 +138,8 @@ def reliability_curve(
     and 1 (Błasiok and Nakkiran 2024). σ is smooth ECE, their choice, but at least 0.02, and at most 0.05, since a wider
     kernel would flatten the curve of a model that is far from calibrated. Confidences lie on a grid of 1/256.
 
-    `groups`: labels `[N]`; points of one group are resampled together. `resamples` and `seed`: of the band, a
-    percentile interval. For the other arguments see `expected_calibration_error`. ValueError for invalid points.
+    `groups`: labels `[N]`; points of one group are resampled together. `seed`: of the band, a percentile interval. For
+    the other arguments see `expected_calibration_error`. ValueError for invalid points.
     """
     check({"confidence": confidence, "correct": correct})
     if not len(confidence):
@@ -152,10 +152,10 @@ def reliability_curve(
     sums = np.zeros((min(labels.max() + 1, GROUPS), NODES + 1, 2))
     for step, weight in ((0, 1 - (at - node)), (1, at - node)):
         np.add.at(sums, (pool, node + step), np.stack([weight, weight * y], axis=-1))
-    return curve_from_sums(sums, resamples=resamples, seed=seed)
+    return curve_from_sums(sums, seed=seed)
 
 
-def curve_from_sums(sums: np.ndarray, *, resamples: int = 200, seed: int = 0) -> ReliabilityCurve:
+def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
     """`reliability_curve` from `grid_sums` of independent groups, `[G, NODES + 1, 2]`; at most some hundred groups."""
     sums = np.asarray(sums, np.float64)
     count, correct = np.moveaxis(sums.sum(axis=0), -1, 0)
@@ -166,11 +166,11 @@ def curve_from_sums(sums: np.ndarray, *, resamples: int = 200, seed: int = 0) ->
     confidence = np.arange(101) / 100
     kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)
     weight = kernel @ count
-    draws = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples)
-    drawn = np.tensordot(draws, np.tensordot(sums, kernel, axes=(1, 1)), axes=(1, 0))  # [resamples, 2, 101]
+    draws = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
+    drawn = np.tensordot(draws, np.tensordot(sums, kernel, axes=(1, 1)), axes=(1, 0))  # [_RESAMPLES, 2, 101]
     shown = weight * bandwidth * np.sqrt(2 * np.pi) >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
-    ratio = np.divide(drawn[:, 1], drawn[:, 0], out=np.tile(curve, (resamples, 1)), where=drawn[:, 0] > 0)
+    ratio = np.divide(drawn[:, 1], drawn[:, 0], out=np.tile(curve, (_RESAMPLES, 1)), where=drawn[:, 0] > 0)
     low, high = np.quantile(ratio, (0.025, 0.975), axis=0)
     bounds = (np.minimum(low, curve), np.maximum(high, curve))
     accuracy, low, high = (np.where(shown, x, np.nan) for x in (curve, *bounds))

@@ -78,8 +78,8 @@ def bias_from_sums(sums: CalibrationSums):
 _NORMS = {"l1": ece_from_sums, "l2": rmsce_from_sums, "max": mce_from_sums}
 
 
-def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic, counts: bool = False):
-    data = points(confidence, correct, where, counts)
+def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic):
+    data = points(confidence, correct, where)
     index = bin_index(data.confidence, bins, closed)
     return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
@@ -159,21 +159,17 @@ def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Nor
     return _equal_mass(confidence, correct, bins, where, error_of_norm(norm))
 
 
-@metric("bins", "equal_mass", "closed", counts=True)
-def debiased_calibration_error(
-    confidence, correct, *, bins: int = 15, equal_mass: bool = True, closed: Closed = "right", where=None
-):
+@metric("bins", counts=True)
+def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=None):
     """L2 calibration error with most of its small-sample bias removed (Kumar et al. 2019).
 
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    `equal_mass` bins, as in the authors' package; otherwise equal-width bins, `closed`. For the other arguments see
+    Bins of equal mass, as in the authors' package; `debiased_from_sums` has those of equal width. For the arguments see
     `adaptive_calibration_error`.
     """
-    if equal_mass:
-        return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
-    return _equal_width(confidence, correct, bins, closed, where, debiased_from_sums, counts=True)
+    return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
 
 
 @metric()

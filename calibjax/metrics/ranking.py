@@ -5,7 +5,7 @@ expectation over the orders within blocks, so it does not depend on the order of
 equals w points of the same confidence.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,22 +114,16 @@ def prediction_rejection_ratio(confidence, correct, *, where=None):
     return data.answer(jnp.where(differ, ratio, jnp.nan))
 
 
-@metric("error", counts=True)
-def ause(confidence, correct, *, error: Literal["brier", "zero-one"] = "brier", where=None):
+@metric(counts=True)
+def ause(confidence, correct, *, where=None):
     """Area under the sparsification error (Ilg et al. 2018), where uncertainty is 1 − confidence.
 
-    Mean over k of (mean error of the k points of highest confidence − mean error of the k points of least error),
-    divided by the mean error of all points. 0 is best, and the value where the mean error is 0.
-
-    Args:
-        confidence, correct, where: see `aurc`.
-        error: error of a point: "brier", (confidence − correctness)²; "zero-one", 1 − correctness, which gives
-            `excess_aurc` divided by the error rate.
+    With the error (confidence − correctness)² of a point: mean over k of (mean error of the k points of highest
+    confidence − mean error of the k points of least error), divided by the mean error of all points. 0 is best, and the
+    value where the mean error is 0. For the arguments see `aurc`.
     """
-    if error not in ("brier", "zero-one"):
-        raise ValueError(f'error: expected "brier" or "zero-one", got {error!r}.')
     data = points(confidence, correct, where, counts=True)
-    loss = jnp.square(data.confidence - data.correct) if error == "brier" else 1 - data.correct
+    loss = jnp.square(data.confidence - data.correct)
     mean = data.mean(loss)
     excess = _area(data, data.confidence, loss) - _area(data, -loss, loss)
     return data.answer(jnp.where(mean > 0, excess / jnp.where(mean > 0, mean, 1.0), 0.0))

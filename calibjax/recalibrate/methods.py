@@ -9,7 +9,7 @@ Example:
     [0.75, 0.75, 0.75, 0.75]
 """
 
-from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, stacking, steps, temperature
+from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, steps, temperature
 from calibjax.recalibrate.contract import Method
 
 _CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
@@ -42,6 +42,6 @@ METHODS: dict[str, Method] = {
     "scaling_binning": Method(steps.fit_scaling_binning, steps.apply_scaling_binning, _BINARY, monotone=True),
     "lore": Method(features.fit_local, features.apply_local, (*_BINARY, "features")),
     "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
-    "stacking": Method(stacking.fit, stacking.apply, ("confidences", "correct")),
+    "stacking": Method(logistic.fit_stacking, logistic.apply_stacking, ("confidences", "correct")),
 }
 """Name -> method, in the order of tables."""

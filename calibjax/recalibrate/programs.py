@@ -4,7 +4,6 @@ Their inputs are the fields of `Predictions` that the method reads, by name; the
 so are the number of classes and the width of features where the fitted numbers do not fix them.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from importlib import import_module
@@ -53,8 +52,12 @@ def onnx_model(fitted: Recalibrator) -> bytes:
     if any(_dtype(field) != jnp.float32 for field in shapes):
         (n,) = export.symbolic_shape("n")
         inputs = [jax.ShapeDtypeStruct((n,), _dtype(field)) for field in shapes]
-    with _quiet():
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # jax2onnx logs its own workings
+    try:
         model = to_onnx(_function(fitted), inputs, input_names=[*shapes], output_names=["calibrated"])
+    finally:
+        logging.disable(before)
     return model.SerializeToString()
 
 
@@ -75,14 +78,3 @@ def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
 
 def _dtype(field: str) -> Any:
     return jnp.int32 if field in INTEGERS else jnp.float32
-
-
-@contextlib.contextmanager
-def _quiet():
-    """jax2onnx logs its own workings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -56,19 +56,6 @@ def test_sums_and_points_give_the_same_resamples():
     assert not np.allclose(fast, other)
 
 
-def test_ece_of_arrays_is_that_of_sums():
-    c, y = answers(400)
-    sums = sums_of(c.reshape(100, 4), y.reshape(100, 4), bins=10, closed="left")
-    of_sums = metrics.resample_sums(sums, resamples=30)
-    groups = np.arange(400) // 4
-    ece = metrics.expected_calibration_error
-    of_arrays = metrics.resample_metric(ece, c, y, bins=10, closed="left", groups=groups, resamples=30)
-    assert_within(of_arrays, of_sums, 20 * EPS, "ECE")
-    l2 = metrics.resample_metric(ece, c, y, norm="l2", groups=groups, resamples=30)
-    rms = metrics.resample_metric(metrics.root_mean_square_calibration_error, c, y, groups=groups, resamples=30)
-    np.testing.assert_array_equal(l2, rms)
-
-
 def test_sorting_metrics_have_intervals():
     rng = np.random.default_rng(1)
     c = rng.uniform(size=300).astype(np.float32)
@@ -123,12 +110,6 @@ def test_wrong_options():
         metrics.resample_metric(metrics.brier_score, c, y, where=np.zeros(10, bool))
     with pytest.raises(ValueError, match="level: expected"):
         metrics.metric_interval(metrics.brier_score, c, y, level=95, resamples=5)
-
-
-def test_percentiles_beside_an_infinity():
-    values = np.append(np.arange(100.0), np.inf)
-    np.testing.assert_allclose(metrics.percentile_interval(values, 0.9), (5, 95))
-    assert metrics.percentile_interval(values, 0.999)[1] == np.inf
 
 
 def add_up(batches):

@@ -217,7 +217,6 @@ def test_the_temperature_of_the_issue():
     [
         ("platt", [0.681765079498291, 1.0, 0.2826261520385742], [1, 1, 0.375]),  # a long last step, cut at a bound
         ("platt", [1.0, 0.0], [0.25, 0.875]),  # the first step ends where there is no curvature
-        ("platt", [0.0, 1.0, 0.0, 0.0], [1, 0, 1, 0]),
         ("beta", [0.9653891921043396, 1.0], [0.75, 0.75]),  # a comes within rounding of its bound
     ],
 )

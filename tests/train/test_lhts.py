@@ -214,8 +214,6 @@ def test_mixed_samples_replace_their_share(tmp_path):
     again = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=2))
     assert (tmp_path / "samples.npz").stat().st_mtime_ns == written
     np.testing.assert_array_equal(again.targets, mixed.targets)
-    other = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=3))
-    assert (other.targets != mixed.targets).any()
 
 
 def test_quantiles():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from interrupt import killed_at_step
 from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
@@ -204,16 +203,6 @@ def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
         if lora_rank is None:
             spec = many.params["layers"]["mlp"]["up"]["kernel"].sharding.shard_shape((2, 16, 20))
             assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
-
-
-@pytest.mark.slow
-def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
-    whole = fit(tmp_path / "whole", epochs=4, checkpoint_every=2)
-    with killed_at_step(6):
-        fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
-    again = fit(tmp_path / "killed", epochs=4, checkpoint_every=2)
-    chex.assert_trees_all_equal(again.params, whole.params, strict=True)
-    np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
 
 
 @pytest.mark.slow
