@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from calibjax.heads import FittedHead, HeadConfig
-from calibjax.train.checkpoint import Checkpoints, save_head
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.saved import save_head
 from calibjax.train.step import OptimizerConfig, TrainState, create_state
 
 SAVED = Path(__file__).parent / "goldens" / "saved"

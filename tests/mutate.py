@@ -216,7 +216,7 @@ TABLE = {
         ("x, z), -700.0)", "x, z), -900.0)", f"{SOLVERS} -k logistic"),
     ],
     "recalibrate/affine.py": [
-        ("jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)", "matrix", f"{METHODS} -k odir"),
+        ("jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)", "matrix", f"{METHODS} -k optimum"),
         ("- jnp.sum(jnp.where(is_label, scores, 0.0), axis=1)", "- jnp.max(scores, axis=1)", SCIKIT),
     ],
     "recalibrate/optimize.py": [

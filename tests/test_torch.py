@@ -27,8 +27,7 @@ from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
-from calibjax.train.checkpoint import load_head, save_head
-from calibjax.train.portable import export_head
+from calibjax.train.saved import export_head, load_head, save_head
 
 FAMILIES = [family for family in VARIANTS if family != "qwen"]  # transformers does not run Qwen v1
 

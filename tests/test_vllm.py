@@ -19,7 +19,7 @@ from tiny import WORDS, write_tokenizer
 from calibjax.heads import FEATURES
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_logprobs
-from calibjax.train.portable import export_head
+from calibjax.train.saved import export_head
 
 PYTHON = Path(os.environ.get("CALIBJAX_VLLM", Path(__file__).parents[1] / ".venv-vllm")) / "bin" / "python"
 # Heads of 64 channels: vLLM's attention on a CPU has none of 8.

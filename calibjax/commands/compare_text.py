@@ -19,8 +19,8 @@ from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host, together
 from calibjax.train.ats import fit_ats, fit_temperature_head
-from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, make_plan
+from calibjax.train.saved import save_head
 
 _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 

@@ -18,8 +18,7 @@ from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
 from calibjax.runtime.options import Positional
 from calibjax.train import load_head
-from calibjax.train.checkpoint import head_notes
-from calibjax.train.portable import constant_head, export_head
+from calibjax.train.saved import constant_head, export_head, head_notes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

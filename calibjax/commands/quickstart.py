@@ -25,9 +25,9 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Count, run_identity
 from calibjax.runtime.sharding import replicated
-from calibjax.train.checkpoint import save_head
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, make_plan
+from calibjax.train.saved import save_head
 from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
 _LENGTH = 65  # tokens a sequence: 64 predictions

@@ -19,8 +19,8 @@ from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.train.ats import AtsFit, fit_ats, limited
-from calibjax.train.checkpoint import save_head
 from calibjax.train.options import AtsOptions, AtsPlan, make_plan
+from calibjax.train.saved import save_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

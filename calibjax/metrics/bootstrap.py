@@ -132,7 +132,7 @@ def resample_metric(
     metric: Callable,
     confidence: Any,
     correct: Any,
-    *features: Any,
+    *,
     groups: Any = None,
     where: Any = None,
     resamples: int = 1000,
@@ -142,11 +142,10 @@ def resample_metric(
     """A one-call metric on each resample of arrays, `[resamples]`; NaN where undefined (AUROC of one class).
 
     Args:
-        metric: a metric of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, ..., where=), or a similar
+        metric: a metric of `calibjax.metrics` that takes (confidence `[N]`, correct `[N]`, where=), or a similar
             function whose `where` accepts counts. ECE, MCE, RMSCE, bias, Brier score and NLL take seconds for a million
             points; other metrics are computed on all points for each resample.
         confidence, correct: `[N]`.
-        features: further arrays that the metric takes.
         groups: `[N]`, labels of any type; points of equal label are drawn together. None: each point is a group.
         where: `[N]` bool or 0/1, False for points that do not count.
         resamples: number of bootstrap samples >= 1.
@@ -156,19 +155,17 @@ def resample_metric(
     Raises:
         ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
-    arrays, groups = _select((confidence, correct, *features), groups, where)
+    confidence, correct, groups = _select(confidence, correct, groups, where)
     if metric in _FROM_SUMS:
         norm = options.pop("norm", None)
         statistic = _FROM_SUMS[metric] if norm is None else errors.error_of_norm(norm)
-        sums = pooled_sums(*arrays, groups=groups, seed=seed, **options)
+        sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
         return resample_sums(sums, statistic, resamples=resamples, seed=seed)
 
-    pool = _pool_of_point(len(arrays[0]), groups, seed)
-    mapped, arrays = _mapped(metric, tuple(sorted(options.items()))), [jnp.asarray(x) for x in arrays]
-    values = []
-    for drawn in _draws(int(pool.max()) + 1, resamples, seed, len(pool)):
-        counts = jnp.asarray(drawn, jnp.float32)
-        values.append(np.asarray(mapped(counts, jnp.asarray(pool), *arrays), np.float64))
+    pool, mapped = _pool_of_point(len(confidence), groups, seed), _mapped(metric, tuple(sorted(options.items())))
+    arrays = [jnp.asarray(x) for x in (pool, confidence, correct)]
+    draws = _draws(int(pool.max()) + 1, resamples, seed, len(pool))
+    values = [np.asarray(mapped(jnp.asarray(drawn, jnp.float32), *arrays), np.float64) for drawn in draws]
     return np.concatenate(values)[:resamples]
 
 
@@ -176,15 +173,14 @@ def resample_metric(
 def _mapped(metric: Callable, options: tuple) -> Callable:
     """Maps the metric over rows of draws; cached so that calls of one shape compile once."""
 
-    def resampled(draws, pool, *arrays):
-        return jax.vmap(lambda draw: metric(*arrays, where=draw[pool], **dict(options)))(draws)
+    def resampled(draws, pool, confidence, correct):
+        return jax.vmap(lambda draw: metric(confidence, correct, where=draw[pool], **dict(options)))(draws)
 
     return jax.jit(resampled)
 
 
-def _select(arrays: tuple, groups: Any, where: Any) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """The arrays and groups of the points that count, checked."""
-    confidence, correct, *_ = arrays
+def _select(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Confidence, correctness and group of the points that count, checked."""
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
         raise ValueError("where: expected True or False for each point; resampling does not take weights.")
@@ -193,7 +189,9 @@ def _select(arrays: tuple, groups: Any, where: Any) -> tuple[list[np.ndarray], n
     counts = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
     if not counts.any():
         raise ValueError("expected at least one point that counts, got none.")
-    return [np.asarray(x)[counts] for x in arrays], None if groups is None else np.asarray(groups)[counts]
+    if groups is not None:
+        groups = np.asarray(groups)[counts]
+    return np.asarray(confidence)[counts], np.asarray(correct)[counts], groups
 
 
 def _error_sums(
@@ -210,7 +208,7 @@ def _error_sums(
     norm: Norm | None = None,
 ) -> tuple[CalibrationSums, dict[str, Any]]:
     """Sums per pool for a metric of `_NORM_OF`, and the options of `error_interval`."""
-    (c, y), kept = _select((confidence, correct), groups, where)
+    c, y, kept = _select(confidence, correct, groups, where)
     if metric is errors.adaptive_calibration_error:
         index = equal_mass_index(jnp.asarray(c, jnp.float32), jnp.ones(len(c)), bins)
     else:
@@ -269,7 +267,7 @@ def _sums_of_pools(
 
 
 def metric_interval(
-    metric: Callable, confidence: Any, correct: Any, *features: Any, level: float = 0.95, **options: Any
+    metric: Callable, confidence: Any, correct: Any, *, level: float = 0.95, **options: Any
 ) -> Interval:
     """A one-call metric of arrays with its interval, which always contains the value.
 
@@ -289,12 +287,12 @@ def metric_interval(
         sums, drawing = _error_sums(metric, confidence, correct, **options)
         _, low, high, _ = error_interval(sums, level=level, **drawing)
     else:
-        low, high = percentile_interval(resample_metric(metric, confidence, correct, *features, **options), level)
-    value = _on_all_points(metric, (confidence, correct, *features), options)
+        low, high = percentile_interval(resample_metric(metric, confidence, correct, **options), level)
+    value = _on_all_points(metric, (confidence, correct), options)
     return Interval(value, float(np.minimum(low, value)), float(np.maximum(high, value)))  # NaN stays NaN
 
 
-def _on_all_points(metric: Callable, arrays: tuple[Any, ...], options: dict[str, Any]) -> float:
+def _on_all_points(metric: Callable, arrays: tuple[Any, Any], options: dict[str, Any]) -> float:
     own = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
     return float(metric(*map(jnp.asarray, arrays), **own))
 
@@ -319,7 +317,7 @@ def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, 
 
 
 def paired_comparison(
-    metric: Callable, first: tuple[Any, ...], second: tuple[Any, ...], *, level: float = 0.95, **options: Any
+    metric: Callable, first: tuple[Any, Any], second: tuple[Any, Any], *, level: float = 0.95, **options: Any
 ) -> Comparison:
     """Compares a metric between two models on the same points, which are resampled together.
 
@@ -327,7 +325,7 @@ def paired_comparison(
 
     Args:
         metric: see `resample_metric`.
-        first: (confidence `[N]`, correct `[N]`, ...) of the first model.
+        first: (confidence `[N]`, correct `[N]`) of the first model.
         second: the same arrays of the second model, point by point (ValueError for other shapes).
         level: coverage of the interval.
         options: groups, where, resamples, seed and options of the metric, see `resample_metric`.

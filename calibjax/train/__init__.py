@@ -2,10 +2,10 @@
 
 from calibjax.runtime.errors import NonFiniteLossError as NonFiniteLossError
 from calibjax.train.ats import AtsObjective as AtsObjective
-from calibjax.train.checkpoint import head_notes as head_notes
-from calibjax.train.checkpoint import load_head as load_head
-from calibjax.train.checkpoint import save_head as save_head
 from calibjax.train.options import AtsOptions as AtsOptions
+from calibjax.train.saved import head_notes as head_notes
+from calibjax.train.saved import load_head as load_head
+from calibjax.train.saved import save_head as save_head
 from calibjax.train.step import OptimizerConfig as OptimizerConfig
 from calibjax.train.step import TrainState as TrainState
 from calibjax.train.step import create_state as create_state

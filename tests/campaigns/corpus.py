@@ -18,7 +18,8 @@ from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.orbax_checkpoint import save_checkpoint
 from calibjax.runtime.checksums import seal
-from calibjax.train.checkpoint import Checkpoints, save_head
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.saved import save_head
 from calibjax.train.step import OptimizerConfig, TrainState
 
 

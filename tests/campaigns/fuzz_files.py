@@ -96,7 +96,7 @@ def read_adapter(directory: Path, name: str) -> None:
 
 
 def read_head(directory: Path, name: str) -> None:
-    from calibjax.train.checkpoint import load_head
+    from calibjax.train.saved import load_head
 
     del name
     head = load_head(directory)

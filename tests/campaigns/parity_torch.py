@@ -24,7 +24,7 @@ from test_torch import compare, random_head
 from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
-from calibjax.train.portable import export_head
+from calibjax.train.saved import export_head
 
 MULTIMODAL = {"gemma3": ("gemma3_text", "scaled-rope-own-pattern"), "mistral3": ("mistral", "untied-no-window")}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -23,7 +23,8 @@ from calibjax.models.generate import default_stop_tokens
 from calibjax.models.load import _find_weights, _read_headers, load_model
 from calibjax.runtime.checksums import read_checksums, seal, write_checksums
 from calibjax.runtime.errors import UserError
-from calibjax.train.checkpoint import Checkpoints, load_head, save_head
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.saved import load_head, save_head
 
 HUGE = 10**12
 DEEP = "[" * 100_000

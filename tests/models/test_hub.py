@@ -20,8 +20,7 @@ from calibjax.models import load_model
 from calibjax.models.hub import Repository as Name
 from calibjax.models.hub import commit_of, repository_of, upload
 from calibjax.runtime.errors import UserError
-from calibjax.train.checkpoint import load_head
-from calibjax.train.portable import export_head
+from calibjax.train.saved import export_head, load_head
 
 
 @pytest.fixture

@@ -318,28 +318,6 @@ def test_one_vs_rest_of_ill_conditioned_classes(kind):
     assert_within(state.report.loss, total, 1e-5, "loss that is reported")
 
 
-@pytest.mark.parametrize("name", ["matrix", "dirichlet"])
-def test_odir(name):
-    """The gradient of the penalised objective, written in float64 numpy, is zero at what was found."""
-    logits, labels = recalibration_data.classes()
-    state = METHODS[name].fit(Predictions(logits=logits, labels=labels), off_diagonal=0.3, intercept=0.2)
-    x = logits if name == "matrix" else np.log(oracle.probabilities(logits, np.ones(len(logits))))
-    k = x.shape[1]
-
-    def objective(flat):
-        w, b = flat[: k * k].reshape(k, k), flat[k * k :]
-        q = oracle.probabilities(x @ w.T + b, np.ones(len(x)))
-        off = (w**2).sum() - (np.diag(w) ** 2).sum()
-        return -np.log(q[np.arange(len(x)), labels]).mean() + 0.3 * off / (k * (k - 1)) + 0.2 * (b**2).mean()
-
-    found = np.concatenate([state.matrix.ravel(), state.intercept]).astype(np.float64)
-    slope = oracle.difference(objective, found)
-    print(f"largest derivative {np.abs(slope).max():.1e}")
-    # Parameters are float32 numbers of about 1, second derivatives some units: a few EPS; the optimiser leaves 1e-6.
-    assert_within(slope, np.zeros_like(slope), 5e-6, "derivative")
-    assert_within(state.report.loss, objective(found), 1e-6, "objective")
-
-
 def test_ensemble_temperature_is_the_best_mixture():
     from scipy import optimize
 

@@ -42,17 +42,3 @@ def test_parameters_of_any_units(size):
     assert int(report.iterations) <= 200
     params, report = minimize(hyperbola, np.zeros(size), (np.ones(700),), target, max_iterations=4)
     assert (bool(report.converged), int(report.iterations)) == (False, 4)
-
-
-def test_bounds():
-    """The nearest point of a box."""
-    target = np.array([2.0, 0.3, -1.0])
-    params, report = minimize(
-        lambda params, rows, extra: rows[0] + jnp.sum((params - extra) ** 2),
-        np.zeros(3),
-        (np.ones(4),),
-        target,
-        bounds=(np.zeros(3), np.ones(3)),
-    )
-    assert_within(params, target.clip(0, 1), 1e-6, "x")
-    assert report.converged

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from calibjax.train import load_head
-from calibjax.train.checkpoint import Checkpoints, head_notes
+from calibjax.train.checkpoint import Checkpoints
+from calibjax.train.saved import head_notes
 
 
 @pytest.mark.parametrize("kind", ["linear", "transformer"])

@@ -1,7 +1,8 @@
-"""Portable heads: one directory of safetensors and JSON, which JAX and PyTorch (`calibjax.torch`) both read."""
+"""Heads on disk: as a fit saves them (Orbax), portable (safetensors, which JAX and PyTorch read), and the authors'."""
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,34 +10,148 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from safetensors import SafetensorError
 from safetensors.flax import load_file as load_any
 from safetensors.numpy import load_file, save
 
-from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead
+from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead, check_log_factor
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.fingerprint import dotted_leaves
+from calibjax.models.hub import download, repository_of
 from calibjax.models.own import FrozenModel
-from calibjax.runtime.checksums import CHECKSUMS, write_directory
+from calibjax.runtime.checksums import (
+    CHECKSUMS,
+    array_digests,
+    different_arrays,
+    read_checksums,
+    write_checksums,
+    write_directory,
+)
+from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import read_json
+from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
+from calibjax.train.checkpoint import first_line
 
-HEAD_SCHEMA = 1  # of head.json
-PORTABLE = "head.safetensors"
-PORTABLE_FILES = ("head.json", PORTABLE, CHECKSUMS)
+_SCHEMA = 1  # of head.json
+_PORTABLE = "head.safetensors"
+_MOST_PARAMETERS = 2**31
+_REMEDY = "Restore the head from a copy, or fit it again."
 _PROBE, _PROBE_TOKENS = "probe.", 16
 
 
-def describe_head(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[str, Any]:
+def _description(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[str, Any]:
     """The contents of head.json."""
     return {
-        "schema": HEAD_SCHEMA,
+        "schema": _SCHEMA,
         "head": dataclasses.asdict(head.config),
         "log_factor": head.log_factor,
         "base_fingerprint": head.fingerprint,
         "notes": notes or {},
     }
+
+
+def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
+    """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
+
+    A head already there is replaced as a whole. Raises `UserError` if the directory holds anything but a head, or
+    cannot be written.
+    """
+    directory = Path(directory)
+    check_orbax_path(directory)
+    digests = array_digests(head.params)
+    description = _description(head, notes)
+    with new_directory(directory, replace=True) as fresh:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(fresh / "params", head.params)
+
+        def describe() -> None:
+            write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
+            write_checksums(fresh, digests)
+
+        on_first(describe)
+
+
+def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
+    """Reads a head that `calibjax train ats`, `calibjax export` or `save_head` wrote.
+
+    Args:
+        path: the head's directory, or the run's directory that holds it as `head`; where nothing has this path, a
+            repository of the Hugging Face Hub that `calibjax push` wrote, as `org/name` or `org/name@revision`. Or a
+            directory of the code of arXiv 2409.19817: calibration_head.safetensors and config.json.
+        lm: the base model to use it with; its fingerprint must be the one the head was fitted on.
+
+    Returns:
+        The head, its parameters on the host.
+
+    Raises:
+        UserError: no head there, an unreadable one, one that is not as it was written, or one of another base model.
+    """
+    if (Path(path) / _AUTHORS).is_file():
+        return _read_authors_head(Path(path), lm)
+    file = _head_file(path)
+    directory = file.parent
+    check_plain_files(directory)
+    digests = read_checksums(directory, _REMEDY)
+    try:
+        description = read_json(file)
+        if (schema := description["schema"]) != _SCHEMA:
+            raise ValueError(f"schema {schema}, this calibjax reads {_SCHEMA}")
+        config = HeadConfig(**description["head"])
+        log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
+        check_log_factor(log_factor)
+        abstract = jax.eval_shape(config.init, jax.random.key(0))
+        if (count := sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))) > _MOST_PARAMETERS:
+            raise ValueError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}")
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise UserError(f"{file} is not a head's description ({error}). {_REMEDY}") from error
+    if lm is not None and fingerprint != lm.fingerprint:
+        raise UserError(
+            f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
+            f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
+        )
+    on_host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+    try:
+        if (directory / _PORTABLE).exists():
+            params = _read_portable(directory / _PORTABLE, on_host)
+        else:
+            with ocp.StandardCheckpointer() as checkpointer:
+                params = checkpointer.restore(directory.absolute() / "params", on_host)
+        shapes, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
+        if shapes != expected:  # onto the host, Orbax does not look
+            raise ValueError(f"expected arrays of the shapes {expected}, found {shapes}")
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
+            raise ValueError("they are not finite")
+        if different := different_arrays(array_digests(params), digests):
+            raise ValueError(f"damaged: the checksum of {', '.join(different[:5])} differs")
+    except Exception as error:  # Orbax raises bare Exception for damaged files
+        reason = first_line(error)
+        message = f"{directory / 'params'}: cannot read the head's parameters ({reason}). {_REMEDY}"
+        raise UserError(message) from error
+    return FittedHead(config, params, log_factor, fingerprint if lm is None else lm.fingerprint)
+
+
+def head_notes(path: str | Path) -> dict[str, Any]:
+    """What `save_head` was given as notes: of `calibjax train ats`, the report of the fit. Raises as `load_head`."""
+    file = _head_file(path)
+    try:
+        return dict(read_json(file)["notes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not a head's description ({error}); fit the head again.") from error
+
+
+def _head_file(path: str | Path) -> Path:
+    repository = repository_of(path) if "/" in str(path) else None
+    directory = Path(path) if repository is None else download(repository, "head", ("head.json", _PORTABLE, CHECKSUMS))
+    if (directory / "head" / "head.json").is_file():
+        directory = directory / "head"
+    file = directory / "head.json"
+    if not file.is_file():
+        raise UserError(f"{path}: expected a head (head.json and params/) or a run that holds one; found none.")
+    return file
 
 
 def export_head(
@@ -74,15 +189,15 @@ def export_head(
         constants |= {"rope_theta": module.block.rope.theta}
     base = {name: getattr(lm.config, name) for name in ("family", "hidden_size", "vocab_size")}
     base |= {name: getattr(lm.config, name) for name in ("logit_softcap", "logit_divisor")}
-    description = {**describe_head(head, notes), "constants": constants, "base": base}
+    description = {**_description(head, notes), "constants": constants, "base": base}
     files = {
-        PORTABLE: save(tensors, {"format": "calibjax-head"}),
+        _PORTABLE: save(tensors, {"format": "calibjax-head"}),
         "head.json": json.dumps(description, indent=2) + "\n",
     }
     write_directory(directory, {**files, **(more or {})}, head.params)
 
 
-def read_portable(file: Path, like: Any) -> Any:
+def _read_portable(file: Path, like: Any) -> Any:
     """The parameters of `export_head`, as a tree like `like`; raises `ValueError` if some are missing."""
     tensors = {name: array for name, array in load_file(file).items() if not name.startswith(_PROBE)}
     names = [name for name, _ in dotted_leaves(like)]
@@ -97,7 +212,7 @@ def constant_head(head: FittedHead, temperature: float) -> FittedHead:
     return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, 0.0, head.fingerprint)
 
 
-AUTHORS = "calibration_head.safetensors"  # of the code of arXiv 2409.19817, beside its config.json
+_AUTHORS = "calibration_head.safetensors"  # of the code of arXiv 2409.19817, beside its config.json
 _AUTHORS_FEATURES = {
     "hidden_states": "hidden_states",
     "maxlogit": "max_logit",
@@ -106,7 +221,7 @@ _AUTHORS_FEATURES = {
 }
 
 
-def read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
+def _read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
     """Reads a head that the code of Adaptive Temperature Scaling wrote; its files do not name the base model.
 
     Raises:
@@ -131,7 +246,7 @@ def read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
             normalize=False,
             min_scale=NO_MIN_SCALE,
         )
-        tensors = {name: np.asarray(x, np.float32) for name, x in load_any(directory / AUTHORS).items()}
+        tensors = {name: np.asarray(x, np.float32) for name, x in load_any(directory / _AUTHORS).items()}
         params = _AUTHORS_PARAMS[kind](tensors)
         trees = params, jax.eval_shape(config.init, jax.random.key(0))
         shapes, expected = (jax.tree.map(np.shape, tree) for tree in trees)
