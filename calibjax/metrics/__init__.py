@@ -19,10 +19,6 @@ from calibjax.metrics.bootstrap import percentile_interval as percentile_interva
 from calibjax.metrics.bootstrap import pooled_sums as pooled_sums
 from calibjax.metrics.bootstrap import resample_metric as resample_metric
 from calibjax.metrics.bootstrap import resample_sums as resample_sums
-from calibjax.metrics.capability import capability_error as capability_error
-from calibjax.metrics.capability import pass_at_k as pass_at_k
-from calibjax.metrics.capability import predicted_pass_at_k as predicted_pass_at_k
-from calibjax.metrics.capability import success_fraction as success_fraction
 from calibjax.metrics.errors import Norm as Norm
 from calibjax.metrics.errors import adaptive_calibration_error as adaptive_calibration_error
 from calibjax.metrics.errors import bias_from_sums as bias_from_sums
@@ -54,8 +50,12 @@ from calibjax.metrics.scores import BrierParts as BrierParts
 from calibjax.metrics.scores import ConfidenceParts as ConfidenceParts
 from calibjax.metrics.scores import brier_parts as brier_parts
 from calibjax.metrics.scores import brier_score as brier_score
+from calibjax.metrics.scores import capability_error as capability_error
 from calibjax.metrics.scores import confidence_parts as confidence_parts
 from calibjax.metrics.scores import negative_log_likelihood as negative_log_likelihood
+from calibjax.metrics.scores import pass_at_k as pass_at_k
+from calibjax.metrics.scores import predicted_pass_at_k as predicted_pass_at_k
+from calibjax.metrics.scores import success_fraction as success_fraction
 from calibjax.metrics.scores import summarise as summarise
 from calibjax.metrics.sums import CalibrationSums as CalibrationSums
 from calibjax.metrics.sums import Closed as Closed

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import cross_val_predict
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from calibjax import UserError, recalibrate
@@ -91,13 +90,6 @@ def test_options():
         recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 150))
     with pytest.raises(UserError, match="features: expected confidence"):
         recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
-
-
-def test_cross_validation_of_scikit_learn():
-    p = cross_val_predict(recalibrate.TemperatureScaling(), LOGITS, LABELS, cv=4, method="predict_proba")
-    nll = -np.log(p[np.arange(300), LABELS]).mean()
-    raw = -np.log(np.exp(LOGITS)[np.arange(300), LABELS] / np.exp(LOGITS).sum(axis=1)).mean()
-    assert nll < raw
 
 
 APPLY = {
