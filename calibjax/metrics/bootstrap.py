@@ -208,12 +208,12 @@ def _error_sums(
     norm: Norm | None = None,
 ) -> tuple[CalibrationSums, dict[str, Any]]:
     """Sums per pool for a metric of `_NORM_OF`, and the options of `error_interval`."""
-    c, y, kept = _select(confidence, correct, groups, where)
+    c, y, labels = _select(confidence, correct, groups, where)
     if metric is errors.adaptive_calibration_error:
         index = equal_mass_index(jnp.asarray(c, jnp.float32), jnp.ones(len(c)), bins)
     else:
         index = bin_index(jnp.asarray(c), bins, closed)
-    sums = _sums_of_pools(_pool_of_point(len(c), kept, seed), np.asarray(index), c, y, bins)
+    sums = _sums_of_pools(_pool_of_point(len(c), labels, seed), np.asarray(index), c, y, bins)
     return sums, {"norm": _NORM_OF[metric] if norm is None else norm, "resamples": resamples, "seed": seed}
 
 

@@ -145,8 +145,8 @@ class LhtsObjective:
         log_q = -self._over_vocabulary(linear_cross_entropy, params, hidden, batch)
         loss = long_horizon_loss(log_q, weights, kl=kl, kl_weight=self.objective.kl_weight, where=where)
         if self.objective.average == "sequence":
-            shares = sequence_weights(where, batch["segment_ids"])
-            return jnp.sum(shares * loss), (jnp.sum(shares), carry)
+            weight = sequence_weights(where, batch["segment_ids"])
+            return jnp.sum(weight * loss), (jnp.sum(weight), carry)
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
     def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
@@ -300,7 +300,7 @@ def fit_lhts(
         # The long-horizon temperature of each sequence, drawn evenly.
         drawn = np.random.default_rng([context.seed, 1]).permutation(len(sequences.tokens)).astype(np.int32)
         condition = drawn % np.int32(conditions)
-        more = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
+        more: dict[str, np.ndarray] = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
         if conditions > 1:
             more["condition"] = condition
         params, scale, report = _fit_student(lm, options.objective, more, sequences, options, context, method)

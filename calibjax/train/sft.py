@@ -151,8 +151,8 @@ class SftObjective:
                 *inputs, label_smoothing=smoothing, z_loss=own.z_loss, reduction="sum", **shared
             )
         else:
-            hyper = {} if own.alpha is None else {"alpha": own.alpha}
-            total = jnp.sum(linear_loss(LOSSES[own.loss], *inputs, hyper=hyper, **shared)[0])
+            weight = {} if own.alpha is None else {"alpha": own.alpha}
+            total = jnp.sum(linear_loss(LOSSES[own.loss], *inputs, hyper=weight, **shared)[0])
         return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
     def likelihood(self) -> "SftObjective":
