@@ -1,87 +1,55 @@
-from . import heads, kernels, losses, metrics, plot, recalibrate
-from .data import Sequences, split_sequences
-from .data.load import load_text
-from .eval.answers.decide import decide
-from .eval.compare import Comparison, compare
-from .eval.layers.analysis import LayersOptions, evaluate_layers
-from .eval.tasks.benchmark import evaluate_tasks
-from .eval.tasks.options import TasksOptions
-from .eval.tokens import Evaluation, evaluate
-from .heads import (
-    ConstantTemperature,
-    FittedHead,
-    HeadConfig,
-    LinearHead,
-    MLPHead,
-    TransformerHead,
-)
-from .kernels import VocabCurves, VocabStats, linear_cross_entropy, vocab_curves, vocab_stats
-from .models import LanguageModel, load_model
-from .models.calibrated import TokenConfidence, calibrated_confidence, calibrated_logprobs
-from .models.generate import Generation, Sampling, generate
-from .models.own import FrozenModel, FunctionModel, from_arrays, from_function
-from .runtime.context import RunContext
-from .runtime.errors import UserError
-from .runtime.version import __version__
-from .train import AtsOptions, load_head, save_head
-from .train.ats import AtsFit, fit_ats
-from .train.lhts import LhtsFit, LhtsOptions, fit_lhts
-from .train.sft import SftFit, SftOptions, fit_sft
-
-__all__ = [
-    "AtsFit",
-    "AtsOptions",
-    "Comparison",
-    "ConstantTemperature",
-    "Evaluation",
-    "FittedHead",
-    "FrozenModel",
-    "FunctionModel",
-    "Generation",
-    "HeadConfig",
-    "LanguageModel",
-    "LayersOptions",
-    "LhtsFit",
-    "LhtsOptions",
-    "LinearHead",
-    "MLPHead",
-    "RunContext",
-    "Sampling",
-    "Sequences",
-    "SftFit",
-    "SftOptions",
-    "TasksOptions",
-    "TokenConfidence",
-    "TransformerHead",
-    "UserError",
-    "VocabCurves",
-    "VocabStats",
-    "__version__",
-    "calibrated_confidence",
-    "calibrated_logprobs",
-    "compare",
-    "decide",
-    "evaluate",
-    "evaluate_layers",
-    "evaluate_tasks",
-    "fit_ats",
-    "fit_lhts",
-    "fit_sft",
-    "from_arrays",
-    "from_function",
-    "generate",
-    "heads",
-    "kernels",
-    "linear_cross_entropy",
-    "load_head",
-    "load_model",
-    "load_text",
-    "losses",
-    "metrics",
-    "plot",
-    "recalibrate",
-    "save_head",
-    "split_sequences",
-    "vocab_curves",
-    "vocab_stats",
-]
+from . import heads as heads
+from . import kernels as kernels
+from . import losses as losses
+from . import metrics as metrics
+from . import plot as plot
+from . import recalibrate as recalibrate
+from .data import Sequences as Sequences
+from .data import split_sequences as split_sequences
+from .data.load import load_text as load_text
+from .eval.answers.decide import decide as decide
+from .eval.compare import Comparison as Comparison
+from .eval.compare import compare as compare
+from .eval.layers.analysis import LayersOptions as LayersOptions
+from .eval.layers.analysis import evaluate_layers as evaluate_layers
+from .eval.tasks.benchmark import evaluate_tasks as evaluate_tasks
+from .eval.tasks.options import TasksOptions as TasksOptions
+from .eval.tokens import Evaluation as Evaluation
+from .eval.tokens import evaluate as evaluate
+from .heads import ConstantTemperature as ConstantTemperature
+from .heads import FittedHead as FittedHead
+from .heads import HeadConfig as HeadConfig
+from .heads import LinearHead as LinearHead
+from .heads import MLPHead as MLPHead
+from .heads import TransformerHead as TransformerHead
+from .kernels import VocabCurves as VocabCurves
+from .kernels import VocabStats as VocabStats
+from .kernels import linear_cross_entropy as linear_cross_entropy
+from .kernels import vocab_curves as vocab_curves
+from .kernels import vocab_stats as vocab_stats
+from .models import LanguageModel as LanguageModel
+from .models import load_model as load_model
+from .models.calibrated import TokenConfidence as TokenConfidence
+from .models.calibrated import calibrated_confidence as calibrated_confidence
+from .models.calibrated import calibrated_logprobs as calibrated_logprobs
+from .models.generate import Generation as Generation
+from .models.generate import Sampling as Sampling
+from .models.generate import generate as generate
+from .models.own import FrozenModel as FrozenModel
+from .models.own import FunctionModel as FunctionModel
+from .models.own import from_arrays as from_arrays
+from .models.own import from_function as from_function
+from .runtime.context import RunContext as RunContext
+from .runtime.errors import UserError as UserError
+from .runtime.version import __version__ as __version__
+from .train import AtsOptions as AtsOptions
+from .train import load_head as load_head
+from .train import save_head as save_head
+from .train.ats import AtsFit as AtsFit
+from .train.ats import fit_ats as fit_ats
+from .train.lhts import LhtsFit as LhtsFit
+from .train.lhts import LhtsOptions as LhtsOptions
+from .train.lhts import fit_lhts as fit_lhts
+from .train.sft import SftFit as SftFit
+from .train.sft import SftOptions as SftOptions
+from .train.sft import fit_sft as fit_sft

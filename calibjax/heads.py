@@ -132,14 +132,7 @@ class ConstantTemperature(nn.Module):
 
 
 class LinearHead(_Head):
-    """log_scale = w·f + b.
-
-    Example:
-        >>> head = LinearHead()
-        >>> features = jnp.ones((1, 3, 4))
-        >>> head.apply(head.init(jax.random.key(0), features), features).tolist()  # the identity at the start
-        [[0.0, 0.0, 0.0]]
-    """
+    """log_scale = w·f + b."""
 
 
 class MLPHead(_Head):
@@ -209,14 +202,13 @@ class TransformerHead(_Head):
 
 
 class HeadEntry(NamedTuple):
-    """An entry of `HEADS`: `build` makes the module of a configuration; `options` names the fields of it that are read.
+    """An entry of `HEADS`: `build` makes a module that maps features `[B, T, F]` to log_scale `[B, T]`.
 
-    The module maps features `[B, T, F]` to log_scale `[B, T]`, called with `where` and `segment_ids` of that shape. Its
-    last layer is `_output_log_scale`.
+    It is called with `where` and `segment_ids` `[B, T]`, and its last layer is `_output_log_scale`.
     """
 
     build: Callable[["HeadConfig"], nn.Module]
-    options: tuple[str, ...]  # beside `kind` and `hidden_size`
+    options: tuple[str, ...]  # fields of the configuration that are read, beside `kind` and `hidden_size`
 
 
 _SHARED = ("identity_start", "pooling", "min_scale")

@@ -1,8 +1,8 @@
 """calibjax as a model of EleutherAI's lm-eval: `--model calibjax --model_args pretrained=...,head=...`.
 
-lm-eval 0.4.13 looks for models in its own table alone and has no entry points, so that plain `lm_eval` cannot find this
-one. `python -m calibjax.lm_eval` is the same command with this model as default and our offline tasks beside the
-harness's; in Python, importing this module is enough. It needs `pip install calibjax[lm-eval]`, and no PyTorch.
+lm-eval 0.4.13 has no entry points for models: plain `lm_eval` cannot find this one. `python -m calibjax.lm_eval` is the
+same command with this model as default and our offline tasks beside the harness's; in Python, importing this module is
+enough. It needs `pip install calibjax[lm-eval]`, and no PyTorch.
 """
 
 import sys
@@ -20,18 +20,16 @@ from calibjax.runtime.platforms import keep_compiled_programs
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import load_head
 
-BATCH_SIZE = 16
-"""Rows a step."""
+BATCH_SIZE = 16  # rows a step
 
 
 @register_model("calibjax")
 class CalibjaxLM(HarnessLM):
-    """The model of `--model calibjax`; see `HarnessLM`.
+    """The model of `--model calibjax`; see `HarnessLM` for the other arguments.
 
     Args:
         pretrained: directory or hub id, as `load_model` takes it.
         head: directory of a fitted head, or of the run that holds it; None for the base model.
-        batch_size, max_length, max_gen_toks, seed: as `HarnessLM`'s.
         dtype: compute dtype.
         data, fsdp, tensor: devices along each axis of the mesh.
         device: passed by the harness ("cuda:0" by default) and ignored: JAX_PLATFORMS selects the device.

@@ -51,12 +51,6 @@ def reliability(
         method: of results with several, such as "ats"; by default the last one.
         bins: of the points, equal-width, closed on the right; results have their own.
         label, colour: of the curve; by default the colour of the method in a report.
-
-    Example:
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> reliability([0.9, 0.8, 0.3, 0.6], [1, 1, 0, 1], bins=5, ax=ax).get_xlabel()
-        'confidence'
     """
     ax = _axes(ax)
     if correct is None:

@@ -44,17 +44,6 @@ def test_curve_is_kernel_regression_with_the_reflected_kernel(points):
     assert metrics.smooth_ece(confidence, correct) > sigma == 0.05
 
 
-def test_curve_of_batches_is_that_of_all(points):
-    confidence, correct = (np.asarray(x).reshape(60, 50) for x in points)
-    where = np.arange(50) < 40
-    batches = [metrics.grid_sums(confidence[i : i + 20], correct[i : i + 20], where[None, :]) for i in (0, 20, 40)]
-    sums = np.concatenate(batches)
-    assert sums.shape == (60, 257, 2)
-    np.testing.assert_allclose(sums.sum(axis=(0, 1)), [60 * 40, correct[:, :40].sum()], rtol=1e-5)
-    whole = metrics.reliability_curve(confidence[:, :40].ravel(), correct[:, :40].ravel())
-    np.testing.assert_allclose(metrics.curve_from_sums(sums).accuracy, whole.accuracy, atol=1e-5)
-
-
 def test_band_covers():
     """Of calibrated predictions, whose accuracy by confidence is known: 95% at each point, so 90% of a dozen draws."""
     inside = []
@@ -92,7 +81,7 @@ def test_reliability_of_results(ax):
     np.testing.assert_array_equal(ax.containers[2].lines[0].get_ydata(), [0.25, 0.75])
     with pytest.raises(UserError, match="method: expected one of uncalibrated, temperature, ats"):
         plot.reliability(results, method="platt", ax=ax)
-    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1]), ([], [])):
+    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1])):
         with pytest.raises(UserError, match="expected confidence and correct"):
             plot.reliability(*wrong, ax=ax)
 

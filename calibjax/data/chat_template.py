@@ -26,9 +26,14 @@ LONGEST = 2**26  # characters of a text
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
+    """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`; see `render_chats`."""
+    return render_chats(tokenizer, [messages], **options)[0]
 
-    Messages, at least one, and options are JSON values, none of them null.
+
+def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any]]], **options: Any) -> list[str]:
+    """Renders several conversations at once.
+
+    Messages, at least one of each conversation, and options are JSON values, none of them null.
 
     Raises:
         UserError: the template raises an error, or takes more than `SECONDS` or `MEMORY` bytes.
@@ -39,7 +44,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **o
         template = tokenizer.get_chat_template(tools=options.get("tools"))
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
-    request = {**tokenizer.special_tokens_map, **options, "conversations": [list(messages)], "chat_template": template}
+    request = {**tokenizer.special_tokens_map, **options, "conversations": list(chats), "chat_template": template}
     answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
     if not answer:
         raise UserError(
@@ -48,7 +53,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **o
         )
     if "error" in answer:
         raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
-    return answer["text"]
+    return answer["texts"]
 
 
 class _Renderer:
@@ -58,7 +63,7 @@ class _Renderer:
         self._process: Any = None
         self._lock = threading.Lock()
 
-    def answer(self, line: str) -> dict[str, str]:
+    def answer(self, line: str) -> dict[str, Any]:
         """The answer of the process to a line; empty if it ended instead."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -101,9 +106,9 @@ def _main() -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             texts, _ = render_jinja_template(**request)
-            if len(texts[0]) > LONGEST:
-                raise ValueError(f"the text has {len(texts[0]):,} characters, more than {LONGEST:,}")
-            answer = {"text": texts[0]}
+            if (length := sum(map(len, texts))) > LONGEST:
+                raise ValueError(f"the text has {length:,} characters, more than {LONGEST:,}")
+            answer = {"texts": texts}
         except BaseException as error:  # MemoryError and RecursionError among them
             answer = {"error": str(error)[:500] or type(error).__name__}
         print(json.dumps(answer), flush=True)

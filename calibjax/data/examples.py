@@ -1,7 +1,7 @@
 """Examples from rows: token ids and the loss mask."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,37 +142,33 @@ def _encode_long(
     joined; where they differ, a longer overlap is tried.
     """
 
-    def encode(text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        return next(_encode([Rendered(text, None)], tokenizer, special, offsets=True))
+    def encode(text: str, special: bool = False) -> np.ndarray:
+        """Id, start and end of each token, `[n, 3]`."""
+        ids, offsets = next(_encode([Rendered(text, None)], tokenizer, special, offsets=True))
+        return np.column_stack([ids, offsets])
 
-    before, after = _special_tokens(encode) if add_special_tokens else (np.zeros(0, np.int32),) * 2
-    ids, offsets = encode(text[:_PART])
-    parts, count, end, overlap = [], len(before), min(_PART, len(text)), _OVERLAP
-    while end < len(text) and (max_tokens is None or count + len(ids) < max_tokens):
+    before, after = _special_tokens(encode) if add_special_tokens else (np.zeros((0, 3), np.int64),) * 2
+    part, parts = encode(text[:_PART]), [before]
+    count, end, overlap = len(before), min(_PART, len(text)), _OVERLAP
+    while end < len(text) and (max_tokens is None or count + len(part) < max_tokens):
         start = end - overlap
-        more, more_offsets = encode(text[start : start + _PART])
-        more_offsets = more_offsets + start
+        more = encode(text[start : start + _PART]) + np.array([0, start, start])
         middle = (start + overlap // 2, end - overlap // 4)
-        (first, last), (other, other_last) = (np.searchsorted(o[:, 0], middle) for o in (offsets, more_offsets))
-        same_ids = np.array_equal(ids[first:last], more[other:other_last])
-        same_offsets = np.array_equal(offsets[first:last], more_offsets[other:other_last])
-        if last - first < _AGREED or not (same_ids and same_offsets):
-            overlap *= 4
-            if overlap >= _PART:  # such as a single word: it has no boundary to join parts at
-                ids, offsets = encode(text, add_special_tokens)
-                return ids[:max_tokens], offsets[:max_tokens]
-            continue
-        parts.append((ids[:first], offsets[:first]))
-        count += int(first)
-        ids, offsets, overlap, end = more[other:], more_offsets[other:], _OVERLAP, min(start + _PART, len(text))
-    first, last = ((special, np.zeros((len(special), 2), np.int64)) for special in (before, after))
-    ids, offsets = (np.concatenate(arrays) for arrays in zip(first, *parts, (ids, offsets), last, strict=True))
-    return ids[:max_tokens], offsets[:max_tokens]
+        (first, last), (other, other_last) = (np.searchsorted(tokens[:, 1], middle) for tokens in (part, more))
+        if last - first >= _AGREED and np.array_equal(part[first:last], more[other:other_last]):
+            parts.append(part[:first])
+            count += int(first)
+            part, overlap, end = more[other:], _OVERLAP, min(start + _PART, len(text))
+        elif (overlap := 4 * overlap) >= _PART:  # such as a single word: it has no boundary to join parts at
+            parts, part, after = [], encode(text, add_special_tokens), after[:0]
+            break
+    tokens = np.concatenate([*parts, part, after])[:max_tokens]
+    return tokens[:, 0].astype(np.int32), tokens[:, 1:]
 
 
-def _special_tokens(encode: Any) -> tuple[np.ndarray, np.ndarray]:
+def _special_tokens(encode: Callable[..., np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens that the tokenizer adds before and after any text."""
-    (plain, _), (whole, _) = encode("a"), encode("a", True)
+    plain, whole = encode("a"), encode("a", True)
     for start in range(len(whole) - len(plain) + 1):
         if np.array_equal(whole[start : start + len(plain)], plain):
             return whole[:start], whole[start + len(plain) :]

@@ -9,10 +9,14 @@ from typing import Any, Literal, NamedTuple
 from calibjax.data.source import Rows, is_text
 from calibjax.runtime.errors import UserError
 
-_EXPECTED = (
-    "chat (messages, conversations), instructions (instruction, optionally input or context, and output or response), "
-    "prompts (prompt or question, and response, completion, answer or output), or plain text (text, content, document)"
+_FORMATS: tuple[tuple[Any, ...], ...] = (
+    ("chat", ("messages", "conversations")),
+    ("instruction", ("instruction",), ("input", "context"), ("output", "response")),
+    ("instruction", ("instruction",), ("output", "response")),
+    ("prompt", ("prompt", "question"), ("response", "completion", "answer", "output")),
+    ("text", ("text", "content", "document")),
 )
+"""Kinds of formats, each with the names of its columns; the first that fits the columns of a row is taken."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +87,13 @@ def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
         return Format(plain, (text_column,))
 
-    def first(*names: str) -> str | None:
-        return next((name for name in names if name in columns), None)
-
-    if chat := first("messages", "conversations"):
-        return Format("chat", (chat,))
-    if "instruction" in columns and (response := first("output", "response")):
-        optional = first("input", "context")
-        return Format("instruction", ("instruction", *([optional] if optional else []), response))
-    if (prompt := first("prompt", "question")) and (response := first("response", "completion", "answer", "output")):
-        return Format("prompt", (prompt, response))
-    if text := first("text", "content", "document"):
-        return Format(plain, (text,))
+    for kind, *roles in _FORMATS:
+        found = [next(filter(columns.__contains__, names), None) for names in roles]
+        if None not in found:
+            return Format(plain if kind == "text" else kind, tuple(map(str, found)))
+    expected = ", or ".join(f"{kind} ({', '.join(' or '.join(names) for names in roles)})" for kind, *roles in _FORMATS)
     hint = "To read one column as plain text, set `text_column`."
-    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {_EXPECTED}. {hint}")
+    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {expected}. {hint}")
 
 
 def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:

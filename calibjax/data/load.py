@@ -95,8 +95,7 @@ def load_text(
     Args:
         source: file, directory or hub id, see `calibjax.data.read_source`; or lists of token ids, one text each.
         lm: the `LanguageModel`; its tokenizer and its longest context are used.
-        seq_len: tokens per sequence, at least 2; None: a length that holds 95% of the rows with answers, 128 for plain
-            text.
+        seq_len: tokens per sequence, at least 2; None: as `calibjax.data.choose_seq_len` gives it.
         layout: "pack", "pad" or "full"; see `calibjax.data.make_sequences`.
         text_column: read this column as plain text; by default the format is recognised.
         max_sequences: keep only the first sequences.

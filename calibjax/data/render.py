@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Any, NamedTuple
 
-from calibjax.data.chat_template import Tokenizer, render_chat
+from calibjax.data.chat_template import Tokenizer, render_chat, render_chats
 from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read_conversation, string_at
 from calibjax.data.source import is_text
 from calibjax.runtime.errors import UserError
@@ -103,7 +103,12 @@ class _Chat:
     def rendered(self, score_template_text: bool) -> Rendered:
         """Returns the text with its answers; raises `UserError` if the template leaves out something of the row."""
         self._check_context()
-        ranges = [self._locate(index) for index in self._answers]
+        marked = [self._marked(index) for index in self._answers]
+        try:
+            skeletons = render_chats(self._tokenizer, marked, add_generation_prompt=False, **self._options)
+        except UserError:  # one of them is refused
+            skeletons = [""] * len(marked)
+        ranges = [self._locate(*each) for each in zip(self._answers, skeletons, strict=True)]
         if score_template_text:
             starts = [self._prompt_end(self._text, index) for index in self._answers]
             ranges = [(min(a, b or a), end) for (a, end), b in zip(ranges, starts, strict=True)]
@@ -132,13 +137,14 @@ class _Chat:
         """The messages, with a mark as the whole content of one of them."""
         return self._with(index, {"role": self._messages[index]["role"], "content": self._mark})
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Locates one answer, text or a tool call: what stands where the mark would stand."""
+    def _locate(self, index: int, skeleton: str) -> tuple[int, int]:
+        """Locates one answer, text or a tool call: what stands where the mark stands in the skeleton."""
         message, marked = self._messages[index], self._marked(index)
-        for stop in (len(marked), index + 1):  # without the call that it answers, a tool's message may be refused
+        # Without the call that it answers, a tool's message may be refused: then the messages up to the answer.
+        for stop, given in ((len(marked), skeleton), (index + 1, "")):
             try:
                 whole = self._text if stop == len(marked) else self._render(self._messages[:stop])
-                before, *others = self._render(marked[:stop]).split(self._mark)
+                before, *others = (given or self._render(marked[:stop])).split(self._mark)
             except UserError:
                 continue
             if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):

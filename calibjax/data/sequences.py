@@ -13,8 +13,7 @@ from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
 SplitOrder = Literal["shuffled", "sequential"]
-# Sequences that are packed together. More give less padding and take longer; with 256, padding is 3% on Alpaca.
-_GROUP = 256
+_GROUP = 256  # sequences that are packed together: more give less padding (3% on Alpaca) and take longer
 
 
 class Sequences(NamedTuple):
@@ -52,8 +51,8 @@ class Sequences(NamedTuple):
 def check_context(seq_len: int, max_positions: int | None) -> None:
     """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions` (None: no limit)."""
     if max_positions is not None and seq_len > max_positions:
-        context = f"the model's context of {max_positions} tokens. Give {max_positions} or less."
-        raise UserError(f"seq_len={seq_len} is longer than {context}")
+        most = f"{max_positions} tokens. Give {max_positions} or less."
+        raise UserError(f"seq_len={seq_len} is longer than the model's context of {most}")
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
@@ -122,8 +121,8 @@ def make_sequences(
         hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
         hint = "Give a smaller seq_len, or layout='pack'." if layout == "full" else hint
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
-    # Sequences that rows connect are of one group. A row has at most one piece shorter than a sequence, so it is in at
-    # most one sequence with other rows, and one step to the smallest row of that sequence is enough.
+    # A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows: one step to
+    # the smallest row of that sequence connects all.
     row = np.array([smallest_row[each] for each in source], np.int32)
     order = np.argsort(row, kind="stable")[:max_sequences]
     fields = np.concatenate(arrays)[order]
@@ -198,8 +197,7 @@ def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], siz
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
     """Counts texts of the held-out part that the fitting part has as well; returns their number and that of all texts.
 
-    A text is the part of a row within one sequence, of at least 8 predictions: shorter ones are equal by chance. Rows
-    are cut from their start, so equal rows give equal texts.
+    A text is the part of a row within one sequence, of at least 8 predictions: shorter ones are equal by chance.
     """
     seen = set(_texts(fit))
     repeated = [text in seen for text in _texts(held_out)]
@@ -275,7 +273,7 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
 
 
 def check_fraction(fraction: float, name: str) -> None:
-    """Raises `UserError` with the `name` of the option if a fraction is not between 0 and 1, both excluded."""
+    """Raises `UserError` if a fraction is not between 0 and 1, both excluded."""
     if not 0 < fraction < 1:
         raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
 

@@ -21,25 +21,17 @@ from typing import Any, BinaryIO, cast
 from calibjax.runtime.errors import UserError, user_path
 
 Row = Mapping[str, Any]
-Placed = tuple[str, Row | UserError]
-"""Where a row is, such as "line 7", and the row, or what is wrong with it."""
+Placed = tuple[str, Row | UserError]  # where a row is, such as "line 7", and the row, or what is wrong with it
 
 
 @dataclass(frozen=True)
 class Rows(Iterable[Row]):
-    """Rows of one source. Each iteration reads the source again, lazily.
-
-    Attributes:
-        data: rows, in memory or as a function that reads them with their places.
-        name: source as the user wrote it.
-        documents: whether each row is a whole text file, which continues from sequence to sequence.
-        skip_broken: whether `placed` leaves out rows that cannot be read, instead of raising their error.
-    """
+    """Rows of one source. Each iteration reads the source again, lazily."""
 
     data: Sequence[Row] | Callable[[], Iterator[Placed]]
-    name: str
-    documents: bool = False
-    skip_broken: bool = False
+    name: str  # as the user wrote it
+    documents: bool = False  # each row is a whole text file, which continues from sequence to sequence
+    skip_broken: bool = False  # rows that cannot be read are left out, instead of raising their error
 
     def placed(self, skipped: "Skipped | None" = None) -> Iterator[tuple[str, Row]]:
         """Yields each row with its place; counts those that are left out. Raises `UserError` for damaged data."""
@@ -185,10 +177,11 @@ def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
 
 def _read_file(path: Path) -> Iterator[Placed]:
     kind, read = _READERS[_suffix(path)]
-    zipped = path.name.endswith(".gz")
-    opened = gzip.open if zipped else open
-    with _readable(path, f"gzipped {kind}" if zipped else kind), opened(path, "rb") as file:
-        for at, row in read(cast(BinaryIO, file) if kind == "parquet" else _as_utf8(cast(BinaryIO, file))):
+    opened: Any = open
+    if path.name.endswith(".gz"):
+        kind, opened = f"gzipped {kind}", gzip.open
+    with _readable(path, kind), opened(path, "rb") as file:
+        for at, row in read(file if read is _parquet else _as_utf8(file)):
             place = f"{path}, {at}"
             yield place, UserError(f"{place}: {row}.") if isinstance(row, str) else row
 
@@ -205,7 +198,7 @@ def _as_utf8(file: BinaryIO) -> BinaryIO:
 
 @contextlib.contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
-    """Turns what the readers raise for a damaged file into a `UserError`."""
+    """Raises a `UserError` for what the readers raise for a damaged file."""
     import pyarrow
 
     try:
@@ -218,8 +211,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read as {kind}: {reason}. {hint}") from error
 
 
-_Read = Iterator[tuple[str, Row | str]]
-"""Places and rows; a string describes what is wrong with a row."""
+_Read = Iterator[tuple[str, Row | str]]  # places and rows; a string describes what is wrong with a row
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Row:

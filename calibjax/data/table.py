@@ -40,7 +40,6 @@ _WORDS = {
     **dict.fromkeys(("false", "no", "incorrect", "wrong", "f", "n"), 0.0),
 }
 _NULLS = ("none", "nan", "null", "n/a", "na", "<na>", "nat")
-_LARGEST = float(np.finfo(np.float32).max)
 _TINY = 1e-12  # lower bound of probabilities, so that logarithms are finite
 _LEAST_PERCENT = 10.0  # percentages have a maximum above it, ratings of 1 to 10 do not
 
@@ -127,22 +126,20 @@ def read_table(
         names.setdefault("confidence", several[0])
     probabilities, logits = (None, None) if "confidence" in columns else reader.options(names)
     if logits is not None and ("label" in names or not outcomes):
-        predictions = Predictions(logits=logits)
-        if "label" in names:
-            predictions = predictions._replace(labels=reader.classes(names["label"], logits))
+        labels = reader.classes(names["label"], logits) if "label" in names else None
+        predictions = Predictions(logits=logits, labels=labels)
     elif "confidence" in names and ("correct" in names or not outcomes):
-        probabilities = None
+        probabilities = right = None
         confidence = reader.fractions(names["confidence"], divisors.get("confidence", 1.0))
-        predictions = Predictions(confidence=confidence)
         if "correct" in names:
             right = reader.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
-            predictions = predictions._replace(correct=right)
+        predictions = Predictions(confidence=confidence, correct=right)
     else:
         raise UserError(f"{path}: {_EXPECTED}; got: {_listed(reader.names)}.")
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
-        predictions = predictions._replace(**{role: reader.matrix(names[role]).astype(np.float32)})
+        predictions = predictions._replace(**{role: reader.matrix(names[role])})
     groups, categories = (reader.labels(names[role]) if role in names else None for role in ("group", "category"))
     lengths = {name: len(reader.cells[name]) for role, name in names.items() if role != "unembedding"}
     if len(set(lengths.values())) > 1:
@@ -164,7 +161,7 @@ def read_table(
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
-    """A number of each label that is the same in every file, where a fitted method meets it again."""
+    """A number of each label that is the same in every file."""
     numbers = [zlib.crc32(label.encode()) & 0x7FFFFFFF for label in labels.tolist()]
     if len(set(numbers)) < len(set(labels.tolist())):
         raise UserError(f"{path}: category: two labels have one checksum; change a letter of one of them.")
@@ -187,9 +184,6 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
 
 
 # --- columns of a file ---
-
-_Cells = np.ndarray | list[Any]
-"""A column: an array where the file has numbers of one type, otherwise the cells as they were read."""
 
 
 def table_rows(
@@ -216,9 +210,9 @@ def _read_columns(
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
+    if suffix == ".npz" and truth is not None:
+        raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
-        if truth is not None:
-            raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         lengths = [len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"]
         return arrays, names, max(lengths, default=0), Skipped()
@@ -262,7 +256,7 @@ def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], l
         raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}.") from error
 
 
-def _arrow_cells(column: Any) -> _Cells:
+def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     """A column of numbers, or of lists of equally many, as an array; any other, or one with nulls, cell by cell."""
     import pyarrow
     import pyarrow.compute
@@ -414,10 +408,10 @@ class _Columns:
         return labels
 
     def matrix(self, name: str) -> np.ndarray:
-        """Finite numbers `[N, D]`, of the file's dtype."""
+        """Finite numbers, float32 `[N, D]`."""
         values = self._lists(name)
         self._refuse(name, np.asarray(~_finite(values).all(axis=1)), "finite numbers of float32")
-        return values
+        return values.astype(np.float32)
 
     def options(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
@@ -466,7 +460,7 @@ class _Columns:
         impossible = np.isneginf(values)
         bad = np.asarray(~(_finite(values) | impossible).all(axis=1))
         self._refuse(name, bad, "finite numbers of float32, or -inf", cells)
-        self._refuse(name, impossible.all(axis=1), "at least one logit that is finite", cells)
+        self._refuse(name, np.asarray(impossible.all(axis=1)), "at least one logit that is finite", cells)
         return values.astype(np.result_type(values.dtype, np.float32))
 
     def _log_probabilities(self, name: str, values: np.ndarray, cells: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -527,6 +521,6 @@ def _list(cell: Any) -> list[float] | None:
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """Whether each value is a finite float32, before any cast."""
+    """Whether each value is a finite float32."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= _LARGEST)
+        return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= np.finfo(np.float32).max)

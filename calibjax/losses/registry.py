@@ -182,13 +182,6 @@ def curve_loss(
 
     `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. The other arguments and
     what is returned are those of `linear_loss`; it is differentiable in `scale`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from calibjax.kernels import vocab_curves
-        >>> curves = vocab_curves(jnp.ones((2, 4)), jnp.eye(3, 4), jnp.array([0, -100]))
-        >>> [round(float(value), 4) for value in curve_loss(LOSSES["brier"], curves)[0]]
-        [0.6667, 0.0]
     """
     if where is not None:
         curves = dataclasses.replace(curves, valid=curves.valid & where)

@@ -11,7 +11,6 @@ from calibjax.runtime.errors import UserError
 
 TURNS = [{"role": "user", "content": "hello you"}, {"role": "assistant", "content": "hi\nthere"}]
 TEMPLATES = (
-    CHATML,
     "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}",
     "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",

@@ -61,7 +61,6 @@ def test_plain_text_is_the_tokenizers_own(caplog):
     [
         ({"instruction": "Add", "input": "1+1", "output": "two"}, {}, "Add\n\n1+1\n\n[two</s>]"),
         ({"instruction": "Sing", "input": None, "output": "la"}, {}, "Sing\n\n[la</s>]"),
-        ({"question": "Who?", "answer": ""}, {}, "Who?\n\n[</s>]"),
         (
             {"instruction": "Add", "input": "1+1", "output": "two", "tone": "dry"},
             {"prompt_template": "({tone}) {instruction}: {input}\n"},
@@ -79,35 +78,22 @@ def test_without_chat_template(row, options, expected):
 
 def test_without_end_of_sequence():
     tokenizer = character_tokenizer(eos=None)
-    (example,) = tokenize([{"prompt": "a", "completion": "b"}], tokenizer)
-    assert show(example, tokenizer) == "a\n\n[b]"
     (example,) = tokenize([{"messages": TURNS[1:]}], tokenizer)
     assert show(example, tokenizer) == "hello you\n\n[hi\nthere]\n\nbye\n\n[so long]"
 
 
-@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
-def test_with_chat_template(eos):
-    tokenizer = character_tokenizer(CHATML, eos)
-    other = [
-        {"from": {"user": "human", "assistant": "gpt"}.get(t["role"], t["role"]), "value": t["content"]} for t in TURNS
-    ]
-    expected = (
-        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello you<|im_end|>\n"
-        "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n"
-        "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n[so long<|im_end|>]\n"
-    )
-    for row in ({"messages": TURNS}, {"conversations": other}):
-        (example,) = tokenize([row], tokenizer)
-        assert show(example, tokenizer) == expected
-    first = {"messages": TURNS[2:4]}  # the assistant speaks first
+def test_with_chat_template():
+    """An answer without a question, an instruction with its input, and a prompt template in place of the chat's."""
+    tokenizer = character_tokenizer(CHATML)
+    answer = {"instruction": "Add", "input": "1", "output": " x "}
     for row, options, expected in (
-        (first, {}, "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n"),
         (
-            {"instruction": "Add", "input": "1", "output": " x "},
+            {"messages": TURNS[2:4]},
             {},
-            "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n",
+            "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n",
         ),
-        ({"instruction": "Add", "output": "x"}, {"prompt_template": "{instruction}="}, f"Add=[x{eos}]"),
+        (answer, {}, "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n"),
+        (answer, {"prompt_template": "{instruction}="}, "Add=[ x </s>]"),
     ):
         (example,) = tokenize([row], tokenizer, **options)
         assert show(example, tokenizer) == expected
@@ -151,7 +137,6 @@ def test_tokens_without_width():
         ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
         ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
-        ({"messages": ["hello"]}, CHATML, "expected a message as a dict"),
         ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text"),
         ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
         ({"prompt": "a", "response": "b"}, "slow", "not a fast tokenizer"),
@@ -169,7 +154,6 @@ def test_bad_rows(row, template, message, monkeypatch):
     ("row", "template", "message"),
     [
         ({"text": "a"}, "{text}", "rows are plain text"),
-        ({"messages": TURNS}, "{messages}", "rows are chat"),
         ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
         ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
         ({"prompt": "a", "response": "b"}, "{prompt}{response}", "contains the response"),

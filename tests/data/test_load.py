@@ -47,20 +47,6 @@ def test_alpaca_outputs_cut_to_128_tokens():
     )
 
 
-def test_document_split_between_sequences():
-    sequences, description = load_sequences(
-        read_source(data_path("wikitext2/test.txt.gz")),
-        tokenizer_of("stories260K"),
-        seq_len=256,
-        layout="full",
-        max_sequences=50,
-    )
-    assert (sequences.tokens[1:, 0] == sequences.targets[:-1, -1]).all()
-    fit, held_out = split_sequences(sequences, 0.6)
-    assert (len(fit.tokens), len(held_out.tokens)) == (30, 20)
-    assert "whole documents" in description
-
-
 @pytest.mark.parametrize("layout", ["pad", "pack"])
 def test_rows_that_are_cut_keep_their_prompt(layout):
     """Every scored token of a chat is predicted after the whole prompt; the line counts what is left out."""

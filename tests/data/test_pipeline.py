@@ -41,19 +41,9 @@ def test_every_row_once_per_epoch_in_a_fresh_order():
 
 def test_seeds():
     arrays = make_arrays()
-    assert_equal(batches(arrays, 4, seed=7, epochs=2), batches(arrays, 4, seed=7, epochs=2))
-    orders = {
-        tuple(np.concatenate([b["source"] for b in batches(arrays, 10, seed=seed, epochs=3)]).reshape(3, 10).flat)
-        for seed in range(6)
-    }
-    assert len(orders) == 6
-
-
-@pytest.mark.parametrize(
-    ("options", "number"), [({"epochs": 1}, 2), ({"epochs": 3}, 7), ({"steps": 1}, 1), ({"steps": 9}, 9)]
-)
-def test_number_of_batches(options, number):
-    assert len(list(batches(make_arrays(), 4, seed=0, **options))) == number
+    orders = [[batch["source"].tolist() for batch in batches(arrays, 4, seed=seed, epochs=2)] for seed in (7, 7, 8)]
+    assert orders[0] == orders[1] != orders[2]
+    assert len(orders[0]) == 5
 
 
 def test_batch_larger_than_the_data():
@@ -120,8 +110,6 @@ def test_errors():
     for options, message in (
         ({}, "either epochs or steps"),
         ({"epochs": 1, "steps": 1}, "either epochs or steps"),
-        ({"epochs": 0}, "expected an integer >="),
-        ({"steps": 0}, "expected an integer >="),
         ({"steps": 1, "seed": -1}, "expected an integer >="),
     ):
         with pytest.raises(UserError, match=message):

@@ -7,7 +7,6 @@ import datasets
 import pytest
 
 from calibjax.data import read_source
-from calibjax.data.source import Skipped
 from calibjax.runtime.errors import UserError
 
 ROWS = [{"text": "one", "n": 1}, {"text": "two\nlines", "n": 2}, {"text": "drei é", "n": 3}]
@@ -34,13 +33,10 @@ def test_files_of_rows(tmp_path, name, suffix):
     assert list(read_source(tmp_path / (name + suffix), rows=2)) == expected[:2]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_text_file_is_one_document(tmp_path, suffix):
-    rows = read_source(write(tmp_path / f"a.txt{suffix}", "one\n\ntwo é\n".encode()))
+def test_text_file_is_one_document(tmp_path):
+    rows = read_source(write(tmp_path / "a.txt.gz", b"\xef\xbb\xbf" + "one\n\ntwo é\n".encode()))
     assert list(rows) == [{"text": "one\n\ntwo é\n"}]
     assert rows.documents
-    marked = read_source(write(tmp_path / f"marked.txt{suffix}", b"\xef\xbb\xbfone"))
-    assert list(marked) == [{"text": "one"}]
 
 
 def test_csv_keeps_words_that_look_like_nulls_and_tells_columns_of_one_name_apart(tmp_path):
@@ -81,16 +77,15 @@ def test_directories_of_the_hub_and_of_datasets(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_encodings(tmp_path, encoding, suffix):
+def test_encodings(tmp_path, encoding):
     """The same rows, or a refusal that names what it is."""
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     for name, content in FILES.items():
-        rows = read_source(write(tmp_path / (name + suffix), (mark + content.decode()).encode(encoding)))
+        rows = read_source(write(tmp_path / f"{name}.gz", (mark + content.decode()).encode(encoding)))
         assert [(row["text"], int(row["n"])) for row in rows] == [(row["text"], row["n"]) for row in ROWS]
-        if encoding == "utf-16-be":
-            with pytest.raises(UserError, match="NUL bytes, as UTF-16 without a byte order mark"):
-                read_source(write(tmp_path / (name + suffix), content.decode().encode(encoding)))
+    if mark:
+        with pytest.raises(UserError, match="NUL bytes, as UTF-16 without a byte order mark"):
+            read_source(write(tmp_path / "b.csv", CSV.decode().encode(encoding)))
 
 
 @pytest.mark.parametrize(
@@ -101,66 +96,42 @@ def test_encodings(tmp_path, encoding, suffix):
         'sep=,\ntext,n\n"one, two",1\n',
         "text\tn\none, two\t1\n",
         "text|n\none, two|1\n",
-        '"text;",n\n"one, two",1\n',
     ],
 )
 def test_delimiters(tmp_path, content):
     (row,) = read_source(write(tmp_path / "a.csv", content.encode()))
     assert list(row.values()) == ["one, two", "1"]
-    assert [name.rstrip(";") for name in row] == ["text", "n"]
+    assert list(row) == ["text", "n"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        *[("plain", name) for name in ("d*.jsonl", "config.json", "[a-z].parquet")],
-        *[(folder, "d[12].jsonl") for folder in ("plain", "[w]", "a::b", "x?*{y}#%41", "file:", "~", "__x__", ".h")],
-    ],
-)
-def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder, name):
-    """Beside files that the path would match as a pattern; absolute, relative and as the only file of a directory."""
-    directory = tmp_path / folder
-    directory.mkdir()
-    decoys = ("d1.jsonl", "d2.jsonl", "d.jsonl", "a.parquet")
-    for decoy in decoys:
-        (tmp_path / decoy).write_text("decoy")
-        (directory / decoy).write_text("decoy")
-    (tmp_path / "w").mkdir()
-    file = directory / name
-    if name.endswith(".parquet"):
-        datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows"))
-        (tmp_path / "rows").rename(file)
-    else:
-        write(file, JSONL)
-    assert list(read_source(file)) == ROWS
+@pytest.mark.parametrize("folder", ["[w]", "x?*{y}#%41", "file:", "~"])
+def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
+    """Beside a file that it would match as a pattern; absolute, relative, and as the only file of a directory."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / "d1.jsonl").write_text("decoy")
+    file = write(tmp_path / folder / "d[12].jsonl", JSONL)
     monkeypatch.chdir(tmp_path)
-    assert list(read_source(f"{folder}/{name}")) == ROWS
-    for decoy in decoys:
-        (directory / decoy).unlink()
-    assert list(read_source(folder)) == ROWS
+    for path in (file, f"{folder}/d[12].jsonl", folder):
+        assert list(read_source(path)) == ROWS
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "one"}\n\n{"text": "tw', r"a\.jsonl, line 3: cannot be read .*: '{\"text\": \"tw'"),
-        ("a.jsonl", b'{"text": "one"}\nnull\n', r"line 2: expected a JSON object, got 'null'"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "\xff"}', r"line 2: invalid UTF-8 at byte 10 of the line"),
         ("a.jsonl", b"[" * 100_000, r"line 1: cannot be read as json"),
-        ("a.json", b"3", r"line 1: expected a JSON object, got '3'"),
         ("a.json", b"null", r"line 1: expected a JSON object, got 'null'"),
         ("a.json", b'[{"text": "one"}, null]', r"row 1 .*: expected a JSON object, got 'None'"),
         ("a.json", b'[{"text": "one"},', "cannot be read as json"),
         ("a.csv", b"text,n\none,1\ntwo\n", r"line 3: expected 2 cells separated by ',', as in the first line, got 1"),
         ("a.csv", b'text,n\n"one\n\n",1\n\xff,2\n', r"line 5: invalid UTF-8"),
-        ("a.csv", b"\xff\xfe", "holds no rows"),
         ("a.parquet", b"no parquet", r"a\.parquet cannot be read as parquet"),
         ("cut.jsonl", gzip.compress(JSONL * 1000)[:-40], "cannot be read as gzipped json"),
         ("plain.jsonl", JSONL, "cannot be read as gzipped json"),
         ("a.txt", "é".encode("latin1"), "cannot be read as text"),
         ("a.jsonl", b"", "holds no rows"),
         ("a.csv", b"text,n\n", "holds no rows"),
-        ("a.jsonl.gz", b"", "holds no rows"),
         ("a.xml", b"<a/>", r"expected a file ending in one of \.jsonl"),
     ],
 )
@@ -190,18 +161,6 @@ def test_bad_options(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no data file"):
         read_source(tmp_path / "empty")
-
-
-def test_broken_rows_are_skipped_only_if_asked(tmp_path):
-    lines = JSONL.splitlines(keepends=True)
-    file = write(tmp_path / "a.jsonl", b"null\n" + lines[0] + b"\xff\n" + lines[1] + lines[2])
-    skipped = Skipped()
-    rows = read_source(file, skip_broken=True)
-    assert [row for _, row in rows.placed(skipped)] == ROWS
-    assert rows.first == ROWS[0]
-    assert (skipped.count, skipped.first) == (2, f"{file}, line 1: expected a JSON object, got 'null'.")
-    with pytest.raises(UserError, match="line 1"):
-        read_source(file)
 
 
 def test_the_hub(monkeypatch):

@@ -50,25 +50,11 @@ QWEN3 = (
 IM = "<|im_end|>\n"
 SHAPES = {
     "chatml": Shape(turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n", "<|im_start|>assistant\n"), IM),
-    "chatml that ignores the generation prompt": Shape(turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n"), IM),
     "vicuna": Shape(either("USER: " + C + " ", "ASSISTANT: " + C + "</s>"), "</s>"),
     "role and colon": Shape(turns("{{ m.role + ': ' + m.content }}\n"), "\n"),
-    "alpaca headers": Shape(
-        either("### User:\n" + C + "\n\n", "### Assistant:\n" + C + "</s>\n\n", "### Assistant:\n"),
-        "</s>\n\n",
-    ),
     "llama 2": Shape(
         either("<s>[INST] {{ m.content | trim }} [/INST]", " {{ m.content | trim }} </s>"), " </s>", "strip"
     ),
-    "gemma": Shape(
-        turns(
-            "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
-            "<start_of_turn>model\n",
-        ),
-        "<end_of_turn>\n",
-        "strip",
-    ),
-    "phi 3": Shape(turns("<|{{ m.role }}|>\n" + C + "<|end|>\n", "<|assistant|>\n") + "{{ '' }}", "<|end|>\n"),
     "nothing but text": Shape(either(C + "\n", C + "</s>"), "</s>"),
     "json": Shape(turns('{"{{ m.role }}": {{ m.content | tojson }}}</s>'), '"}</s>', "json"),
     "an end before the next header": Shape(
@@ -233,18 +219,13 @@ def test_parts_system_and_variables_of_the_template():
     tokenizer = character_tokenizer(template)
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    row = {
-        "conversations": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}],
-        "system": "Be kind.",
-        "tools": json.dumps(tools),
-        "chat_template_kwargs": {"loud": True},
-    }
+    row = {"conversations": [{"role": role, "content": parts} for role in ("user", "assistant")]}
+    row |= {"system": "Be kind.", "tools": json.dumps(tools), "chat_template_kwargs": {"loud": True}}
     (example,) = tokenize([row], tokenizer)
     messages = [{"role": "system", "content": "Be kind."}]
     messages += [{"role": role, "content": "one two"} for role in ("user", "assistant")]
-    assert tokenizer.decode(example.tokens) == tokenizer.decode(
-        tokenizer.apply_chat_template(messages, tools=tools, loud=True)["input_ids"]
-    )
+    expected = tokenizer.apply_chat_template(messages, tools=tools, loud=True)["input_ids"]
+    assert tokenizer.decode(example.tokens) == tokenizer.decode(expected)
     assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
 
 
@@ -256,19 +237,12 @@ CALLS = {"tool_calls": [{"function": CALL}]}
     ("row", "template", "message"),
     [
         ({"messages": [USER, ANSWER | CALLS]}, QWEN3.replace("tool_calls", "no_calls"), "rewrites the tool_calls"),
-        (
-            {"messages": [USER, ANSWER | CALLS | {"weight": 0}, ANSWER]},
-            turns(C + "</s>"),
-            "leaves out text of the role",
-        ),
         ({"messages": [USER, ANSWER | {"thinking": "hm"}]}, HERMES, "rewrites the thinking"),
         ({"messages": [USER, ANSWER], "tools": [{"name": "weather"}]}, HERMES, "does not write the tools"),
         ({"messages": [USER, ANSWER | CALLS]}, None, "tool_calls: only a chat template can write this"),
         ({"messages": [USER, ANSWER | {"content": [{"type": "image"}]}]}, HERMES, "message 1: .*Only text is read"),
-        ({"messages": [USER, ANSWER | {"weight": 2}]}, HERMES, "a weight of 0, or 1.* got 2"),
         ({"messages": [USER | {"weight": 1}, ANSWER]}, HERMES, "1 only for the assistant, got 1 for 'user'"),
         ({"messages": [USER, ANSWER | {"tool_calls": "[{"}]}, HERMES, "message 1: expected JSON"),
-        ({"messages": [USER, ANSWER | {"tool_calls": [3]}]}, HERMES, "expected a tool call with a function's name"),
         ({"messages": [USER, ANSWER], "tools": "3"}, HERMES, "column 'tools': expected a list of objects"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"messages": 1}}, HERMES, "chat_template_kwargs"),
         ({"messages": [USER, ANSWER]}, turns("{{ m.content * 2 }}</s>"), "message 1 .*changes the text around it"),

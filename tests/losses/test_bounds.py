@@ -25,7 +25,7 @@ def test_equality_case(size, norm, expected):
 
 def test_no_logits_have_less_entropy():
     rng = np.random.default_rng(0)
-    for size, norm in ((2, 3.0), (7, 1.0), (50, 20.0)):
+    for size, norm in ((2, 3.0), (50, 20.0)):
         z = rng.normal(size=(20_000, size)) * rng.choice([0.1, 1, 10], (20_000, 1))
         z -= z.mean(axis=1, keepdims=True)
         z *= norm / np.linalg.norm(z, axis=1, keepdims=True)

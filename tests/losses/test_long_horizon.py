@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import rel_entr, softmax
 
 from calibjax.losses.long_horizon import (
     MODES,
@@ -180,19 +181,14 @@ def test_running_means_are_of_all_batches():
 
 
 def test_reverse_kl_is_scipys():
-    from scipy.special import rel_entr
-
-    rng = np.random.default_rng(0)
-    q, p = rng.normal(0, 2, (2, 5, 11))
-    soft = [np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True) for z in (q, p)]
-    got = jax.jit(reverse_kl)(q.astype(np.float32), p.astype(np.float32))
-    np.testing.assert_allclose(got, rel_entr(*soft).sum(axis=-1), rtol=1e-5)
+    z = np.random.default_rng(0).normal(0, 2, (2, 5, 11)).astype(np.float32)
+    want = rel_entr(*softmax(z.astype(np.float64), axis=-1)).sum(axis=-1)
+    np.testing.assert_allclose(jax.jit(reverse_kl)(*z), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_is_positive(temperature):
+def test_a_temperature_is_positive():
     with pytest.raises(UserError, match="positive"):
-        token_weights(jnp.zeros((1, 3)), temperature, Horizon())
+        token_weights(jnp.zeros((1, 3)), float("nan"), Horizon())
 
 
 # --- the minimiser ---
@@ -214,24 +210,3 @@ def test_the_minimiser_is_the_scaled_joint(source, form, baseline):
     assert sizes[1] > 1e-3
     log_minimiser = np.log(source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64))))
     assert source.kl(log_minimiser) < 1e-6 * source.best_myopic
-
-
-@pytest.mark.parametrize(
-    ("objective", "least", "most"),
-    [
-        (Horizon(form="next_token", horizon=3), 1e-4, 0.02),
-        (Horizon(form="next_token", horizon=2), 1e-3, 0.2),
-        (Horizon(form="next_token", clip=1.0), 1e-2, 0.6),
-    ],
-    ids=["horizon-3", "horizon-2", "clip-1"],
-)
-def test_horizon_and_clipping_move_the_minimiser(source, objective, least, most):
-    """The bias, as KL(p_T ‖ minimiser): falling with the horizon; a horizon of 1 is nothing but a next-token weight."""
-    minimiser = source.table(source.p[:, None] * np.asarray(source.weights(objective), np.float64))
-    kl = source.kl(np.log(source.at(minimiser)))
-    print(f"KL from p_T: minimiser {kl:.4f}, best myopic {source.best_myopic:.4f}, base {source.kl(source.log_p):.4f}")
-    assert least < kl < most
-    assert kl < source.kl(source.log_p)
-    weights = source.weights(Horizon(form="next_token", horizon=1))
-    myopic = source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64)))
-    np.testing.assert_allclose(np.log(myopic), source.myopic(TEMPERATURE), atol=1e-5)

@@ -126,21 +126,6 @@ def test_blocks_of_tokens(length):
         got = run(*arguments, Visible(ids, windows=(None, WINDOW), kind=jnp.int32(kind)))
         exact = dense_float64(*arguments, ids, window, 0.3, 2.0, sinks)
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
-    visible = Visible(ids, windows=(WINDOW,))
-
-    def in_blocks(query, key, value):
-        return jnp.sum(attention.attend(query, key, value, visible, scale=0.3) ** 2)
-
-    def at_once(query, key, value):
-        past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
-        return jnp.sum(attention.attend_by_products(query, past, visible.mask(length, length), scale=0.3) ** 2)
-
-    got, wanted = (jax.jit(jax.grad(form, argnums=(0, 1, 2)))(*arguments) for form in (in_blocks, at_once))
-    for one, two in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(one, two, rtol=0, atol=5e-5)
-    exact = dense_float64(*arguments, np.ones_like(ids), None, 0.3, None)
-    got = jax.jit(functools.partial(attention.attend, visible=Visible(), scale=0.3))(*arguments)
-    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("time", [1, 3])
@@ -170,38 +155,30 @@ def run_decoder(params, tokens, ids, remat="none"):
     return Decoder(CONFIG, remat=remat).apply({"params": params}, tokens, ids, positions)
 
 
-def test_decoder_with_the_kernel(on_tpu, monkeypatch):
-    """A stack of windows and global layers, with soft-cap and grouped queries, over a mesh of all three axes."""
-    params, tokens, ids = decoder_inputs()
-    mesh = make_mesh((2, 2, 2))
-    with jax.set_mesh(mesh):
-        got = jax.jit(run_decoder)(params, tokens, ids)
-    monkeypatch.undo()
-    expected = jax.jit(run_decoder)(params, tokens, ids)
-    print(f"{np.abs(got - expected).max():.1e} of {np.abs(expected).max():.1f}")
-    assert np.isfinite(got).all()
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-    other = jax.jit(run_decoder)(params, tokens, np.ones_like(ids))
-    assert np.abs(other - expected).max() > 0.1  # what is seen matters
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_decoder_with_the_kernel(on_tpu, monkeypatch, remat):
+    """A stack of windows and global layers, with soft-cap and grouped queries, over a mesh of all three axes.
 
-
-@pytest.mark.slow
-def test_decoder_gradients_with_the_kernel(on_tpu, monkeypatch):
-    """Of all parameters, through the scan, with blocks computed anew, on a mesh."""
+    With blocks computed anew, the gradients of all parameters too.
+    """
     params, tokens, ids = decoder_inputs()
 
-    def loss(params):
-        return jnp.mean(jnp.square(jnp.cumsum(run_decoder(params, tokens, ids, "full"), axis=-1)))
+    def loss(params, ids):
+        hidden = run_decoder(params, tokens, ids, remat)
+        return jnp.mean(jnp.square(jnp.cumsum(hidden, axis=-1))), hidden
 
+    run = jax.grad(loss, has_aux=True) if remat == "full" else loss
     with jax.set_mesh(make_mesh((2, 2, 2))):
-        got = jax.jit(jax.grad(loss))(params)
+        got = jax.jit(run)(params, ids)
     monkeypatch.undo()
-    expected = jax.jit(jax.grad(loss))(params)
+    expected = jax.jit(run)(params, ids)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        size = np.abs(b).max()
-        error = np.abs(a - b).max()
+        error, size = np.abs(a - b).max(), np.abs(b).max()
         print(f"{jax.tree_util.keystr(path)}: {error:.1e} of {size:.1e}")
         assert error <= 1e-4 * size + 1e-8, path
+    if remat == "none":
+        other = jax.jit(run)(params, np.ones_like(ids))[1]
+        assert np.abs(other - expected[1]).max() > 0.1  # what is seen matters
 
 
 # --- the choice ---
@@ -222,9 +199,7 @@ def chosen(*arguments, visible=None, **options):
     ("mesh", "change", "suits"),
     [
         (None, {}, True),
-        (None, {"time": 768}, True),
-        (None, {"width": 80}, True),
-        (None, {"dtype": jnp.float32}, True),
+        (None, {"time": 768, "width": 80, "dtype": jnp.float32}, True),
         (None, {"time": 640}, False),
         (None, {"width": 72}, False),
         (None, {"dtype": jnp.float16}, False),
@@ -243,7 +218,6 @@ def test_shapes_and_meshes_that_suit(mesh, change, suits):
 def test_full_precision_and_other_meshes_do_not_suit():
     with jax.default_matmul_precision("highest"):
         assert not attention.suits_splash(*shapes(dtype=jnp.float32)[:2])
-        assert attention.suits_splash(*shapes()[:2])
     with jax.set_mesh(jax.make_mesh((8,), ("x",))):
         assert not attention.suits_splash(*shapes()[:2])
 
