@@ -24,8 +24,7 @@ def choose_seq_len(rows: Rows, format: Format, tokenizer: Tokenizer, max_positio
     length = 128
     if not format.is_plain:
         counts = [len(example.tokens) for example in islice(tokenize_rows(rows, format, tokenizer), 1000)]
-        percentile = float(np.percentile(counts, 95)) if counts else 0
-        length = int(np.clip(np.ceil(percentile / 64) * 64, 128, 1024))
+        length = int(np.clip(np.ceil(np.percentile(counts or [0], 95) / 64) * 64, 128, 1024))
     return length if max_positions is None else min(length, max_positions)
 
 

@@ -197,10 +197,10 @@ def aggregated(log_probs: list[float]) -> dict[str, float]:
 
 
 def _prompt_tokens(row: Row) -> int:
-    usage = _body(row).get("usage") or {}
-    if "prompt_tokens" not in usage:
+    count = (_body(row).get("usage") or {}).get("prompt_tokens")
+    if count is None:
         raise UserError("the response echoes its prompt, but usage.prompt_tokens, its length, is missing.")
-    return int(usage["prompt_tokens"])
+    return int(count)
 
 
 def _scored_tokens(row: Row) -> list[Row]:

@@ -172,12 +172,11 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
 def split_sequences(
     sequences: Sequences, fit_fraction: float, *, order: SplitOrder = "shuffled", seed: int = 0
 ) -> tuple[Sequences, Sequences]:
-    """Splits S sequences into (fit, held_out), neither empty. A row is never on both sides.
+    """Splits S sequences into (fit, held_out), neither empty (else `UserError`). A row is never on both sides.
 
     `int(fit_fraction * S)` are for fitting, 0 < fit_fraction < 1: rows drawn at random by `seed`, or the first ones
     ("sequential"). The cut is at the nearest end of a row, and sequences keep their order within a part. A single row,
-    such as one text file, is always cut between two sequences, its start for fitting. Raises `UserError` for an empty
-    part.
+    such as one text file, is always cut between two sequences, its start for fitting.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     group, counts = _groups(sequences)

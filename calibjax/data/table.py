@@ -89,25 +89,24 @@ def read_table(
     """Reads a table of predictions.
 
     Args:
-        path: `.csv`, `.tsv`, `.jsonl`, `.ndjson`, `.json` or `.parquet` (text also with `.gz`; see `read_source`) with
-            the columns `confidence` (0 to 1) and `correct` (0, 1, yes, no, or the fraction of correct attempts); or
-            `logits`, lists, or `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and
-            `label` (0 to K − 1). A logit of −inf is an option that is impossible, as are those that a list lacks.
-            Optionally `group`, labels of dependent rows (questions, users), and `category`, labels of kinds of
-            questions (subjects) that new data will have too. Logits take precedence over confidences. Or `.npz` with
-            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or responses of a
-            server with log-probabilities, or samples of lm-eval, in `.jsonl` or `.json`; see `calibjax.data.records`.
+        path: `.csv`, `.tsv`, `.jsonl`, `.ndjson`, `.json` or `.parquet` (see `read_source`) with the columns
+            `confidence` (0 to 1) and `correct` (0, 1, yes, no, or the fraction of correct attempts); or `logits`, or
+            `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and `label` (0 to K − 1).
+            A logit of −inf is an option that is impossible, as are those that a list lacks. Optionally `group`, labels
+            of dependent rows, and `category`, labels of kinds of questions that new data will have too. Or `.npz` with
+            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or records of servers
+            and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
-        columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers; a
-            confidence that is named takes precedence over logits. "confidences" -> names, separated by commas; the
-            first is the confidence where the table has no other.
+        columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
+            precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
+            the confidence where the table has no other.
         skip_broken: leave out rows that cannot be read; a note counts them.
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
 
     Raises:
-        UserError: the file cannot be read; columns are missing; a value is not a number in its range, or a label is
-            missing (the message names its row, counted from 0); or there is no row.
+        UserError: the file cannot be read; columns or rows are missing; or a value is not a number in its range, or a
+            label is missing (the message names its row, counted from 0).
     """
     path = user_path(path)
     if not path.is_file():

@@ -2,7 +2,7 @@
 
 `hold` makes it of the first tokens, `fork` adds free columns, and continues rows several times; `reserve` assigns
 columns and positions to new tokens, the blocks compute their keys and values, `fill` stores them. Rows may be padded on
-the left, so that all grow by the same columns. Segment ids alone determine which columns a token attends to.
+the left. Segment ids alone determine which columns a token attends to.
 """
 
 from typing import NamedTuple
