@@ -114,13 +114,15 @@ def resample_sums(
     order = np.argsort(pool, kind="stable")
     starts = np.searchsorted(pool[order], np.arange(pools))
     pooled = [np.add.reduceat(np.asarray(x, np.float64)[order], starts, axis=0) for x in sums]
-    values = [statistic(CalibrationSums(*(_drawn_sum(drawn, x) for x in pooled))) for drawn in draws]
+    values = []
+    for drawn in draws:
+        times = drawn.astype(np.float64)
+        values.append(statistic(CalibrationSums(*(_drawn_sum(times, x) for x in pooled))))
     return np.concatenate(values)[:resamples]
 
 
 def _drawn_sum(drawn: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Times drawn `[R, pools]` · value `[pools, ...]`. A pool that is not drawn adds nothing, even if infinite."""
-    drawn = drawn.astype(np.float64)
     total = np.tensordot(drawn, np.where(np.isfinite(values), values, 0.0), axes=(1, 0))
     for odd, value in ((values == np.inf, np.inf), (np.isnan(values) | (values == -np.inf), np.nan)):
         if odd.any():
