@@ -12,7 +12,6 @@ from pathlib import Path
 
 import mutate
 import pytest
-from tiny import write_model
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
@@ -162,25 +161,6 @@ def test_packages_only_re_export():
 
 def test_top_folders_are_no_packages():
     assert not [name for name in ("kernels", "train", "eval", "tests") if (ROOT / name / "__init__.py").exists()]
-
-
-@pytest.mark.slow
-def test_transformers_beside_our_folders(tmp_path):
-    """A top-level package `kernels` would be taken by transformers for the one of Hugging Face."""
-    write_model(tmp_path / "model")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[2]).model_type)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "model")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ,
-    )
-    assert done.stdout.strip() == "llama", done.stderr
 
 
 ARRAYS = (

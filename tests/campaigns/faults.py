@@ -4,9 +4,8 @@
 the directory of the command, in Python, TensorStore and safetensors alike: that one call; it and all later ones, as on
 a full disk; or from then on all that make something, as in a read-only directory. After each, the command succeeded
 and its results are those of a run without faults; or it ended with exit code 1 or 2 and one line, every earlier result
-is as it was or replaced as a whole, and the same command, started again, succeeds with the same results. With --disk
-(as root) the same is required on a tmpfs that is read-only, and on ever larger ones until the command succeeds: the
-kernel's own errors, also of mapped memory. Prints one JSON line for each case.
+is as it was or replaced as a whole, and the same command, started again, succeeds with the same results. Prints one
+JSON line for each case.
 """
 
 import argparse
@@ -230,13 +229,11 @@ def settle(out):
         time.sleep(0.1)
 
 
-def check(case, out, inputs, whole, code, printed, lift):
-    """What is wrong after a run with a fault, which `lift` removes."""
+def check(case, out, inputs, whole, code, printed):
+    """What is wrong after a run with a fault."""
     if code == 0:
-        lift()
         return differences(case, out, whole)
     if code not in (1, 2):
-        lift()
         return [f"exit code or traceback: {str(code)[-3000:]}"]
     problems = [] if printed.count("\n") == 1 else [f"{printed.count(chr(10))} lines: {printed[-1500:]}"]
     found = contents(out, case.results)
@@ -244,7 +241,6 @@ def check(case, out, inputs, whole, code, printed, lift):
     for name, data in whole.before.items():
         if found.get(name) not in (data, whole.after[name]) and not (name not in found and data in aside):
             problems.append(f"{name}: neither the earlier result nor the new one")
-    lift()
     settle(out)
     code, printed = run(case, out, inputs)
     if code != 0:
@@ -265,45 +261,15 @@ def try_calls(case, library, folder, inputs, whole, stride, in_turn):
             fault = f"{name} {n} {library.fault_failed().decode()}"
             ended = f"exit code {code}" if code in (1, 2) else "succeeded" if code == 0 else "traceback"
             outcome = ended if reached else "not reached"
-            yield fault, outcome, check(case, out, inputs, whole, code, printed, lambda: None)
+            yield fault, outcome, check(case, out, inputs, whole, code, printed)
 
 
-def try_disk(case, library, folder, inputs, whole, stride, in_turn):
-    """A file system in memory: read-only, then of growing size until the command succeeds."""
-    out, size, code = folder / "disk", 8, 1
-
-    def mount(*options):
-        subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(out)], check=True)
-
-    def lift():
-        mount("remount", "rw", "size=1g")
-
-    out.mkdir(exist_ok=True)
-    for read_only in (True, *[False] * 100):
-        mount(f"size={size}k")
-        try:
-            case.prepare(out)
-            if read_only:
-                mount("remount", "ro")
-            code, printed = run(case, out, inputs)
-            problems = check(case, out, inputs, whole, code, printed, lift)
-        finally:
-            subprocess.run(["umount", "--lazy", str(out)], check=True)
-        problems += ["succeeded"] if read_only and code == 0 else []
-        fault = "read-only" if read_only else f"{size} KiB"
-        yield fault, f"exit code {code}" if code in (1, 2) else "succeeded", problems
-        if not read_only:
-            if code == 0:
-                break
-            size = 4 * (size // 4 + max(1, size * stride // 16))
-
-
-def try_case(case, library, folder, inputs, *, tries, stride, in_turn, seconds):
+def try_case(case, library, folder, inputs, *, stride, in_turn, seconds):
     """Tries faults for so long at most; returns counts."""
     began = time.monotonic()
     whole = whole_run(case, library, folder, inputs)
     counts, wrong = Counter(), 0
-    for fault, outcome, problems in tries(case, library, folder, inputs, whole, stride, in_turn):
+    for fault, outcome, problems in try_calls(case, library, folder, inputs, whole, stride, in_turn):
         counts[outcome] += 1
         if problems:
             wrong += 1
@@ -316,8 +282,7 @@ def try_case(case, library, folder, inputs, *, tries, stride, in_turn, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), choices=[[], *CASES])
-    parser.add_argument("--disk", action="store_true", help="on small and read-only file systems; needs root")
-    parser.add_argument("--stride", type=int, default=1, help="every so many-th fault; 16ths by which disks grow")
+    parser.add_argument("--stride", type=int, default=1, help="every so many-th fault")
     parser.add_argument("--in-turn", action="store_true", help="each call fails in one of the three ways")
     parser.add_argument("--seconds", type=float, default=1e9, help="of one case, at most")
     given = parser.parse_args()
@@ -327,10 +292,9 @@ def main():
         folder, inputs = Path(name), Path(name) / "inputs"
         if given.cases != ["files"]:
             make_inputs(inputs)
-        tries = try_disk if given.disk else try_calls
         for case in given.cases:
             limits = {"stride": given.stride, "in_turn": given.in_turn, "seconds": given.seconds}
-            found = try_case(CASES[case], library, folder, inputs, tries=tries, **limits)
+            found = try_case(CASES[case], library, folder, inputs, **limits)
             print(json.dumps({"case": case, **found}), flush=True)
             lost += found["wrong"]
     return 1 if lost else 0

@@ -160,17 +160,12 @@ def test_the_document_says_what_its_numbers_are(run):
     assert list(document["held_out"]["methods"]) == ["uncalibrated", "temperature"]
     arc, trivia = (document["tasks"][name] for name in ("arc_easy", "triviaqa"))
     assert arc["confidence"].startswith("options (probability of the chosen option among the options, by their summed")
-    assert all(of["confidence"].count("temperatures calibrate tokens") == 1 for of in (arc, trivia))
     assert trivia["confidence"].startswith("length_normalised")
-    assert trivia["confidence"].endswith("judge: string-match")
     assert arc["source"] == "local data"
     assert (arc["cut"], trivia["cut"]) == (0, 1)
     subjects = document["tasks"]["truthfulqa_mc2"]["subjects"]
     assert {row["subject"]: row["questions"] for row in subjects} == {"c0": 10, "c1": 10}
-    page = (run[0].out / "report.html").read_text()
-    assert "arc_easy" in page
-    assert "subjects of truthfulqa_mc2" in page
-    assert "judge: string-match" in page
+    assert "subjects of truthfulqa_mc2" in (run[0].out / "report.html").read_text()
 
 
 def test_the_answers_are_a_table(run, capsys):
@@ -332,24 +327,12 @@ CHAT_TEMPLATE = (
 )
 
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
-    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
-    "'<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "turn", "system"),
-    [(CHAT_TEMPLATE, "<assistant> ", None), (SMOLLM2, "<|im_start|>assistant\n", "w1 w2")],
-    ids=["own", "SmolLM2"],
-)
+@pytest.mark.parametrize("system", [None, "w1 w2"])
 @pytest.mark.parametrize(
     ("task", "shots"),
     [("mmlu", 0), ("mmlu", 2), ("arc_easy", 0), ("triviaqa", 0), ("triviaqa", 5), ("truthfulqa_mc1", 0)],
 )
-def test_chats_have_the_requests_of_the_harness(material, task, shots, system, template, turn):
+def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
     from calibjax.eval.tasks.harness import Chat, HarnessLM
     from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
@@ -361,7 +344,7 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system, t
     several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
     loaded = several["mmlu_high_school_us_history"] if task == "mmlu" else next(iter(several.values()))
     tokenizer = lm.tokenizer
-    tokenizer.chat_template = template
+    tokenizer.chat_template = CHAT_TEMPLATE
 
     def rendered(messages, add_generation_prompt=True):
         return tokenizer.apply_chat_template(
@@ -392,8 +375,8 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system, t
     tokenizer.chat_template = None
     assert asked.prompts == [group[0][0] for group in theirs]
     assert encoded == ([] if task.startswith("trivia") else [pair for group in theirs for pair in group])
-    assert asked.prompts[0].endswith(turn)
-    assert asked.prompts[0].count(turn) == shots + 1
+    assert asked.prompts[0].endswith("<assistant> ")
+    assert asked.prompts[0].count("<assistant> ") == shots + 1
 
 
 def _by_document(instances):

@@ -61,7 +61,6 @@ def test_bytes_of_fine_tuning(mesh, divided):
     norms = 65 * 4096
     expected = 4 * ((PUBLISHED["llama-3.1-8b"] - norms) // divided + norms)
     found = device_bytes(program.parameters)
-    print(f"{found:,} bytes of parameters, expected {expected:,}")
     assert found == expected
     assert device_bytes(program.optimizer) == 2 * expected + 2 * 4
 
@@ -92,7 +91,6 @@ def test_bytes_as_xla_counts_them(objective):
     with jax.set_mesh(mesh):
         compiled = program.function.lower(*program.arguments).compile()
     used, counted = device_bytes(program.arguments), compiled.memory_analysis().argument_size_in_bytes
-    print(f"{used} bytes of arguments; XLA says {counted}")
     assert used == counted
     assert device_bytes(program.parameters) == device_bytes(build(job, job.abstract_mesh()).parameters)
     assert collectives(compiled.as_text())[0]["all-reduce"].count > 0
@@ -123,7 +121,6 @@ def test_operations_of_temperatures():
     blocks, unembedding = products()
     head = 2 * 2 * 64 * 1024 * 4096
     found = traced_flops(make_job())
-    print(f"{found:.6e}, expected {blocks + unembedding + head:.6e}")
     assert found == pytest.approx(blocks + unembedding + head, rel=1e-4)
 
 
@@ -138,7 +135,6 @@ def test_operations_of_fine_tuning(remat):
     down = 32 * 2 * 64 * 1024 * 4096 * 14336
     expected = 3 * (blocks + unembedding) + (blocks - down if remat == "full" else 0)
     six_n = 6 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 64 * 1024
-    print(f"{found:.6e}, expected {expected:.6e}, 6 N tokens {six_n:.6e}")
     assert found == pytest.approx(expected, rel=0.01)
     if remat == "none":
         assert found == pytest.approx(six_n, rel=0.1)
@@ -154,7 +150,6 @@ def test_operations_of_a_mixture():
     tokens = 16 * 1024
     expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * ATTENDED * 64 * 64
     found = plan_job(job, parse_topology("h100:16"), compiles=False)["flops_per_step"]
-    print(f"{found:.6e}, expected {expected:.6e}")
     assert found == pytest.approx(expected, rel=1e-3)
 
 
@@ -199,7 +194,6 @@ def test_collectives_of_a_program_with_known_ones():
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
     text = function.lower(jnp.ones(8 * 64)).compile().as_text()
     found, unknown = collectives(text)
-    print(found)
     assert unknown == 0
     [gather] = re.findall(r"(\S+) = \S+ all-gather\(", text)
     assert executions(text)[gather.lstrip("%")] == 5
@@ -469,7 +463,6 @@ def test_a_step_of_8b_compiles_for_v5e():
     round while it multiplies, it does so once or twice more than it must.
     """
     found = with_compiler(compile_step, make_job(head="mlp"), parse_topology("v5e:4x4"))
-    print(f"{found.total / GIB:.2f} GiB: {found.collectives}")
     assert found.total < CHIPS["v5e"].memory / 2
     assert found.unknown_loops == 0
     unembedding = 2 * 128256 * 4096
@@ -477,5 +470,4 @@ def test_a_step_of_8b_compiles_for_v5e():
     weights = 2 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 15 / 16
     received = found.collectives["all-gather"].bytes
     received += found.collectives["collective-permute"].bytes if "collective-permute" in found.collectives else 0
-    print(f"received {received:.4e}, the weights by hand {weights:.4e}")
     assert 0.95 * weights < received < 1.4 * weights

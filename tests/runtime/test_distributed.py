@@ -244,12 +244,6 @@ def commands_alone(folder):
 
 
 @pytest.mark.slow
-def test_commands_on_a_mesh_find_what_they_find_on_one_device(folder, commands_alone, tmp_path):
-    found = worker.commands(folder, tmp_path, DeviceOptions(mesh="data=2,fsdp=2,tensor=2"), lambda line: None)
-    assert_documents_agree(commands_alone, found)
-
-
-@pytest.mark.slow
 def test_commands_of_two_processes_find_what_one_does(folder, commands_alone, tmp_path):
     """One prints and writes; both return the same documents."""
     for number, (code, out, error) in enumerate(Job("commands", folder, tmp_path, processes=2, devices=2).finish()):
