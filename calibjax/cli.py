@@ -164,7 +164,7 @@ def load_command(name: str) -> tuple[type, Run]:
 
 
 def _command_name(args: list[str]) -> str:
-    """The command that the arguments begin with; exits after help, the version or the script of completion."""
+    """The command that the arguments begin with; exits after help or the version."""
     group = args[0] if args and args[0] in GROUPS else ""
     words = args[: 2 if group else 1]
     name, last = " ".join(words), words[-1] if words else ""
@@ -180,14 +180,11 @@ def _command_name(args: list[str]) -> str:
         lines += [f"  {command:<15} {summary}" for command, summary in COMMANDS.items() if command.startswith(group)]
         lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
         if not group:
-            lines.append("calibjax --version prints the version; --completion bash (or zsh) a script.")
+            lines.append("calibjax --version prints the version.")
         print("\n".join(lines), file=sys.stdout if helped else sys.stderr)
         raise SystemExit(0 if helped else 2)
-    from calibjax.commands.parser import completion_script, fail
+    from calibjax.commands.parser import fail
 
-    if name == "--completion":
-        print(completion_script(args[1:], {command: load_command(command)[0] for command in COMMANDS}), end="")
-        raise SystemExit(0)
     known = {command.split()[-1]: command for command in COMMANDS if command.startswith(f"{group} " if group else "")}
     known |= {} if group else {other: other for other in (*GROUPS, "--help", "--version")}
     fail(f"calibjax has no command {name!r}", last, known, "calibjax --help lists them")

@@ -285,12 +285,6 @@ class DataOptions:
                 check_ids(sequences, lm.config.vocab_size)
                 for line in description.splitlines():
                     log(f"data: {line}")
-                if self.rows is not None and self.examples is None and len(sequences.tokens) > self.rows:
-                    tokens = int(sequences.where.sum())
-                    log(
-                        f"note: --rows {self.rows:,} counts rows of the file, which hold {tokens:,} tokens in "
-                        f"{len(sequences.tokens):,} sequences; --examples limits the sequences."
-                    )
                 sets[_set_name(source, sources)] = sequences
         return sets
 
@@ -570,23 +564,16 @@ def write_results(document: Document, out: Path) -> None:
     write_report(document, out)
 
 
-def finish(
-    document: Document,
-    out: Path | None,
-    *,
-    holds: str = "head/ (for calibjax.load_head)",
-    show: bool = True,
-    subjects: bool = False,
-) -> None:
-    """Writes the results in `out`, if any, and prints verdict, table and the names of files. The first process does it.
+def finish(document: Document, options: Any, *, holds: str = "head/ (for calibjax.load_head)") -> None:
+    """In the first process, writes the results in --out, if any, and prints verdict, table and the names of files.
 
-    `holds` names what else the run left in `out`; `subjects` prints the table of subjects too.
+    `holds` names what else the run left in --out.
     """
     if not is_first():
         return
     files = ""
-    if out is not None:
-        write_results(document, out)
-        files = f"results in {out}: report.html, metrics.json, reliability.png, {holds}"
-    if show:
-        print_report(document, files=files, subjects=subjects)
+    if options.out is not None:
+        write_results(document, options.out)
+        files = f"results in {options.out}: report.html, metrics.json, reliability.png, {holds}"
+    if not options.json:
+        print_report(document, files=files, subjects=getattr(options, "subjects", False))

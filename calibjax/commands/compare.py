@@ -107,9 +107,7 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
         files.append(_save_winner(options.save, comparison, material))
-    if not is_first():
-        return document
-    if not options.json:
+    if is_first() and not options.json:
         print_comparison(document["held_out"], material.title, files="\n".join(files))
     elif options.save is not None:
         log(files[-1])

@@ -100,7 +100,7 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
     titles = ["sets", "questions", "score at least", "right in set", "mean size", "one option"]
     shown = {name for row in document["categories"].values() for name in row}
     print_result(
-        (_claims_verdict if options.claims else _verdict)(document, options),
+        _verdict(document, options),
         TextTable(title, columns, rows, (3, 2, 5, 4, 1)),
         notes=[f"{name}: {text}." for name, text in document["guarantees"].items() if name in shown],
         more=[TextTable("Sets of options", titles, sets)] if sets else (),
@@ -109,11 +109,19 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
 
 
 def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
-    decided = [row[OF_ANSWERS] for row in document["categories"].values()]
+    decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
+    threshold, none = decided[0]["threshold"], sum(row["answers"] == "none" for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
+    if options.claims:
+        limit = f"expected fraction of false claims in an answer is at most {options.risk}"
+        if none == len(decided):
+            return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
+        if options.by_category:
+            return f"The {limit} in each category, with the claims above its threshold."
+        if threshold is None:
+            return f"All claims can be kept: the {limit}."
+        return f"Keep claims with a confidence above {threshold}: {answered:.1%} of them; the {limit}."
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
-    none = sum(row["answers"] == "none" for row in decided)
-    threshold = decided[0]["threshold"]
     if none == len(decided):
         return (
             f"WARNING: no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
@@ -125,19 +133,6 @@ def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
     if threshold is None:
         return f"All questions can be answered: {limit}."
     return f"Answer where the confidence is above {threshold}: {answered:.1%} of the questions, and {limit}."
-
-
-def _claims_verdict(document: dict[str, Any], options: DecideOptions) -> str:
-    decided = [row[OF_CLAIMS] for row in document["categories"].values()]
-    limit = f"expected fraction of false claims in an answer is at most {options.risk}"
-    threshold = decided[0]["threshold"]
-    if all(row["answers"] == "none" for row in decided):
-        return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
-    if options.by_category:
-        return f"The {limit} in each category, with the claims above its threshold."
-    if threshold is None:
-        return f"All claims can be kept: the {limit}."
-    return f"Keep claims with a confidence above {threshold}: {decided[0]['answered']:.1%} of them; the {limit}."
 
 
 def _probabilities(table: PredictionTable) -> np.ndarray | None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,45 +41,37 @@ class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOption
     subjects: bool = common.presentation(False)
 
 
-class _Material(NamedTuple):
-    """The predictions to look at, in the order: the half that is fitted on, the other."""
-
-    halves: tuple[Sequences, Sequences]
-    unit: str
-    letters: tuple[int, ...] | None = None
-    subjects: tuple[str, ...] = ()
-
-
 def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
     lm = options.load(context.mesh, log)
     edits = 1 + len(options.swept(lm.config.num_layers)) * len(options.strengths)
-    material = together(functools.partial(_read, options, lm, log))
-    fit, held_out = material.halves
-    counts = [int(half.where.sum()) for half in material.halves]
-    log(f"split: {counts[0]:,} {material.unit} to find a direction and an edit on, {counts[1]:,} held out")
+    halves, unit, questions = together(functools.partial(_read, options, lm, log))
+    fit, held_out = halves
+    counts = [int(half.where.sum()) for half in halves]
+    log(f"split: {counts[0]:,} {unit} to find a direction and an edit on, {counts[1]:,} held out")
     log(
-        f"work: {sum(int(half.segment_ids.astype(bool).sum()) for half in material.halves):,} tokens in "
+        f"work: {sum(int(half.segment_ids.astype(bool).sum()) for half in halves):,} tokens in "
         f"{len(fit.tokens) + len(held_out.tokens):,} sequences, read once for {lm.config.num_layers + 1} layers and "
         f"once for each of {edits} edits"
     )
-    document = evaluate_layers(
-        lm, fit, held_out, options, context, letters=material.letters, subjects=material.subjects
-    )
-    document["held_out"]["unit"] = material.unit
+    document = evaluate_layers(lm, fit, held_out, options, context, **questions)
+    document["held_out"]["unit"] = unit
     document["run"] |= run_identity("eval layers", options)
     figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-    common.finish(document, options.out, holds=figures, show=not options.json, subjects=options.subjects)
+    common.finish(document, options, holds=figures)
     return document
 
 
-def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], None]) -> _Material:
+def _read(
+    options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], None]
+) -> tuple[tuple[Sequences, Sequences], str, dict[str, Any]]:
+    """The half that is fitted on and the other, what their predictions are, and letters and subjects of questions."""
     rows = options.text.open(options.data, options.split)
     if not is_multiple_choice(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
-        return _Material(common.split_text(sequences, 0.5, log), "tokens")
+        return common.split_text(sequences, 0.5, log), "tokens", {}
     questions = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
     )
@@ -95,4 +87,5 @@ def _read(options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], No
     order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
     halves = common.split_text(questions.sequences.take(order), 0.5, log)
     letters = questions.letters if options.letters_only else None
-    return _Material(halves, "questions", letters, tuple(questions.subjects[index] for index in order))
+    subjects = tuple(questions.subjects[index] for index in order)
+    return halves, "questions", {"letters": letters, "subjects": subjects}

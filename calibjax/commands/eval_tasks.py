@@ -80,8 +80,7 @@ def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Docume
     heads = _heads(options, lm, log)
     document = evaluate_tasks(lm, tasks, heads, options, context, chat=chat, probes=with_probes)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
-    files = "answers/ (every question)"
-    common.finish(document, options.out, holds=files, show=not options.json, subjects=options.subjects)
+    common.finish(document, options, holds="answers/ (every question)")
     return document
 
 

@@ -1,4 +1,4 @@
-"""Options of commands: dataclasses as flags of `argparse`, as a YAML file, and for the completion of shells.
+"""Options of commands: dataclasses as flags of `argparse`, and as a YAML file.
 
 `--config run.yaml` reads options from a file, and every run leaves the file that reproduces it.
 """
@@ -364,33 +364,3 @@ def made_by(directory: Path) -> str:
         return ""
     line = re.search(r"^# Made by: (.*)$", text, re.MULTILINE)
     return line[1] if line else ""
-
-
-# --- the shell ---
-
-_SHELLS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
-_SCRIPT = """\
-_calibjax() {{
-  local words
-  case "${{COMP_WORDS[*]}} " in
-{cases}    *) words="{first} --help --version" ;;
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-complete -o default -F _calibjax calibjax
-"""
-
-
-def completion_script(shells: Sequence[str], commands: Mapping[str, type]) -> str:
-    """The script that completes commands (name -> options) in a shell, the only one of `shells`."""
-    if len(shells) != 1 or shells[0] not in _SHELLS:
-        raise UserError(f"--completion: expected one of {', '.join(_SHELLS)}.")
-    completed: dict[str, list[str]] = {}
-    for name, options_type in commands.items():
-        words = [word for option in list_options(options_type) for word in (*option.names, *option.choices)]
-        completed[name] = [*words, "--config", "--help"]
-    for group in dict.fromkeys(name.split()[0] for name in commands if " " in name):
-        completed[group] = [name.split()[1] for name in commands if name.startswith(f"{group} ")]
-    cases = [f'    "calibjax {name} "*) words="{" ".join(words)}" ;;\n' for name, words in completed.items()]
-    first = dict.fromkeys(name.split()[0] for name in commands)
-    return _SHELLS[shells[0]] + _SCRIPT.format(cases="".join(cases), first=" ".join(first))

@@ -64,7 +64,6 @@ class PlanOptions(JsonOptions):
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         tokens: tokens to train on: reports the duration of the run at 30 to 60% of the roofline, and what its hidden
             states take.
-        suggest: plan every mesh of the topology, and name the best that fits.
         dtype: compute dtype, and that of frozen weights; by default that of the weights, as of a run on accelerators.
             Trained weights are float32.
         head_kind: of ats: the head that gives a token its temperature.
@@ -81,7 +80,6 @@ class PlanOptions(JsonOptions):
     seq_len: Count = 1024
     mesh: str | None = None
     tokens: Annotated[int, Range(1, 10**15)] | None = None
-    suggest: bool = False
     dtype: Literal["float32", "bfloat16"] | None = None
     head_kind: HeadKind = RECIPES["default"]["head"]
     compile: bool = True
@@ -95,8 +93,6 @@ class PlanOptions(JsonOptions):
             given = ["--head-kind"] if self.head_kind != PlanOptions.head_kind else []
         if given:
             raise UserError(f"{', '.join(given)}: --objective {self.objective} does not read it; leave it out.")
-        if self.suggest and self.mesh is not None:
-            raise UserError("--suggest: it tries every mesh; leave --mesh out.")
 
     @classmethod
     def planned(cls, command: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,39 +109,30 @@ def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, A
     jax.config.update("jax_platforms", "cpu")  # programs are traced, and nothing runs on a device
     topology = parse_topology(options.topology)
     config, stored = _model(options.model)
-    dtype, count, method = options.dtype or stored, topology.devices, options.sft
+    method = options.sft
     if options.objective == "ats":
         method = make_plan(AtsOptions(head=options.head_kind, batch_size=method.batch_size), config.hidden_size)
-    if options.suggest:
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        pairs = [(data, fsdp) for data in divisors for fsdp in divisors if count % (data * fsdp) == 0]
-        meshes = [(data, fsdp, count // (data * fsdp)) for data, fsdp in pairs]
-    else:
-        meshes = [mesh_shape(options.mesh, count)]
-    jobs = [Job(config, method, options.seq_len, mesh, dtype) for mesh in meshes]
-    jobs = [job for job in jobs if job.batch % job.parts == 0] or jobs[:1]
-    jobs[0].check()
+    mesh = mesh_shape(options.mesh, topology.devices)
+    job = Job(config, method, options.seq_len, mesh, options.dtype or stored)
+    job.check()
     compiler = compilers.compiler_version(topology.chip.platform) if options.compile else None
-    plans, reasons = [], []
-    for number, job in enumerate(jobs, 1):
-        if compiler is not None or options.suggest:
-            how = f", compiled by {compiler}: a minute or more for a large model" if compiler else ""
-            log(f"planning {job.mesh_text} ({number} of {len(jobs)}){how} ...")
-        try:
-            plans.append(plan_job(job, topology, compiles=compiler is not None, tokens=options.tokens))
-        except DoesNotCompile as reason:
-            reasons.append(f"--mesh {job.mesh_text} does not compile for {topology.name}: {reason}")
-            log(reasons[-1])
-    if not plans:
-        raise UserError(reasons[0])
-    document: dict[str, Any] = {"model": options.model, "objective": options.objective, "topology": topology.name}
-    document |= {"dtype": dtype, "batch": method.batch_size, "seq": options.seq_len, "devices": count}
-    document |= {"compiler": compiler}
-    if options.suggest:
-        best = min((plan for plan in plans if plan["likely_fits"]), key=_cost, default={"fits": False, "mesh": None})
-        document |= {"fits": best["fits"], "best": best["mesh"], "plans": plans, "did_not_compile": reasons}
-    else:
-        document |= plans[0]
+    if compiler is not None:
+        log(f"planning {job.mesh_text}, compiled by {compiler}: a minute or more for a large model ...")
+    try:
+        plan = plan_job(job, topology, compiles=compiler is not None, tokens=options.tokens)
+    except DoesNotCompile as reason:
+        raise UserError(f"--mesh {job.mesh_text} does not compile for {topology.name}: {reason}") from reason
+    document = {
+        "model": options.model,
+        "objective": options.objective,
+        "topology": topology.name,
+        "dtype": job.dtype,
+        "batch": job.batch,
+        "seq": job.seq,
+        "devices": topology.devices,
+        "compiler": compiler,
+        **plan,
+    }
     if not options.json:
         _print(document, topology, options)
     return document
@@ -171,12 +158,6 @@ def _model(model: str) -> tuple[DecoderConfig, str]:
     content = json.loads((folder / "config.json").read_text())
     stored = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if stored == "bfloat16" else "float32"
-
-
-def _cost(plan: dict[str, Any]) -> tuple[float, ...]:
-    """What the best plan has least of: the bound on its time, then what moves between devices, then memory."""
-    seconds = plan["roofline_seconds"]
-    return seconds["bound"], seconds["interconnect"] or 0.0, plan["bytes_per_device"]["total"]
 
 
 # --- chips ---
@@ -256,11 +237,6 @@ class Job(NamedTuple):
         return isinstance(self.method, SftOptions)
 
     @property
-    def parts(self) -> int:
-        """Into how many parts a batch is divided: micro-batches, and devices with sequences of their own."""
-        return self.method.accumulate * self.mesh[0] * self.mesh[1]
-
-    @property
     def mesh_text(self) -> str:
         return ",".join(f"{axis}={n}" for axis, n in zip(AXES, self.mesh, strict=True))
 
@@ -270,11 +246,12 @@ class Job(NamedTuple):
 
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
-        check_batch(self.abstract_mesh(), self.batch, self.method.accumulate)
         check_context(self.seq, self.config.max_positions)
         if isinstance(self.method, SftOptions):
             self.method.check(self.abstract_mesh())
             self.method.check_model(self.config)
+        else:
+            check_batch(self.abstract_mesh(), self.batch)
 
 
 class Program(NamedTuple):
@@ -305,18 +282,17 @@ def build(job: Job, mesh: Any = None) -> Program:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     rows = None if mesh is None else batch_sharding(mesh)
-    kinds = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
+    kinds = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
+    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
     weights = placed(abstract_params(config, dtype))
-    if isinstance(method, AtsPlan):  # every token is planned as one that counts
-        batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
+    if isinstance(method, AtsPlan):
+        del batch["where"]  # every token is planned as one that counts
 
         def frozen_step(weights: Any, batch: Any) -> Any:
             frozen = freeze(LanguageModel(config, weights, dtype, ""), *method.heads)
             return frozen_pass(config, dtype, stored_features(method.heads), frozen, batch)
 
         return Program(jax.jit(frozen_step), (weights, batch), weights)
-    kinds |= {"where": jnp.bool_}
-    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
     optimizer = method.optimizer_config.build(1000)  # steps of the schedule: a number in the program
     step = make_train_step(
         SftObjective(model=method.configure(config), options=method, dtype=dtype),
@@ -533,7 +509,8 @@ def _held(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
     These are one block's activations, with their cotangents in training, and the kernels that it gathers. On GPUs, and
     of float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary are held to 16 MiB.
     """
-    config, tokens, itemsize = job.config, job.batch // job.parts * job.seq, jnp.dtype(job.dtype).itemsize
+    config, itemsize = job.config, jnp.dtype(job.dtype).itemsize
+    tokens = job.batch // (job.method.accumulate * job.mesh[0] * job.mesh[1]) * job.seq
     held = {}
     if job.trains:
         block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
@@ -576,43 +553,23 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any], topology: Topology, options: PlanOptions) -> None:
-    step = (
-        "{model}, {objective}, {batch} x {seq} tokens per step, {dtype}, on ".format(**document)
-        + f"{topology.devices} device{'s' * (topology.devices > 1)} ({topology.name})"
-    )
-    plans = document["plans"] if options.suggest else [document]
-    notes = []
-    if any(plan["compiled"] for plan in plans):
-        notes.append(f"The step was compiled by {document['compiler']}; nothing was run.")
+    if document["compiled"]:
+        notes = [f"The step was compiled by {document['compiler']}; nothing was run."]
     else:
-        notes.append("From the shapes alone: temporaries are an estimate, and collectives are not known.")
+        notes = ["From the shapes alone: temporaries are an estimate, and collectives are not known."]
     if options.compile and document["compiler"] is None:
         extra = "cuda13" if topology.chip.platform == "gpu" else "tpu"
         notes.append(f'The compiler is not installed: pip install "jax[{extra}]".')
-    if options.suggest:
-        likely = "" if document["fits"] else ", by an estimate of its memory"
-        best = document["best"]
-        line = f"None of these meshes fits: {step}." if best is None else f"Best{likely}: --mesh {best} for {step}."
-        print_result(line, _mesh_table(plans, best), notes=notes)
-        return
     if document["note"]:
         notes.append(document["note"])
     certainty = "does" if document["fits"] is not None else "probably does"
     verdict = f"This {certainty} {'' if document['likely_fits'] else 'not '}fit".replace("does fit", "fits")
-    bound = f"{_milliseconds(document['roofline_seconds']['bound'])} a step at the least"
-    print_result(f"{verdict}, at {bound}: {step}.", _plan_table(document), notes=notes)
-
-
-def _mesh_table(plans: list[dict[str, Any]], best: str | None) -> TextTable:
-    rows = []
-    for plan in plans:
-        seconds = (plan["roofline_seconds"][name] for name in ("compute", "memory", "interconnect"))
-        cells = [_milliseconds(x) for x in seconds]
-        total = plan["bytes_per_device"]["total"]
-        rows.append([plan["mesh"], _size(total), re.split("[,:]", _margin(plan))[0], *cells])
-    columns = ["mesh", "per device", "fits", "compute", "memory", "interconnect"]
-    chosen = tuple(index for index, plan in enumerate(plans) if plan["mesh"] == best)
-    return TextTable("time of a step at the least", columns, rows, (2, 1, 3, 4, 5), chosen)
+    bound = _milliseconds(document["roofline_seconds"]["bound"])
+    step = "{model}, {objective}, {batch} x {seq} tokens per step, {dtype}".format(**document)
+    devices = f"{topology.devices} device{'s' * (topology.devices > 1)} ({topology.name})"
+    print_result(
+        f"{verdict}, at {bound} a step at the least: {step}, on {devices}.", _plan_table(document), notes=notes
+    )
 
 
 def _plan_table(document: dict[str, Any]) -> TextTable:

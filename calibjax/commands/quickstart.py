@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax import losses
 from calibjax.commands import common
-from calibjax.commands.train_ats import ats_document, evaluate, fit_ats, write_tokens
+from calibjax.commands.train_ats import evaluate_fit, fit_ats
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
 from calibjax.eval.report.schema import Document
@@ -23,7 +23,7 @@ from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, hidden
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Count, run_identity
+from calibjax.runtime.options import Count
 from calibjax.runtime.sharding import replicated
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, make_plan
@@ -86,16 +86,17 @@ def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Docum
     plan = make_plan(AtsOptions(batch_size=32), lm.config.hidden_size)
     fitted = fit_ats(lm, fit_set, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
-    results = evaluate(lm, {"held_out": held_out}, fitted, plan, context, keep_tokens=True)
-    document = ats_document(lm, results, fitted, run_identity("quickstart", options), seed=options.seed)
+    sets = {"held_out": held_out}
+    document, results = evaluate_fit(
+        "quickstart", options, lm, sets, fitted, context, batch_size=plan.batch_size, keep_tokens=True
+    )
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():
         assert method.tokens is not None
         exact = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
         error = np.abs(method.tokens.confidence - exact)
         document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
-    write_tokens(lm, held_out, fitted, plan, context, options.out)
-    common.finish(document, options.out, show=not options.json)
+    common.finish(document, options)
     return document
 
 

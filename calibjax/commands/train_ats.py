@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
 from calibjax.train.ats import AtsFit, fit_ats, limited
-from calibjax.train.options import AtsOptions, AtsPlan, make_plan
+from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.saved import save_head
 
 
@@ -67,50 +66,38 @@ def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Documen
     fitted = fit_ats(lm, fit, plan, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
 
-    results = evaluate(lm, sets, fitted, plan, context, bins=options.bins, closed=options.closed)
-    write_tokens(lm, sets["held_out"], fitted, plan, context, options.out)
-    identity = run_identity("train ats", options)
-    document = ats_document(lm, results, fitted, identity, closed=options.closed, seed=options.seed)
-    common.finish(document, options.out, show=not options.json)
+    evaluation: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
+    document, _ = evaluate_fit(
+        "train ats", options, lm, sets, fitted, context, batch_size=plan.batch_size, **evaluation
+    )
+    common.finish(document, options)
     return document
 
 
-def evaluate(
+def evaluate_fit(
+    command: str,
+    options: common.OutputOptions,
     lm: LanguageModel,
     sets: Mapping[str, Sequences],
     fitted: AtsFit,
-    plan: AtsPlan,
     context: RunContext,
-    **options: Any,
-) -> dict[str, dict[str, MethodResult]]:
-    """The base model, temperature scaling and ATS on every set; options as `evaluate_tokens`'."""
+    *,
+    batch_size: int,
+    **evaluation: Any,
+) -> tuple[Document, dict[str, dict[str, MethodResult]]]:
+    """Evaluates the base model, temperature scaling and ATS on every set, and writes tokens.json to --out.
+
+    `evaluation` are further options of `evaluate_tokens`. Returns the contents of metrics.json, and the results by set.
+    """
     heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
     results = {}
     with jax.set_mesh(context.mesh):
         for name, sequences in sets.items():
             titled = context.titled(f"evaluating {name.replace('_', ' ')}")
-            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=plan.batch_size, context=titled, **options)
-    return results
-
-
-def write_tokens(
-    lm: LanguageModel, held_out: Sequences, fitted: AtsFit, plan: AtsPlan, context: RunContext, out: Path
-) -> None:
-    """Writes tokens.json: a `token_sample` of the held-out text."""
-    with jax.set_mesh(context.mesh):
-        sample = token_sample(lm, held_out, identity_head(lm), fitted.head, batch_size=plan.batch_size)
+            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=batch_size, context=titled, **evaluation)
+        sample = token_sample(lm, sets["held_out"], heads["uncalibrated"], fitted.head, batch_size=batch_size)
     if is_first():
-        write_file(out / "tokens.json", json.dumps(sample) + "\n")
-
-
-def ats_document(
-    lm: LanguageModel,
-    results: Mapping[str, dict[str, MethodResult]],
-    fitted: AtsFit,
-    identity: dict[str, Any],
-    **options: Any,
-) -> Document:
-    """The contents of metrics.json; options as `results_json`'s."""
-    run = {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint}
-    comparison = {} if fitted.comparison is None else {"comparison": fitted.comparison}
-    return common.make_document(results, run, **options) | comparison
+        write_file(options.out / "tokens.json", json.dumps(sample) + "\n")
+    run = {**run_identity(command, options), "fit": fitted.report, "base_fingerprint": lm.fingerprint}
+    document = common.make_document(results, run, closed=evaluation.get("closed", "right"), seed=options.seed)
+    return document | ({} if fitted.comparison is None else {"comparison": fitted.comparison}), results

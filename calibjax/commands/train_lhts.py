@@ -120,7 +120,5 @@ def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Docume
     identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
     document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}
     document["held_out"] = results_json(results, seed=options.seed)
-    common.finish(
-        document, options.out, holds="diversity.png, models/ (for --model, or transformers)", show=not options.json
-    )
+    common.finish(document, options, holds="diversity.png, models/ (for --model, or transformers)")
     return document

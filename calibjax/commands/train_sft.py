@@ -44,7 +44,6 @@ class TrainSftOptions(
 
 def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    options.sft.check(options.devices.make_mesh())
     context = common.begin("train sft", options, log)
     adapters = options.sft.lora is not None
     stored = None if adapters else jnp.float32
@@ -83,7 +82,7 @@ def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Documen
             results[title] |= more
     identity = {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint}
     document = common.make_document(results, identity, closed=options.closed, seed=options.seed)
-    common.finish(document, options.out, holds="model/ (for --model, or transformers)", show=not options.json)
+    common.finish(document, options, holds="model/ (for --model, or transformers)")
     return document
 
 

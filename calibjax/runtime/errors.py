@@ -13,10 +13,9 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Invalid input: a path, an option or the contents of a file. Its message is at most 4,000 characters long.
+    """Invalid input: a path, an option or the contents of a file. Its message has at most 4,000 characters.
 
-    It states what was expected, what was found, and what to do next. The command line prints it without a traceback and
-    exits with code 2.
+    The command line prints it without a traceback and exits with code 2.
     """
 
     def __init__(self, message: str):
@@ -30,10 +29,9 @@ _BROKEN = {getattr(errno, f"E{name}") for name in ("NOSPC", "DQUOT", "FBIG", "IO
 
 
 def storage_failure(error: BaseException) -> OSError | None:
-    """Returns the failure of the storage that an exception came from, such as a full disk; None if there is none.
+    """Returns the failure of storage or memory that an exception came from, such as a full disk; None if there is none.
 
-    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do. Too
-    little memory, of the host or of a device, is one too.
+    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do.
     """
     chain: list[BaseException] = []
     at: BaseException | None = error

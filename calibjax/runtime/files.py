@@ -71,12 +71,9 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty directory with a unique name beside `path`, which is renamed to `path` if the block succeeds.
 
     All processes of a job enter the block together with the same path; the first one creates, renames and removes. It
-    also locks `path`, and clears up after a process of this host that was killed in such a block: its directory is
-    removed, and an earlier result that it had moved aside is put back. The file of the lock names them.
-
-    With `replace`, an earlier result is removed after the new one is complete, and only if the new one has all of its
-    entries, so that foreign files are never removed; between two renames `path` does not exist. Raises `UserError` for
-    anything else at `path`.
+    also locks `path`, and clears up after a process of this host that was killed in such a block, by the names in the
+    lock's file. With `replace`, an earlier result is removed after the new one is complete, and only if the new one has
+    all of its entries. Raises `UserError` for anything else at `path`.
     """
     path = path.absolute()
     with contextlib.ExitStack() as lock:

@@ -1,8 +1,7 @@
 """What makes a command start fast: plugins and libraries that are not used are left out, compiled programs are kept.
 
-JAX initialises libtpu wherever it is installed, also where it only serves as a compiler (`calibjax plan`). Without a
-TPU this fails, after lines on standard error and about a second. transformers imports PyTorch, which takes about three
-seconds, and a process of ours needs only its configurations and tokenizers.
+JAX initialises libtpu also where it only serves as a compiler, which fails with lines on standard error after about a
+second. transformers imports PyTorch, which takes about three seconds and is not needed for configurations.
 """
 
 import contextlib

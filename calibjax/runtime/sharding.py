@@ -177,11 +177,9 @@ _take.defvjp(_take_forward, _take_backward)
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied: bool = False) -> jax.Array:
     """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index is out of range.
 
-    Whether the table is `tied` to another use changes only the memory of its gradient: XLA then adds to the other one.
-
-    If a mesh with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`. Each device looks up rows in
-    its part of the table for its tokens and for those of its neighbours along fsdp, so that rows are moved instead of
-    the table.
+    `tied`, to another use of the table, changes only the memory of its gradient: XLA then adds to the other one. If a
+    mesh with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`, and each device looks up rows of
+    its part for its tokens and those of its neighbours along fsdp: rows are moved instead of the table.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()

@@ -1,8 +1,7 @@
 """Ctrl-C and SIGTERM: a run ends so that it can be resumed.
 
 SIGTERM in training ends with a checkpoint of the current step. Of several processes perhaps only one gets the signal:
-JAX's notice of preemption reaches all of them, and they agree on the step to end with. Ctrl-C ends at once; nothing is
-lost either, as a run resumes from its newest checkpoint whenever it was killed.
+JAX's notice of preemption reaches all of them, and they agree on the step to end with. Ctrl-C ends at once.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from calibjax.runtime.checksums import seal
 from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.saved import save_head
 from calibjax.train.step import OptimizerConfig, TrainState
+
+CASES = Path(__file__).parents[1] / "data" / "cases"
 
 
 def make_corpus(directory: Path) -> None:
@@ -154,33 +157,7 @@ def _write_rows(directory: Path) -> None:
 
 
 def _write_tables(directory: Path) -> None:
-    import pyarrow.parquet
-
-    rng = np.random.default_rng(0)
-    n = 12
-    confidence, correct = rng.random(n).round(3), rng.integers(0, 2, n)
-    correct[:2], labels = (0, 1), rng.integers(0, 3, n)
-    logits, groups = rng.normal(size=(n, 3)).round(3), np.array(list("aabbccddeeff"))
-    labels[:2] = 0, 1
-    pairs = {"confidence": confidence.tolist(), "correct": correct.tolist(), "group": groups.tolist()}
-    classes = {**{f"logit_{k}": logits[:, k].tolist() for k in range(3)}, "label": labels.tolist()}
-    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    for name, columns in (
-        ("pairs", pairs),
-        ("classes", classes),
-        ("chances", {**{f"p_{k}": chances[:, k].tolist() for k in range(3)}, "label": labels.tolist()}),
-    ):
-        rows = list(zip(*columns.values(), strict=True))
-        lines = [",".join(columns), *(",".join(map(str, row)) for row in rows)]
-        (directory / f"{name}.csv").write_text("\n".join(lines) + "\n")
-        jsons = (json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
-        (directory / f"{name}.jsonl").write_text("\n".join(jsons) + "\n")
-        pyarrow.parquet.write_table(pyarrow.table(columns), directory / f"{name}.parquet")
-    np.savez(directory / "pairs.npz", confidence=confidence, correct=correct, group=groups)
-    np.savez(
-        directory / "classes.npz",
-        logits=logits,
-        labels=labels,
-        features=rng.normal(size=(n, 4)),
-        unembedding=rng.normal(size=(3, 4)),
-    )
+    """The cases of tests/data/test_table.py that are read."""
+    for expected in CASES.glob("*.expected.json"):
+        if "error" not in json.loads(expected.read_text()):
+            shutil.copy(CASES / expected.name.removesuffix(".expected.json"), directory)

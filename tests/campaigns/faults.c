@@ -17,7 +17,6 @@
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 static char prefix[PATH_MAX], failed[PATH_MAX + 64];
@@ -197,14 +196,3 @@ MMAP(mmap64)
   }
 FALLOCATE(posix_fallocate)
 FALLOCATE(posix_fallocate64)
-
-/* With FAULT_CLOCK=N the clock of the day is set back by an hour, once, after N readings of it by a process. */
-int clock_gettime(clockid_t clock, struct timespec *at) {
-  static int (*real)(clockid_t, struct timespec *);
-  static atomic_long readings;
-  if (real == NULL) real = dlsym(RTLD_NEXT, "clock_gettime");
-  int code = real(clock, at);
-  const char *after = getenv("FAULT_CLOCK");
-  if (clock == CLOCK_REALTIME && after && atomic_fetch_add(&readings, 1) >= atol(after)) at->tv_sec -= 3600;
-  return code;
-}

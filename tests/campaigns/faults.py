@@ -33,8 +33,8 @@ TRAIN = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs",
 TRAIN += ("--learning-rate", "0.01", "--quiet")
 
 
-def preload(script, arguments, **settings):
-    """Starts a script again with faults.c loaded, unless it is, and these variables set; returns its functions."""
+def preload(script, arguments):
+    """Starts a script again with faults.c loaded, unless it is; returns its functions."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "fault_arm"):
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -42,7 +42,7 @@ def preload(script, arguments, **settings):
             subprocess.run(
                 ["cc", "-O1", "-shared", "-fPIC", "-o", str(shim), str(HERE / "faults.c"), "-ldl"], check=True
             )
-            environment = {**os.environ, "LD_PRELOAD": str(shim), **settings}
+            environment = {**os.environ, "LD_PRELOAD": str(shim)}
             sys.exit(subprocess.run([sys.executable, script, *arguments], env=environment, check=False).returncode)
     library.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
     library.fault_failed.restype = ctypes.c_char_p

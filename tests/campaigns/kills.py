@@ -28,7 +28,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2]
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
-from campaigns.faults import preload
 from ports import free_port
 from tiny import WORDS, write_model, write_text
 
@@ -243,10 +242,7 @@ def main():
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30, help="stop after this long")
-    parser.add_argument("--clock-back", action="store_true", help="each process sees the clock set back by an hour")
     given = parser.parse_args()
-    if given.clock_back:
-        preload(__file__, sys.argv[1:], FAULT_CLOCK="300")
     import_all()
     rng, began = random.Random(given.seed), time.monotonic()
     totals, lost = Counter(), []

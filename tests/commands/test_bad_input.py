@@ -327,7 +327,6 @@ BAD = [
     ("plan", ["--topology", "v9:4"], "--topology"),
     ("plan", ["--topology", "h100:0"], "--topology"),
     ("plan", ["--mesh", "data=8"], "--mesh data=8: needs 8 devices, 4 were given"),
-    ("plan", ["--suggest", "--mesh", "data=4"], "--suggest: it tries every mesh; leave --mesh out"),
     ("plan", ["--seq-len", "1000000"], "--seq-len"),
     ("plan", ["--batch-size", "3"], "--batch-size 3 in 1 micro-batch"),
     # the line itself

@@ -3,15 +3,13 @@
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
 import typing
 
 import pytest
 
 from calibjax.cli import COMMANDS, load_command, main
 from calibjax.commands.common import begin, split_names
-from calibjax.commands.parser import completion_script, list_options, parse
+from calibjax.commands.parser import list_options, parse
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Count, Range, named, run_identity
 
@@ -91,28 +89,6 @@ def test_version(capsys):
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"calibjax {calibjax.__version__}\n"
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_completion(capsys):
-    """What bash, which runs the script, offers for the last word."""
-    script = completion_script(["bash"], {name: load_command(name)[0] for name in COMMANDS})
-
-    def complete(*words):
-        line = " ".join(f"'{word}'" for word in ("calibjax", *words))
-        run = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _calibjax; printf "%s\n" "${{COMPREPLY[@]}}"'
-        done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=True, timeout=60)
-        assert done.stderr == ""
-        return set(done.stdout.split())
-
-    assert {"quickstart", "train", "eval", "compare", "apply"} <= complete("")
-    assert complete("train", "") == {"ats", "sft", "lhts"}
-    assert complete("eval", "l") == {"layers"}
-    assert complete("train", "ats", "--mo") == {"--model"}
-    assert complete("train", "ats", "--dtype", "bf") == {"bfloat16"}
-    assert complete("compare", "--table", "x", "--col") == {"--columns"}
-    assert main(["--completion", "fish"]) == 2
-    assert capsys.readouterr().err == "error: --completion: expected one of bash, zsh.\n"
 
 
 # --- the parser ---

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import os
 import re
 
@@ -376,17 +375,6 @@ def test_without_the_compiler(monkeypatch, capsys):
     assert 'The compiler is not installed: pip install "jax[tpu]".' in out
     assert "This probably fits, at" in out
     assert "probably yes, with" in out
-
-
-def test_suggest_tries_every_mesh_that_divides_the_batch(capsys):
-    """12 windows: not on 8 along data and fsdp. Without the compiler the smallest part of the model is the best."""
-    line = "--model gpt2 --topology v5e:2x4 --batch-size 12 --seq-len 64 --suggest --no-compile"
-    found = plan(capsys, *line.split())
-    meshes = [tuple(int(part.split("=")[1]) for part in p["mesh"].split(",")) for p in found["plans"]]
-    assert {math.prod(mesh) for mesh in meshes} == {8}
-    assert sorted(meshes) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2)]
-    smallest = min(found["plans"], key=lambda p: p["bytes_per_device"]["total"])
-    assert found["best"] == smallest["mesh"]
 
 
 def test_the_run_of_a_file_is_planned(tmp_path, capsys):
