@@ -1,7 +1,6 @@
 """The `calibjax` command: finds the command, parses its options, runs it, and turns its end into an exit code."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -207,8 +206,6 @@ def _execute(options: Any, run: Run) -> int:
         if hasattr(options, "devices"):
             options.devices.join()
         prints = not hasattr(options, "devices") or is_first()
-        if not prints and hasattr(options, "quiet"):
-            options = dataclasses.replace(options, quiet=True)
         as_json = getattr(options, "json", False)
 
         def log(line: str) -> None:

@@ -1,13 +1,12 @@
 """`calibjax compare`: all recalibration methods, on a model and text or on a table of predictions."""
 
+import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from calibjax.commands import common
@@ -88,16 +87,14 @@ def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document
     named = "all" not in given
     names = tuple(name for name in METHODS if not named or name in given)
     context = common.begin("compare", options, log)
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as directory:
         if options.table is not None:
             material = _from_table(options, names, log, however_large=named)
         else:
             from calibjax.commands.compare_text import from_model  # imports models, which a table does not need
 
-            if options.out is None and jax.process_count() > 1:
-                raise UserError("--out: several processes need a directory that they share.")
-            fits = Path(scratch) if options.out is None else options.out / "fit"
-            material = from_model(options, names, dataclasses.replace(context, directory=fits), however_large=named)
+            fits = directory.enter_context(context.with_directory()).within("fit")
+            material = from_model(options, names, fits, however_large=named)
         figures: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
         comparison = run_material(material, **figures, context=context)
     document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}

@@ -56,7 +56,6 @@ def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str
     mesh = make_mesh((1, devices, 1)) if devices > 1 else None
     with about("--model"):
         dtype = stored_dtype(options.model)
-    with about("--model"):
         lm = load_model(options.model, dtype="bfloat16" if dtype == "bfloat16" else "float32", mesh=mesh)
     assert lm.path is not None
     if options.to == "orbax":

@@ -39,8 +39,6 @@ def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[
     if options.out is not None:
         with about("--out"):
             check_new_file(options.out)
-    if options.devices.cudnn_attention:
-        raise UserError("--cudnn-attention: no attention is computed here; leave it out.")
     mesh = options.devices.make_mesh()
     bounds = []
     for model in options.model:

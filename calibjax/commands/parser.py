@@ -157,7 +157,6 @@ def parse(
     args: Sequence[str],
     *,
     prog: str,
-    description: str | None = None,
     default: Options | None = None,
     config: bool = True,
 ) -> Options:
@@ -165,13 +164,12 @@ def parse(
 
     Args:
         prog: the command, as the help has it.
-        description: what it does; by default the docstring of `options_type` up to its attributes.
         default: values of options that are not given, in place of the fields' own.
         config: the help describes --config, which the caller has read.
     """
     options = list(list_options(options_type, default))
     args = [re.sub(r"^--\w[^=]*", lambda match: match[0].replace("_", "-"), arg) for arg in args]
-    doc = (description or inspect.cleandoc(options_type.__doc__ or "")).partition("Attributes:")[0].strip()
+    doc = inspect.cleandoc(options_type.__doc__ or "").partition("Attributes:")[0].strip()
     parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, fold=_HELP_ALL not in args)
     known = {name: name for option in options if not option.is_positional for name in option.names}
     for arg in args[: args.index("--")] if "--" in args else args:
@@ -184,11 +182,13 @@ def parse(
     return _assemble(options_type, given, ())
 
 
-def parse_script(options_type: type[Options], args: Sequence[str] | None = None, **options: Any) -> Options:
+def parse_script(
+    options_type: type[Options], args: Sequence[str] | None = None, *, default: Options | None = None
+) -> Options:
     """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid."""
     try:
         given = sys.argv[1:] if args is None else args
-        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, **options)
+        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, default=default)
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error

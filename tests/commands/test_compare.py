@@ -160,19 +160,6 @@ def test_confidence_temperature_is_logistic_regression_without_intercept(files):
     assert state.report.converged
 
 
-@pytest.mark.parametrize("kind", ["logits", "binary"])
-def test_every_format_gives_the_same(files, kind):
-    """The rest of the command sees only what is read."""
-    expected = read_table(files / f"{kind}.npz")
-    for suffix in ("csv", "parquet", "jsonl"):
-        got = read_table(files / f"{kind}.{suffix}")
-        for one, other in zip((*got.predictions, got.groups), (*expected.predictions, expected.groups), strict=True):
-            assert (one is None) == (other is None), suffix
-            if one is not None:
-                same = np.asarray(one, np.float32), np.asarray(other, np.float32)
-                np.testing.assert_array_equal(*same, err_msg=suffix)
-
-
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".npz"])
 def test_a_table_that_exists_is_that_table(files, tmp_path, monkeypatch, suffix):
     """Whatever its path would match as a pattern, and whatever its directory would name as a partition."""
@@ -474,14 +461,6 @@ def test_no_part_is_empty(fraction):
     with pytest.raises(UserError, match=f"--fit-fraction: {fraction} of 20 rows leaves one part empty"):
         split_table(table, fraction, 0)
     assert [len(part) for part in split_table(table, 0.05, 0)] == [1, 19]
-
-
-def test_ten_rows(capsys, tmp_path):
-    (tmp_path / "x.csv").write_text(BINARY)
-    code, document, _ = compare(capsys, "--table", tmp_path / "x.csv", "--fit-fraction", "0.5")
-    assert code == 0
-    assert document["held_out"]["tokens"] == 5
-    assert not document["held_out"]["failed"]
 
 
 def test_a_model_and_text(capsys, tmp_path, monkeypatch):

@@ -65,12 +65,6 @@ def test_restored_on_any_mesh(source, converted, shape):
         assert not after.params["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
 
 
-def test_restored_in_another_dtype(source, converted):
-    got = load_model(converted, jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(got.params)} == {jnp.dtype("bfloat16")}
-    same_params(load_model(source, jnp.bfloat16), got)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["fp32", "bf16", "fp16"])
 def test_there_and_back(tmp_path, capsys, dtype):
     """On all devices; the same tensors, bit for bit, in the same dtype."""

@@ -26,7 +26,6 @@ from calibjax.eval.layers.layers import (
     layer_outputs,
     layers_json,
     make_readout,
-    settled_layer,
 )
 from calibjax.eval.layers.neurons import CONTROLS, ablate, entropy_neurons, equal_norm
 from calibjax.kernels import vocab_stats
@@ -234,15 +233,6 @@ def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
 
 
 # --- what is made of the curves ---
-
-
-def test_where_the_decision_settles():
-    for agreement, share, expected in (
-        ([0.1, 0.95, 0.5, 0.92, 1.0], 0.9, 3),
-        ([0.9, 0.9, 1.0], 0.9, 0),
-        ([0.1, 0.89, 1.0], 0.9, 2),
-    ):
-        assert settled_layer(np.array(agreement), share) == expected
 
 
 def made_sums(confidence, accuracy, count=400):

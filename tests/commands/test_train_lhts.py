@@ -132,7 +132,6 @@ def test_command(tmp_path, capsys):
     nll = -log_probs(student, held_out).sum(dtype=np.float64) / held_out.where.sum()
     np.testing.assert_allclose(document["held_out"]["methods"]["lhts-T0.4"]["nll"], nll, rtol=1e-5)
     likely = {name: document["texts"][name]["1"]["log_prob"] for name in names}
-    print(likely)
     assert likely["lhts-T0.4"] > likely["pretrained"] + 0.1
     assert student.tokenizer("w1 w2")["input_ids"]
     assert (out / "diversity.png").stat().st_size > 1000
