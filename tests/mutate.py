@@ -279,12 +279,10 @@ TABLE = {
             "max(program.max_new_tokens - 2, 1)  #",
             "models/test_generate.py -k without_cache",
         ),
+        ("inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"),
     ],
     "models/decoder.py": [
         ("not any(config.local_layers)", "not all(config.local_layers)", "models/test_families.py -k golden and gemma"),
-    ],
-    "models/samples.py": [
-        ("inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"),
     ],
     "models/calibrated.py": [
         ("others & (log_probs >= top)", "others & (log_probs > top)", "models/test_calibrated.py -k ties"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from calibjax.data import Sequences
 from calibjax.models import LanguageModel
-from calibjax.models.samples import log_probs, sample_sequences
+from calibjax.models.generate import log_probs, sample_sequences
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 

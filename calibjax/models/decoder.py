@@ -15,7 +15,6 @@ from typing import Any, Literal, cast, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -142,9 +141,9 @@ def hidden_states(
         segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. `None`: one segment
             per row.
         positions: position of each token. `None`: counted from 0 in each segment.
-        layers: `"last"` for the states after the final norm; `"all"` for the embeddings and every block's output, with
-            the states after the final norm in place of the last block's output, as transformers'
-            `output_hidden_states`; `"residual"` for the same with the last block's output itself (see `final_norm`).
+        layers: `"last"`: the states after the final norm; `"all"`: the embeddings and every block's output, but the
+            states after the final norm for the last block, as transformers' `output_hidden_states`; `"residual"`: the
+            same with the last block's output itself (see `final_norm`).
         dtype: compute dtype. In float32, matrix products have the highest precision on every platform.
         remat: what the backward pass recomputes of a block: `"none"`; `"dots"`: all except its matrix products;
             `"full"`: the whole block, of which only the input is stored.
@@ -161,7 +160,18 @@ def hidden_states(
         UserError: shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `until` is given
             for a model with windows.
     """
-    _check_inputs(config, tokens, {"segment_ids": segment_ids, "positions": positions, "until": until})
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
+    if not tokens.size:
+        raise UserError(f"tokens: expected at least one, got {list(tokens.shape)}.")
+    for name, value in {"segment_ids": segment_ids, "positions": positions, "until": until}.items():
+        if value is not None and value.shape != tokens.shape:
+            raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
+    if tokens.shape[1] > config.max_positions:
+        raise UserError(
+            f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "
+            "use shorter sequences."
+        )
     if until is not None and any(config.local_layers):
         raise UserError("until: expected None for a model with attention windows.")
     if layers not in get_args(Layers):
@@ -193,15 +203,8 @@ def extend(
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on the tokens that follow those in a cache, or on the first ones, as `hidden_states` on all.
 
-    Args:
-        config, params: of the decoder.
-        tokens: ids in `[0, V)`.
-        cache: of the tokens before, with T free columns (`calibjax.nn.kv_cache.fork` adds them), or None.
-        segment_ids: segment of its row that each token continues or begins; 0 is padding.
-        dtype: compute dtype, equal to that of the cache.
-
-    Returns:
-        Hidden states after the final norm, and the cache with these tokens.
+    The cache has T free columns (`calibjax.nn.kv_cache.fork` adds them) and the compute dtype; None for the first
+    tokens. Returns hidden states after the final norm, and the cache with these tokens.
     """
     if cache is None:
         seen, positions = segment_ids, segment_positions(segment_ids)
@@ -276,14 +279,9 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
     return jax.jit(lambda key: adapters_of(module.init(key, tokens, None, tokens)["params"]))(key)
 
 
-def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+@functools.lru_cache(maxsize=32)  # tracing a decoder takes a tenth of a second
+def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Mapping[str, Any]:
     """Returns the tree of parameters as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda leaf: leaf, _shapes(config, jnp.dtype(dtype)))  # a tree of the caller's own
-
-
-@functools.lru_cache(maxsize=32)
-def _shapes(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Tracing a decoder takes a tenth of a second."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 
 
@@ -305,18 +303,3 @@ def _layer_contexts(
 def _matmul_precision(dtype: DTypeLike) -> contextlib.AbstractContextManager:
     # By default, TPUs and recent GPUs multiply float32 matrices in bfloat16 or TF32.
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
-
-
-def _check_inputs(config: DecoderConfig, tokens: Array, places: Mapping[str, Array | None]) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
-    if not tokens.size:
-        raise UserError(f"tokens: expected at least one, got {list(tokens.shape)}.")
-    for name, value in places.items():
-        if value is not None and value.shape != tokens.shape:
-            raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
-    if tokens.shape[1] > config.max_positions:
-        raise UserError(
-            f"tokens: expected at most {config.max_positions} positions for this model, got {tokens.shape[1]}; "
-            "use shorter sequences."
-        )

@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.models.rules import Rule
@@ -18,9 +18,6 @@ from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import LARGEST_SIZE, UserError, require_directory
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,31 +50,19 @@ _SIZES = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
 )
+_LAYERS = ("num_hidden_layers", "n_layer")
 _MOST_BYTES = 2**24
 TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
 
 
-def config_from_hf(source: "str | Path | PretrainedConfig") -> DecoderConfig:
-    """Converts a Hugging Face configuration to a `DecoderConfig`, without running code from the model's directory.
-
-    Args:
-        source: a model's directory with its `config.json`, or a configuration object of transformers. Of a multimodal
-            model, the language model is described.
+def config_from_hf(folder: str | Path) -> DecoderConfig:
+    """Reads the config.json in a model's directory, without running code from it; of a multimodal model, the text part.
 
     Raises:
         UserError: the file is missing or cannot be read, or its `model_type` or a setting is not supported.
     """
-    if isinstance(source, str | Path):
-        return _config_from_file(require_directory(source, "model") / "config.json")
-    if source.model_type in TEXT_MODELS:
-        hf: Any = source
-        text = config_from_hf(hf.text_config)
-        return dataclasses.replace(text, tie_embeddings=hf.tie_word_embeddings, logit_softcap=None)
-    return _convert(source)
-
-
-def _config_from_file(file: Path) -> DecoderConfig:
+    file = require_directory(folder, "model") / "config.json"
     if not file.is_file():
         raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.")
     try:
@@ -106,13 +91,9 @@ def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
     """Converts the settings of a config.json, or those that another `file` implies; see `config_from_hf`."""
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{file}: {_unsupported(family)}")
-    # transformers makes a list entry for each layer.
-    for names, largest in ((_SIZES, LARGEST_SIZE), (("num_hidden_layers", "n_layer"), MOST_LAYERS)):
-        for name in names:
-            value = settings.get(name)
-            if value is not None and not (type(value) is int and 1 <= value <= largest):
-                raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
+        known = ", ".join(sorted({*FAMILIES, *TEXT_MODELS}))
+        raise UserError(f"{file}: model_type {family!r} is not supported; supported: {known}.")
+    check_sizes(file, settings)
     if not FAMILIES[family].native:
         return _convert(types.SimpleNamespace(**settings))
     if family == "mistral" and "layer_types" in settings:  # as transformers reads such files
@@ -127,27 +108,12 @@ def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
     return _convert(hf)
 
 
-def _unsupported(model_type: object) -> str:
-    return f"model_type {model_type!r} is not supported; supported: {', '.join(sorted({*FAMILIES, *TEXT_MODELS}))}."
-
-
-def _convert(hf: Any) -> DecoderConfig:
-    family = FAMILIES.get(hf.model_type)
-    if family is None:
-        raise UserError(_unsupported(hf.model_type))
-    quantized = getattr(hf, "quantization_config", None)
-    if not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
-        _refuse(hf, "quantization_config", quantized, allowed=(None,))
-    _refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
-    try:
-        return _config(hf, family.fields(hf))
-    except UserError:
-        raise
-    except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        reason = f"cannot be used ({error!r})"
-        if isinstance(error, AttributeError) and error.obj is hf:
-            reason = f"{error.name} is missing"
-        raise UserError(f"{hf.model_type} configuration: {reason}.") from error
+def check_sizes(file: Path, settings: Mapping[str, Any]) -> None:
+    """Raises `UserError` for a size out of range: transformers makes a list entry for each layer."""
+    for name in (*_SIZES, *_LAYERS):
+        value, largest = settings.get(name), MOST_LAYERS if name in _LAYERS else LARGEST_SIZE
+        if value is not None and not (type(value) is int and 1 <= value <= largest):
+            raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
 
 
 _SETTINGS = {
@@ -162,26 +128,39 @@ _SETTINGS = {
 """Our fields, and the settings that most families read them from."""
 
 
-def _config(hf: Any, given: dict[str, Any]) -> DecoderConfig:
-    """The configuration with the fields `given`, and the others from the settings that most families read.
+def _convert(hf: Any) -> DecoderConfig:
+    """The configuration with the fields of the family, and the others from the settings that most families read.
 
     A configuration may hold keys of other families, which transformers ignores: presence does not decide what is read.
     """
-    settings = {**_SETTINGS, "norm_eps": "layer_norm_eps" if given.get("norm") == "layer" else "rms_norm_eps"}
-    fields = {ours: getattr(hf, theirs) for ours, theirs in settings.items() if ours not in given} | given
-    if "num_kv_heads" not in fields:
-        fields["num_kv_heads"] = getattr(hf, "num_key_value_heads", None) or fields["num_heads"]
-    if "head_dim" not in fields:
-        fields["head_dim"] = getattr(hf, "head_dim", None) or fields["hidden_size"] // fields["num_heads"]
-    if "activation" not in fields:
-        fields["activation"] = _activation(hf, "hidden_act")
-    if "rope" not in fields:
-        fields["rope"] = _rope(hf)
-    for positions in (fields["rope"], fields.get("local_rope")):
-        if positions is not None and positions.scaling == "longrope":
-            # Longer sequences use other divisors for all their positions, which is not implemented.
-            fields["max_positions"] = min(fields["max_positions"], positions.original_max_positions)
-    return DecoderConfig(family=hf.model_type, **fields)
+    quantized = getattr(hf, "quantization_config", None)
+    if not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
+        _refuse(hf, "quantization_config", quantized, allowed=(None,))
+    _refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
+    try:
+        fields = FAMILIES[hf.model_type].fields(hf)
+        settings = {**_SETTINGS, "norm_eps": "layer_norm_eps" if fields.get("norm") == "layer" else "rms_norm_eps"}
+        fields = {ours: getattr(hf, theirs) for ours, theirs in settings.items() if ours not in fields} | fields
+        if "num_kv_heads" not in fields:
+            fields["num_kv_heads"] = getattr(hf, "num_key_value_heads", None) or fields["num_heads"]
+        if "head_dim" not in fields:
+            fields["head_dim"] = getattr(hf, "head_dim", None) or fields["hidden_size"] // fields["num_heads"]
+        if "activation" not in fields:
+            fields["activation"] = _activation(hf, "hidden_act")
+        if "rope" not in fields:
+            fields["rope"] = _rope(hf)
+        for positions in (fields["rope"], fields.get("local_rope")):
+            if positions is not None and positions.scaling == "longrope":
+                # Longer sequences use other divisors for all their positions, which is not implemented.
+                fields["max_positions"] = min(fields["max_positions"], positions.original_max_positions)
+        return DecoderConfig(family=hf.model_type, **fields)
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        reason = f"cannot be used ({error!r})"
+        if isinstance(error, AttributeError) and error.obj is hf:
+            reason = f"{error.name} is missing"
+        raise UserError(f"{hf.model_type} configuration: {reason}.") from error
 
 
 # --- settings that several families read ---
@@ -251,9 +230,9 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
     given: Mapping[str, Any] = parameters or hf.rope_parameters or {}
     kind = given.get("rope_type", "default")
     _refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
-    for name in _ROPE_TYPES[kind]:
+    for name in (*_ROPE_TYPES[kind], "rope_theta", *(("partial_rotary_factor",) if partial else ())):
         if given.get(name) is None:
-            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name!r}, which is missing.")
+            raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name}, got null.")
     fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
     if kind in ("llama3", "yarn", "longrope"):
         # As in transformers, the top-level field takes precedence, unless kinds of layers differ.
@@ -263,10 +242,6 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
     if not partial and kind != "default":
         # transformers ignores it without scaling and fails with scaling.
         _refuse(hf, "partial_rotary_factor", given.get("partial_rotary_factor"), allowed=(None, 1.0))
-    numbers = ("rope_theta", "partial_rotary_factor") if partial else ("rope_theta",)
-    for name in numbers:
-        if given.get(name) is None:
-            raise UserError(f"{hf.model_type} configuration: expected a number for {name}, got null.")
     if kind == "yarn":
         fields |= _yarn(hf, given)
     elif kind == "longrope":

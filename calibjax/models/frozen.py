@@ -24,14 +24,14 @@ Config = Any
 class Frozen(NamedTuple):
     """Arrays of a frozen model, passed to jitted functions as arguments."""
 
-    params: Any  # None if batches hold hidden states
+    params: Any
     unembedding: Any  # [V, D]; None where the model gives logits
     covariance: Float[Array, "E E"] | None = None  # `heads.logit_covariance`, if a head reads log_std_logits
     bias: Float[Array, " V"] | None = None  # of the logits
 
 
-def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> Frozen:
-    """Returns the arrays of `lm` that a step with these heads needs, without the decoder if batches hold hidden states.
+def freeze(lm: FrozenModel, *heads: HeadConfig) -> Frozen:
+    """Returns the arrays of `lm` that a step with these heads needs.
 
     Heads of one step share them: a compiled step divides and gathers each of its arguments, even if they are one array.
     """
@@ -41,7 +41,7 @@ def freeze(lm: FrozenModel, *heads: HeadConfig, hidden_given: bool = False) -> F
         raise UserError(f"{min(reads)}: this feature reads the unembedding, and the model gives logits: leave it out.")
     if "log_std_logits" in reads:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
-    return Frozen(None if hidden_given else lm.params, lm.unembedding, covariance, lm.unembedding_bias)
+    return Frozen(lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
 def vocab_sharding(config: Config, mesh: Mesh | AbstractMesh | None = None) -> VocabSharding | None:
@@ -63,7 +63,6 @@ def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dty
     """
     if "hidden" in batch:
         return batch["hidden"].astype(dtype)
-    assert frozen.params is not None, "this Frozen has no decoder, and the batch no hidden states"
     if isinstance(config, FunctionConfig):
         return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
     places: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}

@@ -1,13 +1,15 @@
-"""Generation of text with the calibrated confidence of every token, in one compiled program.
+"""Generation of text with the calibrated confidence of every token, and of sequences that objectives sample.
 
 The decoder processes the prompts once; then a loop runs decoder and head on one token of every row, with cached keys
-and values of earlier tokens.
+and values of earlier tokens: one compiled program.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,17 +18,20 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FittedHead, HeadConfig, head_features
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import Frozen, freeze
+from calibjax.models.frozen import Frozen, freeze, stats_at
 from calibjax.models.gguf import is_gguf
 from calibjax.models.model import LanguageModel
 from calibjax.models.tokenizer import gguf_stop_tokens
 from calibjax.nn.kv_cache import Cache, fork
+from calibjax.runtime.context import RunContext
+from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
-from calibjax.runtime.files import read_json
+from calibjax.runtime.files import new_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,15 +117,6 @@ class Sampling:
             raise UserError("key: sampling needs one, such as jax.random.key(0); temperature=0 does not sample.")
 
 
-class _State(NamedTuple):
-    """State of the loop."""
-
-    count: Int[Array, ""]  # tokens of each row
-    done: Bool[Array, " B"]
-    generated: Generation
-    caches: tuple[Cache, ...]  # of `_run`
-
-
 def sampling_logits(
     logits: Float[Array, "B V"],
     temperature: Float[Array, ""] | float = 1.0,
@@ -152,8 +148,8 @@ def sampling_logits(
     return logits
 
 
-class DecodingProgram(NamedTuple):
-    """The static arguments of `decode_batch`."""
+class _Program(NamedTuple):
+    """The static arguments of `_decode`."""
 
     config: DecoderConfig
     head: HeadConfig
@@ -164,8 +160,8 @@ class DecodingProgram(NamedTuple):
     count: int
 
 
-class DecodingInputs(NamedTuple):
-    """Arrays that `decode_batch` reads."""
+class _Inputs(NamedTuple):
+    """Arrays that `_decode` reads."""
 
     frozen: Frozen
     head_params: Any
@@ -179,102 +175,93 @@ class DecodingInputs(NamedTuple):
     top_p: Any
 
 
+class _State(NamedTuple):
+    """State of the loop."""
+
+    count: Int[Array, ""]  # tokens of each row
+    done: Bool[Array, " B"]
+    generated: Generation
+    caches: tuple[Cache, ...]  # of the model and, if it attends, of the head
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def decode_batch(program: DecodingProgram, inputs: DecodingInputs) -> Generation:
+def _decode(program: _Program, inputs: _Inputs) -> Generation:
     """Processes the prompts, then adds a token to every row in a loop; the rows are those of `generate`."""
-    unembedding = inputs.frozen.unembedding.astype(program.dtype)
+    config, head, frozen = program.config, program.head, inputs.frozen
+    unembedding = frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
     if program.count > 1:
         samples = jnp.arange(program.count)
         row_keys = jax.vmap(lambda key: jax.vmap(lambda k: jax.random.fold_in(key, k))(samples))(row_keys).ravel()
 
+    def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
+        """Logits and log_scale of the last column, and the caches."""
+        cache, head_cache = (*caches, None, None)[:2]
+        options: Any = {"segment_ids": segment_ids, "dtype": program.dtype}
+        hidden, cache = decoder.extend(config, frozen.params, tokens, cache, **options)
+        bias, softcap = frozen.bias, config.logit_softcap
+        features = head_features(
+            head.features, hidden, unembedding, covariance=frozen.covariance, bias=bias, softcap=softcap
+        )
+        apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params}, features)
+        if head.attends:
+            log_scale, head_cache = apply(segment_ids=segment_ids, cache=head_cache, keep=True)
+        else:
+            log_scale = apply()
+        logits = decoder.unembed(config, frozen.params, hidden[:, -1])
+        new: Any = (cache, head_cache) if head.attends else (cache,)
+        return logits, log_scale[:, -1] + inputs.log_factor, new
+
+    def choose(logits: Array, calibrated: Array, count: Array) -> Array:
+        if inputs.temperature is None:
+            return _first_largest(logits)
+        drawn_from = calibrated if program.sample_calibrated else logits
+        drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
+        # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, count))(row_keys)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        return _first_largest(drawn_from + noise)
+
+    def add_token(state: _State, logits: Array, log_scale: Array, caches: tuple[Cache, ...]) -> _State:
+        """Adds a token to every row that has not ended."""
+        calibrated = jnp.exp(log_scale)[:, None] * logits
+        token, alive = choose(logits, calibrated, state.count), ~state.done
+
+        def log_prob(z: Array) -> Array:
+            return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
+
+        columns = Generation(
+            jnp.where(alive, token, -1),
+            jnp.where(alive, log_prob(logits), 0.0),
+            jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
+            jnp.where(alive, jnp.exp(-log_scale), 1.0),
+            alive,
+        )
+        generated = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
+            state.generated,
+            columns,
+        )
+        done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
+        return _State(state.count + 1, done, generated, caches)
+
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
         segment_ids = (last >= 0).astype(jnp.int32)
-        logits, log_scale, caches = _run(program, inputs, unembedding, jnp.maximum(last, 0), segment_ids, state.caches)
-        return _choose(program, inputs, row_keys, logits, log_scale, state._replace(caches=caches))
+        return add_token(state, *run(jnp.maximum(last, 0), segment_ids, state.caches))
 
     def unfinished(state: _State) -> Array:
         return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
 
-    logits, log_scale, caches = _run(program, inputs, unembedding, inputs.tokens, inputs.segment_ids)
+    logits, log_scale, caches = run(inputs.tokens, inputs.segment_ids)
     logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
     caches = tuple(fork(cache, program.count, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
     zeros, none = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
     nothing = Generation(jnp.full(shape, -1, jnp.int32), zeros, zeros, zeros + 1, none)
-    state = _State(jnp.int32(0), none[:, 0], nothing, caches)
-    start = _choose(program, inputs, row_keys, logits, log_scale, state)
+    start = add_token(_State(jnp.int32(0), none[:, 0], nothing, caches), logits, log_scale, caches)
     return jax.lax.while_loop(unfinished, step, start).generated
-
-
-def _run(
-    program: DecodingProgram,
-    inputs: DecodingInputs,
-    unembedding: Float[Array, "V D"],
-    tokens: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-    caches: tuple[Cache, ...] = (),
-) -> tuple[Float[Array, "B V"], Float[Array, " B"], tuple[Cache, ...]]:
-    """Logits and log_scale of the last column, and the caches of the model and, if it attends, of the head."""
-    config, head, frozen = program.config, program.head, inputs.frozen
-    assert frozen.params is not None
-    cache, head_cache = (*caches, None, None)[:2]
-    hidden, cache = decoder.extend(config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype)
-    features = head_features(
-        head.features, hidden, unembedding, covariance=frozen.covariance, bias=frozen.bias, softcap=config.logit_softcap
-    )
-    apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params})
-    caches = (cache,)
-    if head.attends:
-        log_scale, head_cache = apply(features, segment_ids=segment_ids, cache=head_cache, keep=True)
-        caches = (cache, head_cache)
-    else:
-        log_scale = apply(features)
-    logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-    return logits, log_scale[:, -1] + inputs.log_factor, caches
-
-
-def _choose(
-    program: DecodingProgram,
-    inputs: DecodingInputs,
-    row_keys: PRNGKeyArray,
-    logits: Float[Array, "B V"],
-    log_scale: Float[Array, " B"],
-    state: _State,
-) -> _State:
-    """Adds a token to every row that has not ended."""
-    calibrated = jnp.exp(log_scale)[:, None] * logits
-    if inputs.temperature is None:
-        token = _first_largest(logits)
-    else:
-        drawn_from = sampling_logits(
-            calibrated if program.sample_calibrated else logits, inputs.temperature, program.top_k, inputs.top_p
-        )
-        # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, state.count))(row_keys)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        token = _first_largest(drawn_from + noise)
-
-    def log_prob(z: Array) -> Array:
-        return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
-
-    alive = ~state.done
-    columns = Generation(
-        jnp.where(alive, token, -1),
-        jnp.where(alive, log_prob(logits), 0.0),
-        jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
-        jnp.where(alive, jnp.exp(-log_scale), 1.0),
-        alive,
-    )
-    generated = jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
-        state.generated,
-        columns,
-    )
-    done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
-    return state._replace(count=state.count + 1, done=done, generated=generated)
 
 
 def _first_largest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -338,10 +325,10 @@ def generate(
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
     if head is None:
         head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.float32(0)}, 0.0, lm.fingerprint)
-    program = DecodingProgram(
+    program = _Program(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
-    inputs = DecodingInputs(
+    inputs = _Inputs(
         frozen=freeze(lm, head.config),
         head_params=head.params,
         log_factor=np.float32(head.log_factor),
@@ -354,7 +341,7 @@ def generate(
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        generated = decode_batch(program, inputs)
+        generated = _decode(program, inputs)
     real = len(ids) * sampling.count
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)
 
@@ -402,3 +389,117 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     if not whole or (array.size and max(int(array.max()), -int(array.min())) > LARGEST_SIZE):
         raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")
     return array.tolist()
+
+
+# --- sequences ---
+
+
+def sample_sequences(
+    lm: LanguageModel,
+    sequences: Sequences,
+    *,
+    prompt: int = 1,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+    context: RunContext | None = None,
+) -> Sequences:
+    """Continues the first tokens of every sequence with samples of the model, up to its length or the end of the text.
+
+    Returns sequences of the same shape, one text each, padded at the end; `where` is False for the first `prompt`
+    tokens. With temperature 0 they are continued greedily. `context` has the seed, progress and its title.
+    """
+    context = context or RunContext()
+    count, length = sequences.tokens.shape
+    if not 1 <= prompt <= length:
+        raise UserError(f"--prompt-tokens: expected 1 to {length}, the sequences' inputs, got {prompt}.")
+    if (sequences.segment_ids[:, prompt - 1] != 1).any():
+        raise UserError(
+            f"--prompt-tokens {prompt}: some sequences begin with fewer tokens of a text; give a smaller number."
+        )
+    stops = default_stop_tokens(lm)
+    tokens = np.empty((count, length + 1), np.int32)
+    tokens[:, :prompt] = sequences.tokens[:, :prompt]
+    where = np.zeros((count, length + 1), bool)
+    where[:, :prompt] = True
+    bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
+    for number, begin in enumerate(range(0, count, batch_size)):
+        rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up to one shape for all
+        key = jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None
+        generated = generate(
+            lm,
+            tokens[rows, :prompt].tolist(),
+            max_new_tokens=length + 1 - prompt,
+            sampling=Sampling(temperature=temperature, key=key),
+            stop_tokens=stops,
+        )
+        drawn = to_host(generated.tokens)[: count - begin]
+        real = len(drawn)
+        where[begin : begin + real, prompt:] = drawn >= 0
+        tokens[begin : begin + real, prompt:] = np.maximum(drawn, 0)
+        bar.update(real)
+    bar.close()
+    inputs = where[:, 1:]  # an input is valid if it has a target
+    return Sequences(
+        tokens=tokens[:, :-1] * inputs,
+        targets=tokens[:, 1:] * inputs,
+        where=inputs & (np.arange(length) >= prompt - 1),
+        segment_ids=inputs.astype(np.int32),
+        positions=np.arange(length, dtype=np.int32) * inputs,
+        source=sequences.source,
+    )
+
+
+def mix_samples(
+    lm: LanguageModel,
+    sequences: Sequences,
+    fraction: float,
+    *,
+    directory: Path,
+    prompt: int = 1,
+    batch_size: int = 16,
+    context: RunContext | None = None,
+) -> Sequences:
+    """Replaces a fraction in [0, 1] of the sequences, chosen by the seed, with samples; see `sample_sequences`.
+
+    The samples are stored in `directory`, as `samples.npz`, and reused when a run resumes.
+    """
+    context = context or RunContext()
+    order = np.random.default_rng(context.seed).permutation(len(sequences.tokens))
+    rows = np.sort(order[: round(fraction * len(order))])
+    if not len(rows):
+        return sequences
+    file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
+    drawn = None
+    if file.is_file():
+        with np.load(file) as stored:
+            if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
+                drawn = Sequences(**{name: stored[name] for name in Sequences._fields})
+    if drawn is None:
+        drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
+        arrays: Any = {"made_of": made_of, "rows": rows, **drawn._asdict()}
+
+        def save() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            with new_file(file) as fresh:
+                np.savez_compressed(fresh, **arrays)
+
+        on_first(save)
+    mixed = Sequences(*(field.copy() for field in sequences))
+    for field, values in zip(mixed, drawn, strict=True):
+        field[rows] = values
+    return mixed
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
+    wanted, zeros = ("log_normalizer", "target_logit"), jnp.zeros(batch["where"].shape, jnp.float32)
+    return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=wanted).log_prob()
+
+
+def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
+    """log p of every target under the model, nats, float32 `[S, T]`; 0 where `where` is False."""
+    frozen = freeze(lm)
+    parts = []
+    for batch, real in eval_batches(sequences.arrays(), batch_size):
+        parts.append(to_host(_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
+    return np.concatenate(parts)

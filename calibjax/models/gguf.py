@@ -20,25 +20,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from calibjax.models.config import MOST_LAYERS, DecoderConfig
-from calibjax.models.families import FAMILIES
-from calibjax.models.hf_read import Index, TensorEntry
+from calibjax.models.config import DecoderConfig
+from calibjax.models.families import FAMILIES, check_sizes
+from calibjax.models.hf_read import FLOATS, Index, TensorEntry
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values, as `struct` names them."""
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
-_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-"""Types of tensors that are not quantised, named as safetensors name them. Quantised values are float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file: `shape` as numpy has it, the name of its `GGMLQuantizationType`, and its first byte."""
+    """A tensor of a file: `shape` as numpy has it, name of its `GGMLQuantizationType`, and first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +45,8 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """Dtype of its values, as safetensors name it."""
-        return self.kind if self.kind in _FLOATS else "F32"
+        """Dtype of its values, as safetensors name it: quantised values are float32."""
+        return self.kind if self.kind in FLOATS else "F32"
 
     @property
     def stored_shape(self) -> tuple[int, int]:
@@ -61,10 +58,9 @@ class GgufTensor:
         """Returns rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
         from gguf import GGMLQuantizationType, dequantize
 
-        stored = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)[rows]
-        stored = np.ascontiguousarray(stored)
-        if self.kind in _FLOATS:
-            return stored.view(_FLOATS[self.kind])
+        stored = np.ascontiguousarray(np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)[rows])
+        if self.kind in FLOATS:
+            return stored.view(FLOATS[self.kind])
         with np.errstate(over="ignore", invalid="ignore"):  # values are checked when they are placed
             return dequantize(stored, GGMLQuantizationType[self.kind])
 
@@ -73,7 +69,7 @@ class GgufTensor:
 class GgufFile:
     """A parsed GGUF file, or the first of several that a model is split into, with the tensors of all by name.
 
-    In the metadata, an array of strings is a `Strings`, another array a numpy array.
+    In the metadata, an array of strings is a list, another array a numpy array.
     """
 
     path: Path
@@ -88,25 +84,11 @@ class GgufFile:
         return value
 
 
-@dataclasses.dataclass(frozen=True)
-class Strings:
-    """An array of strings in a file: `count` of them, the first at `offset`."""
-
-    path: Path
-    offset: int
-    count: int
-
-    def read(self) -> list[str]:
-        """Returns the strings; raises `ValueError` if one is not UTF-8."""
-        reader = _Reader(self.path, self.offset)
-        return [reader.string() for _ in range(self.count)]
-
-
 class _Reader:
     """Reads values one after another from a mapped file, and never beyond its end."""
 
-    def __init__(self, path: Path, at: int = 0):
-        self._path, self.at = path, at
+    def __init__(self, path: Path):
+        self.at = 0
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -133,10 +115,7 @@ class _Reader:
             raise ValueError(f"a value has the unknown type {kind}")
         element, count = self.number("I"), self.number("Q")
         if element == _STRING:
-            start = self.at
-            for _ in range(count):
-                self.bytes(self.number("Q"))
-            return Strings(self._path, start, count)
+            return [self.string() for _ in range(count)]
         if element not in _SCALARS:
             raise ValueError(f"an array has elements of type {element}")
         dtype = np.dtype(_SCALARS[element]).newbyteorder("<")
@@ -265,14 +244,14 @@ class Architecture:
     """One family, a key of `FAMILIES`, as llama.cpp writes it."""
 
     family: str
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `KEYS`
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `_KEYS`
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that llama.cpp's code assumes
     adapt: Callable[[Settings, GgufFile], None] | None = None  # changes settings by the metadata and tensors of a file
     interleaved: bool = False  # rows of queries and keys are stored so that rotated pairs are neighbours
     norm_shift: float = 0.0  # number that is added to the scales of norms in the file
 
 
-KEYS = {
+_KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -292,8 +271,12 @@ _OTHER_KEYS = (
     "rope.scaling.attn_factor",
 )
 """Keys that are read by name, or that change nothing."""
-_SWITCHED_OFF = (0, 0.0, False)
-"""Values with which an unknown key is ignored, because it then states that the model lacks something."""
+_REQUIRED = (
+    *(("context_length",), ("embedding_length",), ("block_count",), ("attention.head_count",)),
+    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+    ("feed_forward_length", "expert_feed_forward_length"),
+)
+"""Of each one is required; transformers would take its defaults."""
 
 
 def _adapt_llama(settings: Settings, file: GgufFile) -> None:
@@ -409,7 +392,7 @@ def gguf_settings(file: GgufFile) -> Settings:
         raise UserError(f"{file.path}: general.architecture {given!r} is not supported; supported: {known}.")
     architecture = ARCHITECTURES[name]
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    keys = {**KEYS, **architecture.keys}
+    keys = {**_KEYS, **architecture.keys}
     settings: Settings = {setting: None for setting in architecture.keys.values() if setting}
     for key, value in own.items():
         if key in keys:
@@ -417,21 +400,17 @@ def gguf_settings(file: GgufFile) -> Settings:
                 given = str(value)[:60]
                 raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {given}.")
             settings[keys[key]] = value
-        elif key not in _OTHER_KEYS and value not in _SWITCHED_OFF:
+        elif key not in _OTHER_KEYS and not (type(value) in (int, float, bool) and value == 0):  # 0: it lacks something
             raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
     settings.pop("", None)
-    for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
-        if key not in own:
-            raise UserError(f"{file.path}: {name}.{key} is missing.")
-    layers, most = settings["num_hidden_layers"], min(MOST_LAYERS, len(file.tensors))
-    if type(layers) is not int or not 1 <= layers <= most:
-        raise UserError(f"{file.path}: {name}.block_count: expected 1 to {most} layers, got {str(layers)[:60]}.")
+    for names in _REQUIRED:
+        if not own.keys() & {*names}:
+            raise UserError(f"{file.path}: {name}.{names[0]} is missing.")
+    check_sizes(file.path, settings)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{file.path}: the tensor token_embd.weight is missing.")
     heads = settings["num_attention_heads"]
-    if type(heads) is not int or heads < 1 or type(settings["hidden_size"]) is not int:
-        raise UserError(f"{file.path}: {name}.attention.head_count: expected a positive number, got {heads}.")
     settings.setdefault("head_dim", settings["hidden_size"] // heads)
     settings.setdefault("num_key_value_heads", heads)
     settings.setdefault("rope_theta", 10000.0)
@@ -447,12 +426,8 @@ def gguf_settings(file: GgufFile) -> Settings:
     }
     for token in ("bos", "eos", "padding"):
         settings[f"{token.removesuffix('ding')}_token_id"] = file.get(f"tokenizer.ggml.{token}_token_id", int)
-    if settings.get("rms_norm_eps", settings.get("layer_norm_eps")) is None:
-        raise UserError(f"{file.path}: {name}.attention.layer_norm_rms_epsilon is missing.")
     if architecture.adapt is not None:
         architecture.adapt(settings, file)
-    if settings.get("intermediate_size") is None:
-        raise UserError(f"{file.path}: {name}.feed_forward_length is missing.")
     return settings
 
 

@@ -45,12 +45,11 @@ def save_model(
     Tensors are fetched from the devices one at a time; the first process writes, and holds those of one file.
 
     Args:
-        directory: output directory, new or empty, or with `replace` an earlier export with the same files.
+        directory: new or empty, or with `replace` an earlier export with the same files.
         config, params: of the decoder; the parameters may be sharded.
         like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
             config.json and tokenizer files are copied.
-        dtype: dtype of the written tensors: float32, bfloat16 or float16.
-        replace: see `directory`.
+        dtype: of the written tensors: float32, bfloat16 or float16.
 
     Raises:
         UserError: `like` is no model, `directory` cannot be written or replaced, or as for `settings_files`.
@@ -122,7 +121,16 @@ def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | No
     the logits `softcap` where it has one.
     """
     if is_gguf(source):
-        written = _write_gguf_settings(source, target)
+        with torch_left_out():
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        file = read_gguf(source)
+        settings = gguf_settings(file)
+        written = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]], **settings}
+        if "tokenizer.ggml.tokens" in file.metadata:
+            gguf_tokenizer(source).save_pretrained(target)
+            stops = {"eos_token_id": gguf_stop_tokens(source)}
+            write_file(target / "generation_config.json", json.dumps(stops) + "\n")
     else:
         for file in settings_files(source):
             shutil.copy(file, target / file.name)
@@ -132,16 +140,3 @@ def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | No
     if softcap is not None and "final_logit_softcapping" in written:
         written["final_logit_softcapping"] = softcap
     write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
-
-
-def _write_gguf_settings(source: Path, target: Path) -> dict[str, Any]:
-    """Writes the tokenizer and generation_config.json of a GGUF file; returns what config.json holds."""
-    with torch_left_out():
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    file = read_gguf(source)
-    if "tokenizer.ggml.tokens" in file.metadata:
-        gguf_tokenizer(source).save_pretrained(target)
-        write_file(target / "generation_config.json", json.dumps({"eos_token_id": gguf_stop_tokens(source)}) + "\n")
-    settings = gguf_settings(file)
-    return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]], **settings}

@@ -92,10 +92,9 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint, or a part of one, that fills a parameter or one layer of it.
+    """A tensor, or a part of one, that fills a parameter or one layer of it; `columns` are those of each group.
 
-    Several `entries` are those of the experts of a layer, which are stacked. `columns` are those of this parameter in
-    each group of the layout.
+    Several `entries` are those of the experts of a layer, which are stacked.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -137,23 +136,16 @@ class Piece:
         return values[..., last.start - first * width : last.stop - first * width]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Assignment of tensors to a model's parameters."""
-
-    config: DecoderConfig
-    leaves: dict[str, jax.ShapeDtypeStruct]  # by dotted path
-    pieces: dict[str, list[Piece]]  # that fill each path; one per layer for stacked parameters
-    left_out: dict[str, int]  # number of tensors of each part that is not the language model
-    untied: bool  # whether `config` is not tied, as it was asked for, because the files hold two different matrices
-
-
-def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
+def plan_tensors(
+    config: DecoderConfig, entries: Iterable[TensorEntry]
+) -> tuple[dict[str, list[Piece]], dict[str, int]]:
     """Assigns the tensors of a checkpoint, `entries` of all of its files, to the parameters of a model.
 
+    Returns the pieces that fill each parameter, by dotted path (one a layer of stacked parameters), and how many
+    tensors each part that is not the language model has.
+
     Raises:
-        UserError: tensors are unknown, missing, duplicated, of wrong shape or not floating-point. The message lists up
-            to ten names of each kind.
+        UserError: tensors are unknown, missing, duplicated, of wrong shape or not floating-point; up to ten of each.
     """
     family = FAMILIES[config.family]
     problems: dict[str, list[str]] = collections.defaultdict(list)
@@ -170,9 +162,8 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             first = by_name[name]
             problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
         by_name.setdefault(name, entry)
-    untied = config.tie_embeddings and _holds_another_unembedding(config, by_name, problems)
-    if untied:
-        config = dataclasses.replace(config, tie_embeddings=False)
+    if config.tie_embeddings:
+        _drop_copy(config, by_name, problems)
 
     leaves = dict(dotted_leaves(abstract_params(config)))
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
@@ -206,7 +197,7 @@ def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> Plan:
             f"The weights do not match this {config.family} configuration.{report[:-1]}. "
             "Check that the files are complete and come from the same model."
         )
-    return Plan(config, leaves, pieces, dict(left_out), untied)
+    return pieces, dict(left_out)
 
 
 def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
@@ -228,30 +219,22 @@ def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorE
     return text, left_out
 
 
-def _holds_another_unembedding(
-    config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]
-) -> bool:
-    """Whether a tied model's files hold two different matrices; a second copy of the same one leaves `by_name`."""
+def _drop_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]) -> None:
+    """Takes the unembedding of a tied model, which some files hold a second time, out of `by_name`."""
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
     copy = by_name.pop(source["unembedding",], None)
     if copy is None:
-        return False
+        return
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
-    embedding = by_name.setdefault(source["embedding",], copy)
+    embedding, count = by_name.setdefault(source["embedding",], copy), copy.shape[0]
+    parts = [(slice(start, min(start + _TIED_ROWS, count)),) for start in range(0, count, _TIED_ROWS)]
     if embedding.shape != copy.shape:
         problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
-    elif embedding is not copy and not _equal(embedding, copy):
-        by_name[source["unembedding",]] = copy
-        return True
-    return False
-
-
-def _equal(first: TensorEntry, second: TensorEntry) -> bool:
-    if not {first.dtype, second.dtype} <= FLOATS.keys():
-        return False
-    starts = range(0, first.shape[0], _TIED_ROWS)
-    parts = [(slice(start, min(start + _TIED_ROWS, first.shape[0])),) for start in starts]
-    return all(np.array_equal(first.read(part), second.read(part)) for part in parts)
+    elif embedding is not copy and not (
+        {embedding.dtype, copy.dtype} <= FLOATS.keys()
+        and all(np.array_equal(embedding.read(part), copy.read(part)) for part in parts)
+    ):
+        problems["not the embedding (set tie_word_embeddings to false in config.json)"].append(copy.name)
 
 
 def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -307,7 +290,9 @@ class _Chunk(NamedTuple):
     number: int
 
 
-def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[str, jax.Array], dict[str, str]]:
+def read_params(
+    config: DecoderConfig, pieces: dict[str, list[Piece]], dtype: np.dtype, mesh: Mesh | None
+) -> tuple[dict[str, jax.Array], dict[str, str]]:
     """Returns the parameters by dotted path, and the digests of all tensors by name.
 
     The host holds the part of one parameter that belongs to the devices of this process. On CPUs, arrays of JAX use the
@@ -316,10 +301,10 @@ def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[st
     Raises:
         UserError: in all processes that share the mesh, if a file is damaged or a weight is not finite.
     """
-    every = []
-    for path, pieces in plan.pieces.items():
-        for piece in pieces:
-            shape = plan.leaves[path].shape[piece.layer is not None :]
+    every, shapes = [], {path: leaf.shape for path, leaf in dotted_leaves(abstract_params(config))}
+    for path, stored in pieces.items():
+        for piece in stored:
+            shape = shapes[path][piece.layer is not None :]
             for index in chunks(layer_name(path, piece.layer), shape):
                 every.append(_Chunk(path, piece, index, len(every)))
     digests = np.zeros((len(every), 32), np.uint8)
@@ -329,7 +314,7 @@ def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[st
         params = {}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
             for path, group in itertools.groupby(every, key=lambda chunk: chunk.path):
-                parameter = _Parameter(path, plan.leaves[path].shape, dtype, mesh)
+                parameter = _Parameter(path, shapes[path], dtype, mesh)
                 own = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
                 try:
                     list(pool.map(functools.partial(_read_and_place, parameter, digests), own))
@@ -345,7 +330,7 @@ def read_params(plan: Plan, dtype: np.dtype, mesh: Mesh | None) -> tuple[dict[st
     for (path, layer), group in itertools.groupby(every, key=lambda chunk: (chunk.path, chunk.piece.layer)):
         parts, name = list(group), layer_name(path, layer)
         rows = digests[parts[0].number : parts[-1].number + 1]
-        shape = plan.leaves[path].shape[layer is not None :]
+        shape = shapes[path][layer is not None :]
         tensor_digests[name] = join_chunks(name, parts[0].piece.dtype, shape, rows.tobytes())
     return params, tensor_digests
 

@@ -15,7 +15,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.families import config_from_hf, config_from_settings
 from calibjax.models.fingerprint import combine_digests
 from calibjax.models.gguf import gguf_entries, gguf_settings, is_gguf, read_gguf
-from calibjax.models.hf_read import Plan, TensorEntry, merge_mxfp4, plan_tensors, read_params
+from calibjax.models.hf_read import TensorEntry, merge_mxfp4, plan_tensors, read_params
 from calibjax.models.hub import download, repository_of
 from calibjax.models.lora import merge_adapter
 from calibjax.models.model import LanguageModel
@@ -68,12 +68,13 @@ def load_model(
         tokenizer = find_tokenizer(folder, config)
         params, fingerprint = restore_params(folder, description, config, dtype, mesh), description["fingerprint"]
     else:
-        plan = together(lambda: _plan(folder))
-        config = plan.config
-        if is_first():
-            _warn(folder, plan)
+        config = together(lambda: read_config(folder))
+        pieces, left_out = together(lambda: plan_tensors(config, _read_entries(folder, config)))
+        if left_out and is_first():
+            parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(left_out.items()))
+            _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
         tokenizer = find_tokenizer(folder, config)
-        params, digests = read_params(plan, dtype, mesh)
+        params, digests = read_params(config, pieces, dtype, mesh)
         fingerprint = combine_digests(config, digests)
     if adapter is not None:
         params, digest = merge_adapter(config, params, require_directory(adapter, "adapter"))
@@ -81,23 +82,6 @@ def load_model(
         fingerprint = f"{version}:{hashlib.sha256(f'{base} {digest}'.encode()).hexdigest()}"
     tree = traverse_util.unflatten_dict(params, sep=".")
     return LanguageModel(config, tree, dtype, fingerprint, folder, tokenizer)
-
-
-def _plan(folder: Path) -> Plan:
-    config = read_config(folder)
-    return plan_tensors(config, _read_entries(folder, config))
-
-
-def _warn(folder: Path, plan: Plan) -> None:
-    if plan.left_out:
-        parts = ", ".join(f"{part} ({count:,} tensors)" for part, count in sorted(plan.left_out.items()))
-        _log.warning("%s: the language model is loaded; left out: %s.", folder, parts)
-    if plan.untied:
-        _log.warning(
-            "%s: config.json ties the embedding and lm_head, but the files hold different values: both are used, "
-            "as in transformers. Set tie_word_embeddings to false in config.json.",
-            folder,
-        )
 
 
 def stored_dtype(path: str | Path) -> str:

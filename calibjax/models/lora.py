@@ -22,7 +22,6 @@ from safetensors.numpy import load_file
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
-from calibjax.models.rules import Rule
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
 
@@ -97,35 +96,35 @@ def _flat(tree: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
-# Settings that change more than W + (alpha / r) B A, and the values with which they do not.
-_PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None, []),
-}
+_SWITCHES = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication")
+_SWITCHES += ("trainable_token_indices", "target_parameters", "alora_invocation_tokens")
+_PLAIN = {"peft_type": "LORA", "bias": "none", **dict.fromkeys(_SWITCHES, False)}
+"""Settings with which an adapter is W + (alpha / r) B A, and no more."""
 
 
 def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """Returns parameters with `scale * B A` added, in float32, to each adapted kernel, and the adapter's digest.
+    """Adds `scale * B A`, in float32, to adapted kernels of `params`, by dotted path; returns the digest too.
 
-    `params` are those of the base model by dotted path. `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`.
+    `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`.
 
     Raises:
         UserError: the files are missing or damaged, a setting is not supported, or a tensor belongs to no kernel of the
             model or does not fit it.
     """
     settings, tensors = _read(folder)
-    merged = dict(params)
+    family, merged = FAMILIES[config.family], dict(params)
+    adaptable = {
+        rule.full_name(family.prefix, layer): (rule, layer)
+        for rule, layer in family.stored(config, params)
+        if rule.experts(config) == (None,) and rule.targets[0].endswith("kernel")
+    }
     for module, (a, b) in _pairs(folder, tensors).items():
-        rule, layer = _rule(config, params, module, folder)
+        if f"{module}.weight" not in adaptable:
+            raise UserError(
+                f"{folder}: this {config.family} model of {config.num_layers} layers has no projection {module}: is it "
+                "the adapter of another model?"
+            )
+        rule, layer = adaptable[f"{module}.weight"]
         place = () if layer is None else (layer,)
         layout = rule.layout(config)
         update = _scale(settings, module, len(a)) * (b.astype(np.float32) @ a.astype(np.float32))
@@ -151,8 +150,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise UserError(f"{folder}: expected an adapter of PEFT, {_SETTINGS} and {_WEIGHTS} ({error}).") from error
     if not isinstance(settings, dict):
         raise UserError(f"{folder / _SETTINGS}: expected a JSON object.")
-    for name, allowed in _PLAIN.items():
-        if settings.get(name, allowed[0]) not in allowed:
+    for name, plain in _PLAIN.items():
+        if settings.get(name) not in (plain, None, [], {}):
             raise UserError(
                 f"{folder / _SETTINGS}: {name}={settings[name]!r} is not supported. Merge the adapter with PEFT "
                 "(`merge_and_unload`, then `save_pretrained`) and give the merged model."
@@ -176,19 +175,6 @@ def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, tuple[np.n
     if not modules:
         raise UserError(f"{folder}: the adapter holds no tensor.")
     return {module: (pair["A"], pair["B"]) for module, pair in modules.items()}
-
-
-def _rule(config: DecoderConfig, params: Mapping[str, Any], module: str, folder: Path) -> tuple[Rule, int | None]:
-    """The rule and the layer of a module's kernel."""
-    family = FAMILIES[config.family]
-    for rule, layer in family.stored(config, params):
-        kernel = rule.experts(config) == (None,) and rule.targets[0].endswith("kernel")
-        if kernel and f"{module}.weight" == rule.full_name(family.prefix, layer):
-            return rule, layer
-    raise UserError(
-        f"{folder}: this {config.family} model of {config.num_layers} layers has no projection {module}: is it the "
-        "adapter of another model?"
-    )
 
 
 def _scale(settings: dict[str, Any], module: str, rank: int) -> float:

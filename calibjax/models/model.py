@@ -93,14 +93,9 @@ class LanguageModel:
             >>> LanguageModel.random(vocab_size=32).logits([[1, 2, 3]]).shape
             (1, 3, 32)
         """
-        sizes: Any = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "max_positions": 1024,
-        }
+        sizes: Any = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
         heads: Any = {"num_heads": 2, "num_kv_heads": 2, "head_dim": hidden_size // 2}
-        config = DecoderConfig(family="llama", intermediate_size=2 * hidden_size, **sizes, **heads)
+        config = DecoderConfig(family="llama", num_layers=num_layers, max_positions=1024, **sizes, **heads)
         return cls.from_params(config, decoder.init_params(config, jax.random.key(seed)))
 
     @property

@@ -36,10 +36,7 @@ _REMEDY = "Convert the model again."
 def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
     """Writes a model as an Orbax checkpoint in a new or empty directory, to which each device contributes its part.
 
-    Args:
-        directory: output directory.
-        lm: a model that was loaded from a directory; its parameters are written in their own dtype.
-        dtype: dtype of the original files, see `load.stored_dtype`.
+    `lm` was loaded from files of `dtype`, see `load.stored_dtype`; its parameters are written in their own.
     """
     import orbax.checkpoint as ocp
 

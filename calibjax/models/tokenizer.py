@@ -6,9 +6,11 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
-from calibjax.models.gguf import GgufFile, Strings, is_gguf, read_gguf
+from calibjax.models.gguf import GgufFile, is_gguf, read_gguf
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
@@ -25,19 +27,16 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrainedTokenizerBase] | None":
     """Returns a function that reads the tokenizer of a model's directory or GGUF file once; None if there is none.
 
-    A tokenizer.json is read and checked at once.
-
-    Raises:
-        UserError: by `check_tokenizer`, or tokenizer.json or, without one, the other files cannot be read. The function
-            raises it where transformers cannot read the files.
+    A tokenizer.json, or without one the other files, are checked at once: `UserError` as of `check_tokenizer`, or if
+    they cannot be read.
     """
     if is_gguf(folder):
         tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, Strings):
+        if not isinstance(tokens, list):
             return None
-        if tokens.count > config.vocab_size:
+        if len(tokens) > config.vocab_size:
             raise UserError(
-                f"{folder}: tokenizer.ggml.tokens: {tokens.count:,} tokens, but token_embd.weight has only "
+                f"{folder}: tokenizer.ggml.tokens: {len(tokens):,} tokens, but token_embd.weight has only "
                 f"{config.vocab_size:,} rows."
             )
         return functools.cache(lambda: gguf_tokenizer(folder))
@@ -141,21 +140,18 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
         raise UserError(f"{path}: {_PREFIX}model = {kind!r} is not supported; expected {' or '.join(builders)}.")
-    tokens = _array(file, "tokens")
+    tokens = _array(file, "tokens", str)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer: Tokenizer = builders[kind](file, tokens, vocabulary)
-    kinds = _array(file, "token_type", len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
+    kinds = _array(file, "token_type", int, len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL)
         for token, kind in zip(tokens, kinds, strict=False)
         if kind in (_CONTROL, _USER_DEFINED) and token
     ]
     tokenizer.add_tokens(added)
-    special = {}
-    for name, ours in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
-        token = _special(file, tokens, name)
-        if token is not None:
-            special[f"{ours}_token"] = token
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}
     with_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _WITH_BOS
     begins = file.get(f"{_PREFIX}add_bos_token", bool, with_bos) and "bos_token" in special
     ends = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
@@ -185,13 +181,12 @@ def _special(file: GgufFile, tokens: list[str], name: str, default: int | None =
     return tokens[number]
 
 
-def _array(file: GgufFile, name: str, count: int | None = None) -> list[Any]:
-    """The values of an array of metadata; raises `UserError` unless there are `count`."""
+def _array(file: GgufFile, name: str, kind: type, count: int | None = None) -> list[Any]:
+    """The values of an array of metadata; raises `UserError` unless they are of this kind, and there are `count`."""
     value = file.metadata.get(f"{_PREFIX}{name}")
-    try:
-        values = value.read() if isinstance(value, Strings) else value.tolist()  # pyright: ignore
-    except (AttributeError, ValueError) as error:
-        raise UserError(f"{file.path}: {_PREFIX}{name}: expected an array ({error}).") from error
+    values = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(values, list) or type(next(iter(values), kind())) is not kind:
+        raise UserError(f"{file.path}: {_PREFIX}{name}: expected an array of {kind.__name__}.")
     if count is not None and len(values) != count:
         raise UserError(f"{file.path}: {_PREFIX}{name}: expected {count:,} values, got {len(values):,}.")
     return values
@@ -206,7 +201,7 @@ def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -
             f"{file.path}: {_PREFIX}pre = {name!r}: how this tokenizer splits text is not known here; known: "
             f"{', '.join(sorted(_SPLITS))}. Convert the model's original files instead."
         )
-    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges")]
+    merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError(f"{file.path}: {_PREFIX}merges: expected pairs of tokens.")
     tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=False))
@@ -223,7 +218,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
     """Pairs are merged in the order of the scores of what they give, as SentencePiece does."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = _array(file, "scores", len(tokens))
+    scores = _array(file, "scores", float, len(tokens))
     merges = []
     for number in sorted(range(len(tokens)), key=lambda number: (-scores[number], number)):
         token = tokens[number]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from calibjax.torch.heads import Export, HeadError, head_features, logit_covariance, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
 
 
 class TokenScores(NamedTuple):
@@ -28,12 +28,11 @@ class Attached:
     """A head attached to a model by `attach`. `detach` removes it."""
 
     def __init__(self, model: Any, export: Export, calibrate: bool):
-        self.model, self.head, self._base, self._calibrate = model, export.head, export.base, calibrate
+        self.model, self.head, self._export, self._calibrate = model, export.head, export, calibrate
         self._hidden: Tensor | None = None
-        device = model.get_output_embeddings().weight.device
-        self.head.to(device)
-        reads_covariance = "log_std_logits" in self.head.features
-        self._covariance = logit_covariance(self._unembedding(), self._bias()) if reads_covariance else None
+        layer = model.get_output_embeddings()
+        self.head.to(layer.weight.device)
+        self._covariance = export.covariance(layer.weight, getattr(layer, "bias", None))
         self._hooks = [
             model.base_model.register_forward_hook(self._keep_hidden),
             model.register_forward_hook(self._calibrate_output, with_kwargs=True),
@@ -75,14 +74,6 @@ class Attached:
         mask = torch.cat([mask.repeat_interleave(beams, 0), new], dim=1)
         return Generated(sequences, self.score(sequences, mask))
 
-    def _unembedding(self) -> Tensor:
-        weight = self.model.get_output_embeddings().weight.detach().to(torch.float32)
-        return weight / (self._base["logit_divisor"] or 1.0)
-
-    def _bias(self) -> Tensor | None:
-        bias = getattr(self.model.get_output_embeddings(), "bias", None)
-        return None if bias is None else bias.detach().to(torch.float32)
-
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]
 
@@ -92,17 +83,19 @@ class Attached:
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
         logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
         rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
-        all_logits, reads_sequence = logits, self.head.reads_sequence
+        all_logits, reads_sequence, layer = logits, self.head.reads_sequence, self.model.get_output_embeddings()
         if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
-            bias, cap = self._bias(), self._base["logit_softcap"]
-            all_logits = hidden.to(torch.float32) @ self._unembedding().T + (0.0 if bias is None else bias)
+            bias, cap = getattr(layer, "bias", None), self._export.base["logit_softcap"]
+            weight = layer.weight.detach().to(torch.float32) / self._export.divisor
+            all_logits = hidden.to(torch.float32) @ weight.T + (
+                0.0 if bias is None else bias.detach().to(torch.float32)
+            )
             all_logits = all_logits if cap is None else cap * torch.tanh(all_logits / cap)
         elif not reads_sequence:
             hidden = hidden[:, rows]
-        weight, divisor = self.model.get_output_embeddings().weight.detach(), self._base["logit_divisor"] or 1.0
-        features = head_features(self.head.features, hidden, all_logits, weight, divisor, self._covariance)
+        features = self._export.features(hidden, all_logits, layer.weight, self._covariance)
         mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):  # such as a mask by kind of layer
             raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
         past = self._past(getattr(output, "past_key_values", None)) if reads_sequence else None
         if past is not None and mask is not None:

@@ -63,7 +63,7 @@ class TemperatureHead(nn.Module):
         """Computes log inverse temperatures, float32 `[B, T]`.
 
         Args:
-            features: `[B, T, F]`, see `head_features`.
+            features: `[B, T, F]`, see `Export.features`.
             mask: bool `[B, S]`, False for padding; the last T of S columns are those of `features`. None: no padding.
             past: cache of transformers and the index of this head's layer in it; None without a cache.
         """
@@ -132,10 +132,47 @@ class Export(NamedTuple):
     base: Mapping[str, Any]
     probe: Mapping[str, Tensor]
 
+    @property
+    def divisor(self) -> float:
+        """The base model's divisor of logits."""
+        return self.base["logit_divisor"] or 1.0
+
     def check_hidden_size(self, given: int) -> None:
         """Raises `HeadError` for a base model of another hidden size."""
         if given != (size := self.head.hidden_size):
             raise HeadError(f"this head was fitted on a model of hidden size {size}, the model given has {given}.")
+
+    def covariance(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Covariance of the rows of the unembedding `[W b]`, float32 `[D + 1, D + 1]`; None if no feature reads it."""
+        if "log_std_logits" not in self.head.features:
+            return None
+        rows = weight.detach().to(torch.float32) / self.divisor
+        last = rows.new_zeros(len(rows), 1) if bias is None else bias.detach().to(torch.float32)[:, None]
+        rows = torch.cat([rows, last], dim=1)
+        rows = rows - rows.mean(0, keepdim=True)
+        return rows.T @ rows / max(len(rows) - 1, 1)
+
+    def features(self, hidden: Tensor, logits: Tensor, weight: Tensor, covariance: Tensor | None) -> Tensor:
+        """What the head reads, float32 `[..., F]`, of hidden states `[..., D]` after the final norm and their logits.
+
+        `weight` `[V, D]` is that of the model's layer of logits, `covariance` what the method of this name returned.
+        """
+        parts = []
+        for name in self.head.features:
+            if name == "hidden_states":
+                parts.append(hidden)
+            elif name == "max_logit":
+                parts.append(logits.amax(-1, keepdim=True))
+            elif name == "logit_statistics":
+                parts.append(logit_statistics(logits))
+            elif name == "argmax_embedding":
+                parts.append(weight.detach()[logits.argmax(-1)].to(torch.float32) / self.divisor)
+            else:
+                assert covariance is not None
+                augmented = torch.cat([hidden.to(torch.float32), hidden.new_ones((*hidden.shape[:-1], 1))], dim=-1)
+                variance = ((augmented @ covariance) * augmented).sum(-1, keepdim=True)
+                parts.append(0.5 * variance.clamp(min=1e-12).log())
+        return torch.cat([part.to(torch.float32) for part in parts], dim=-1)
 
 
 def load_head(directory: str | Path) -> TemperatureHead:
@@ -188,41 +225,6 @@ def _local(path: str | Path) -> Path:
         raise HeadError(f"{path}: no such directory, and the Hugging Face Hub gave none ({reason}).") from error
 
 
-def head_features(
-    names: tuple[str, ...],
-    hidden: Tensor,
-    logits: Tensor,
-    unembedding: Tensor,
-    divisor: float,
-    covariance: Tensor | None,
-) -> Tensor:
-    """Returns what a head reads, float32 `[..., F]`.
-
-    Args:
-        names: features of the head.
-        hidden: hidden states `[..., D]` after the final norm.
-        logits: `[..., V]`, of these hidden states.
-        unembedding, divisor: the matrix `[V, D]`, and the model's divisor of logits.
-        covariance: of `logit_covariance`; None where no feature reads it.
-    """
-    parts = []
-    for name in names:
-        if name == "hidden_states":
-            parts.append(hidden)
-        elif name == "max_logit":
-            parts.append(logits.amax(-1, keepdim=True))
-        elif name == "logit_statistics":
-            parts.append(logit_statistics(logits))
-        elif name == "argmax_embedding":
-            parts.append(unembedding[logits.argmax(-1)].to(torch.float32) / divisor)
-        else:
-            assert covariance is not None
-            augmented = torch.cat([hidden.to(torch.float32), hidden.new_ones((*hidden.shape[:-1], 1))], dim=-1)
-            variance = ((augmented @ covariance) * augmented).sum(-1, keepdim=True)
-            parts.append(0.5 * variance.clamp(min=1e-12).log())
-    return torch.cat([part.to(torch.float32) for part in parts], dim=-1)
-
-
 def logit_statistics(logits: Tensor) -> Tensor:
     """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z, float32 `[..., 4]`."""
     z = logits.to(torch.float32)
@@ -234,14 +236,6 @@ def logit_statistics(logits: Tensor) -> Tensor:
     variance = (p * (counted - mean[..., None]).square()).sum(-1)
     lowest = difference.mean(-1).clamp(min=-1e3)
     return torch.stack([log_weight, (-mean).clamp(min=0.0).log1p(), variance.log1p(), lowest], dim=-1)
-
-
-def logit_covariance(unembedding: Tensor, bias: Tensor | None) -> Tensor:
-    """Covariance of the rows of [W b] over the vocabulary, float32 `[D + 1, D + 1]`."""
-    last = unembedding.new_zeros(len(unembedding), 1) if bias is None else bias[:, None]
-    rows = torch.cat([unembedding, last], dim=1)
-    rows = rows - rows.mean(0, keepdim=True)
-    return rows.T @ rows / max(len(rows) - 1, 1)
 
 
 def scaled_logits(logits: Tensor, log_scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from calibjax.torch.heads import Export, HeadError, head_features, logit_covariance, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
 
 HEAD, LOGITS = "CALIBJAX_HEAD", "CALIBJAX_LOGITS"
 
@@ -49,7 +49,7 @@ class _Calibration:
     """A head beside the unembedding that vLLM holds."""
 
     def __init__(self, export: Export):
-        self._export, self._head, self._base = export, export.head, export.base
+        self._export, self._head = export, export.head
         self._covariance: Tensor | None = None
         self._is_ready = False
 
@@ -58,16 +58,15 @@ class _Calibration:
         """Log inverse temperatures `[tokens]` of hidden states `[tokens, D]` and their logits `[tokens, V]`."""
         if not self._is_ready:
             self._prepare(lm_head, hidden, bias)
-        divisor = self._base["logit_divisor"] or 1.0
-        features = head_features(self._head.features, hidden, logits, lm_head.weight, divisor, self._covariance)
-        return self._head(features[None])[0]
+        return self._head(self._export.features(hidden, logits, lm_head.weight, self._covariance)[None])[0]
 
     def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
         """Compares the base model, and moves the head to its device."""
         self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
         start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index
-        if {"argmax_embedding", "log_std_logits"} & {*self._head.features} and stop - start < self._base["vocab_size"]:
+        reads_unembedding = {"argmax_embedding", "log_std_logits"} & {*self._head.features}
+        if reads_unembedding and stop - start < self._export.base["vocab_size"]:
             raise HeadError("features argmax_embedding and log_std_logits need the whole unembedding on one device.")
         tokens = self._export.probe["tokens"].long()
         here = (tokens >= start) & (tokens < stop)
@@ -76,9 +75,7 @@ class _Calibration:
         limit = 1e-6 if weight.dtype == torch.float32 else 1e-2
         if len(rows) and not float((rows - expected).norm()) <= limit * float(expected.norm()):
             raise HeadError("this head was fitted on another base model: the unembedding differs. Fit one for this.")
-        if "log_std_logits" in self._head.features:
-            rows = weight[: stop - start].to(torch.float32) / (self._base["logit_divisor"] or 1.0)
-            self._covariance = logit_covariance(rows, None if bias is None else bias.to(torch.float32))
+        self._covariance = self._export.covariance(weight[: stop - start], bias)
         self._head.to(hidden.device)
         self._is_ready = True
 
@@ -92,14 +89,11 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
         LogitsProcessor: Any = import_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         Sampler: Any = import_module("vllm.v1.sample.sampler").Sampler
         parameters = [*inspect.signature(LogitsProcessor.forward).parameters][:4]
-        is_known = parameters == ["self", "lm_head", "hidden_states", "embedding_bias"] and callable(
-            Sampler.compute_logprobs
-        )
+        _ = Sampler.compute_logprobs
     except (ImportError, AttributeError):
-        is_known = False
-    if not is_known:
-        known = "which this plugin replaces. Install a version that it knows, or unset"
-        raise HeadError(f"vLLM {version}: its layer of logits is not that of 0.32, {known} {HEAD}.")
+        parameters = []
+    if parameters != ["self", "lm_head", "hidden_states", "embedding_bias"]:
+        raise HeadError(f"vLLM {version}: its layer of logits is not that of 0.32. Install that, or unset {HEAD}.")
     if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()

@@ -29,7 +29,7 @@ from calibjax.losses.long_horizon import (
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
-from calibjax.models.samples import log_probs, mix_samples
+from calibjax.models.generate import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named

@@ -12,7 +12,7 @@ from calibjax.data import load_sequences, read_source, split_sequences
 from calibjax.eval.tasks.analogies import CHOICES, accuracy, choice_log_probs, evaluate_analogies, load_analogies
 from calibjax.eval.text import distinct_n, repetition, self_bleu
 from calibjax.models import load_model
-from calibjax.models.samples import log_probs
+from calibjax.models.generate import log_probs
 
 
 def write_analogies(file, count=30):

@@ -148,10 +148,10 @@ UNSUPPORTED = [
     ("llama", {"hidden_size": "wide"}, "hidden_size: expected a whole number from 1 to"),
     ("llama", {"is_causal": False}, "is_causal = False is not supported; expected True"),
     *(("llama", {"rms_norm_eps": bad}, "norm_eps: .* from 0 to 1") for bad in (float("nan"), float("inf"), -1e-6, 2.0)),
-    ("llama", {"rope_theta": None}, "expected a number for rope_theta, got null"),
+    ("llama", {"rope_theta": None}, "requires rope_theta, got null"),
     ("llama", {"rope_theta": float("inf")}, "theta: expected a finite number, got inf"),
     ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}, "factor = 0.5 is not"),
-    ("stablelm", {"partial_rotary_factor": None}, "a number for partial_rotary_factor, got null"),
+    ("stablelm", {"partial_rotary_factor": None}, "requires partial_rotary_factor, got null"),
     ("stablelm", {"num_key_value_heads": 2, "head_dim": 4}, "head_dim = 4 .* expected None, 6"),
     ("gpt_neox", {"head_dim": 4}, "head_dim = 4 is not supported; expected None, 6"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
@@ -216,7 +216,6 @@ def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, text, part
     }
     save_file(tensors, file)
     assert load_model(tmp_path).fingerprint == lm.fingerprint
-    assert config_from_hf(config) == lm.config
     caplog.clear()
     save_model(tmp_path / "back", lm.config, lm.params, like=tmp_path)
     assert load_model(tmp_path / "back").fingerprint == lm.fingerprint

@@ -402,7 +402,8 @@ def architecture(name, **numbers):
 
 
 SIZES = {"context_length": 8, "embedding_length": 32, "block_count": 1, "attention__head_count": 2}
-NO_CONTEXT = SIZES | {"context_length": 0, "attention__layer_norm_rms_epsilon": 1}
+EPSILON = {"attention__layer_norm_rms_epsilon": 1}
+WHOLE = SIZES | EPSILON | {"feed_forward_length": 32}
 
 
 @pytest.mark.parametrize(
@@ -410,12 +411,12 @@ NO_CONTEXT = SIZES | {"context_length": 0, "attention__layer_norm_rms_epsilon": 
     [
         ("../../etc/passwd", {}, "is not supported; supported"),
         ("llama", {}, "llama.context_length is missing"),
-        ("llama", SIZES | {"block_count": 10_000}, "block_count: expected 1 to 1 layers"),
-        ("llama", SIZES | {"attention__head_count": 0}, "expected a positive number, got 0"),
-        ("llama", SIZES | {"swin_norm": 5}, "llama.swin_norm = 5 is not supported"),
-        ("llama", SIZES | {"rope__dimension_count": 4}, "expected 16, got 4"),
-        ("llama", NO_CONTEXT, "feed_forward_length is missing"),
-        ("llama", NO_CONTEXT | {"feed_forward_length": 32}, "max_position_embeddings: expected a whole number from 1"),
+        ("llama", WHOLE | {"block_count": 10_001}, "num_hidden_layers: expected a whole number from 1 to 10000"),
+        ("llama", WHOLE | {"attention__head_count": 0}, "num_attention_heads: .* got 0"),
+        ("llama", WHOLE | {"swin_norm": 5}, "llama.swin_norm = 5 is not supported"),
+        ("llama", WHOLE | {"rope__dimension_count": 4}, "expected 16, got 4"),
+        ("llama", SIZES | EPSILON, "feed_forward_length is missing"),
+        ("llama", WHOLE | {"context_length": 0}, "max_position_embeddings: expected a whole number from 1"),
         ("gemma2", SIZES, "gemma2.attention.layer_norm_rms_epsilon is missing"),
     ],
 )

@@ -10,7 +10,7 @@ from published_sizes import PUBLISHED
 from calibjax import models
 from calibjax.models.shapes import SHAPES
 
-ALIKE = ("olmo3", "smollm3", "glm4", "mixtral", "qwen3_moe", "olmoe")
+ALIKE = ("mixtral", "qwen3_moe", "olmoe")
 FIRST = {config.family: name for name, config in reversed(SHAPES.items())}
 """Of each family one; the others differ in sizes. By default, without the families that are `ALIKE`."""
 

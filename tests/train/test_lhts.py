@@ -14,7 +14,7 @@ from tiny import at_targets, dense_log_probs, make_lm, make_sequences, ragged, s
 
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
-from calibjax.models.samples import log_probs, mix_samples, sample_sequences
+from calibjax.models.generate import log_probs, mix_samples, sample_sequences
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
