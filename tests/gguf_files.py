@@ -5,13 +5,8 @@ import re
 import gguf
 import numpy as np
 
-ARCHITECTURES = {
-    "mixtral": "llama",
-    "mistral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-    "olmo3": "olmo2",
-}
+ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"gemma3_text": "gemma3", "olmo3": "olmo2"}
 """Values of `general.architecture` that are not the `model_type`."""
 INTERLEAVED = ("llama", "granite")
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
@@ -21,13 +16,8 @@ KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", 
 def write_gguf(file, config, tensors, kind="F32", *, divisors=None, more=lambda writer: None):
     """Writes a model; returns its tensors as the file holds them, under the names and in the layout of `tensors`.
 
-    Args:
-        file: path.
-        config: transformers' configuration.
-        tensors: arrays by Hugging Face name, float32.
-        kind: type of all matrices.
-        divisors: of the rotary frequencies, as Llama 3 has them.
-        more: writes further metadata.
+    `kind` is the type of all matrices, `divisors` are those of the rotary frequencies, as Llama 3 has them, and `more`
+    writes further metadata.
     """
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch)
@@ -61,11 +51,15 @@ def write_gguf(file, config, tensors, kind="F32", *, divisors=None, more=lambda 
         writer.add_tensor(target, np.stack(used), raw_dtype=kind)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(divisors, np.float32))
+    finish(writer)
+    return {name: np.ascontiguousarray(value, np.float32) for name, value in stored.items()}
+
+
+def finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return {name: np.ascontiguousarray(value, np.float32) for name, value in stored.items()}
 
 
 def write_metadata(writer, config):
@@ -101,11 +95,7 @@ def write_metadata(writer, config):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] in ("yarn", "longrope"):
-        names = (
-            rope.get("original_max_position_embeddings"),
-            getattr(config, "original_max_position_embeddings", None),
-        )
-        original = next(number for number in names if number)
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(original)
     if rope["rope_type"] == "longrope":
         amplitude = np.sqrt(1 + np.log(config.max_position_embeddings / original) / np.log(original))

@@ -38,7 +38,6 @@ class Repository:
 
 
 class Request(NamedTuple):
-    method: str
     path: str
     headers: dict[str, str]
 
@@ -89,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self):
         path = unquote(urlsplit(self.path).path)
-        self.server.requests.append(Request(self.command, path, {k.lower(): v for k, v in self.headers.items()}))
+        self.server.requests.append(Request(path, {k.lower(): v for k, v in self.headers.items()}))
         self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         for pattern, answer in _ROUTES.items():
             if found := re.fullmatch(pattern, path):
@@ -145,9 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
             repository, sha = found
             files = [{"rfilename": path} for path in sorted(repository.commits[sha])]
             known = {"id": name, "sha": sha, "private": repository.private, "gated": repository.gated, "tags": []}
-            self._json(
-                known | {"siblings": files, "downloads": 0, "likes": 0, "lastModified": "2026-11-22T00:00:00.000Z"}
-            )
+            dates = {"downloads": 0, "likes": 0, "lastModified": "2026-11-22T00:00:00.000Z"}
+            self._json(known | {"siblings": files} | dates)
 
     def tree(self, kind, name, revision, folder=None):
         if found := self._commit(kind, name, revision):
@@ -206,9 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
             valid = isinstance(yaml.safe_load(text.split("---\n")[1]), dict)
         except (yaml.YAMLError, IndexError):
             valid = False
-        self._json(
-            {"errors": [] if valid else [{"message": "metadata is no YAML"}], "warnings": []}, 200 if valid else 400
-        )
+        errors = [] if valid else [{"message": "metadata is no YAML"}]
+        self._json({"errors": errors, "warnings": []}, 200 if valid else 400)
 
     def preupload(self, name, revision):
         if self._is_writer() and self._commit(None, name, revision):

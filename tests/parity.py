@@ -45,6 +45,15 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 UNTIED = {"tie_word_embeddings": False}
 MIXTURE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
 GPT_OSS = {"head_dim": 8, "num_key_value_heads": 1, "max_position_embeddings": 131072, **UNTIED}
+LONGROPE = {"short_factor": [1.1, 1.7, 2.0, 2.5], "long_factor": [2.0, 9.0, 9.0, 9.0]}
+LONG = {"hidden_size": 16, "max_position_embeddings": 64, "original_max_position_embeddings": 16, **NO_BOS}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+SCALED_QUERIES = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}
+MINISTRAL3 = {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.5, **SCALED_QUERIES}
+MINISTRAL3 |= {"original_max_position_embeddings": 128}
+LOCAL_LAYERS = {"layer_types": ["sliding_attention"] * 2}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 # Keys of some families' configurations, which others ignore. Each would change the numbers.
 KEYS = {
     "hidden_act": "relu",
@@ -80,12 +89,10 @@ VARIANTS = {
         "gqa-llama3": LLAMA_JSON
         | {"rope_scaling": LLAMA3_ROPE, "rope_theta": 50000.0, "max_position_embeddings": 200, "head_dim": 16},
         "untied-odd-gelu": {"vocab_size": 37, "intermediate_size": 17, "hidden_act": "gelu"} | UNTIED,
-        "biases-wide-heads-linear": {"attention_bias": True, "mlp_bias": True, "head_dim": 10}
-        | {"rope_scaling": {"type": "linear", "factor": 3.0}},
-        "keys-of-other-families": KEYS | {"layer_types": ["sliding_attention"] * 2},
-        "yarn-original-length-beside": {"original_max_position_embeddings": 16, "head_dim": 16}
-        | {"max_position_embeddings": 512}
-        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}},
+        "biases-wide-heads-linear": {"head_dim": 10, "rope_scaling": {"type": "linear", "factor": 3.0}, **BIASES},
+        "keys-of-other-families": KEYS | LOCAL_LAYERS,
+        "yarn-original-length-beside": {"original_max_position_embeddings": 16, "head_dim": 16, "rope_scaling": YARN}
+        | {"max_position_embeddings": 512},
     },
     "mistral": {
         "window": {"sliding_window": 5, "head_dim": 8},
@@ -95,15 +102,12 @@ VARIANTS = {
     "qwen": {
         "qkv-bias": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | UNTIED,
         "odd-sizes": {"num_key_value_heads": 2, "hidden_size": 20, "intermediate_size": 17, "vocab_size": 37}
-        | {"rms_norm_eps": 1e-5}
-        | UNTIED,
+        | {"rms_norm_eps": 1e-5, **UNTIED},
     },
     "qwen2": {
         "windows-in-upper-layers": WINDOWS,
         "untied-mha-yarn": {"num_key_value_heads": 2, "sliding_window": 3, "intermediate_size": 17, "hidden_size": 32}
-        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
-        | {"max_position_embeddings": 512}
-        | UNTIED,
+        | {"rope_scaling": YARN, "max_position_embeddings": 512, **UNTIED},
         "keys-of-other-families": KEYS | WINDOWS,
     },
     "qwen3": {
@@ -114,10 +118,9 @@ VARIANTS = {
     "gemma": {
         "mqa": GEMMA,
         "untied-biases-dynamic": GEMMA
-        | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-        | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37}
-        | UNTIED,
-        "keys-of-other-families": KEYS | GEMMA | {"layer_types": ["sliding_attention"] * 2},
+        | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, **UNTIED}
+        | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37},
+        "keys-of-other-families": KEYS | GEMMA | LOCAL_LAYERS,
         "stored-as-gelu": GEMMA | {"hidden_act": "gelu", "hidden_activation": None},
     },
     "gemma2": {
@@ -136,57 +139,43 @@ VARIANTS = {
     },
     "phi3": {
         "window-gqa": {"sliding_window": 5, **NO_BOS, **UNTIED},
-        "partial-longrope-tied": {"partial_rotary_factor": 0.5, "hidden_size": 16, **NO_BOS}
-        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+        "partial-longrope-tied": {"partial_rotary_factor": 0.5, **LONG}
         | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.1, 1.7], "long_factor": [2.0, 9.0]}},
-        "keys-of-other-families": KEYS
-        | {"hidden_size": 16}
-        | NO_BOS
-        | UNTIED
-        | {"layer_types": ["sliding_attention"] * 2},
-        "longrope-as-su": {"hidden_size": 16, **NO_BOS, **UNTIED}
-        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
-        | {
-            "rope_scaling": {
-                "type": "su",
-                "original_max_position_embeddings": 64,
-                "short_factor": [1.1, 1.7, 2.0, 2.5],
-                "long_factor": [2.0, 9.0, 9.0, 9.0],
-            }
-        },
+        "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS, **UNTIED, **LOCAL_LAYERS},
+        "longrope-as-su": {**LONG, **UNTIED}
+        | {"rope_scaling": LONGROPE | {"type": "su", "original_max_position_embeddings": 64}},
     },
     "phi": {
         "partial-rotary": {"hidden_size": 20, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new"} | UNTIED,
         "gqa-half-rotary": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | UNTIED,
-        "keys-of-other-families": KEYS | {"hidden_size": 16} | UNTIED | {"layer_types": ["sliding_attention"] * 2},
+        "keys-of-other-families": KEYS | {"hidden_size": 16} | UNTIED | LOCAL_LAYERS,
     },
     "gpt_neox": {
         "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"},
         "sequential-no-bias-tied": NEOX
         | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
-        "keys-of-other-families": NEOX | KEYS | {"num_key_value_heads": 1} | {"layer_types": ["sliding_attention"] * 2},
+        "keys-of-other-families": NEOX | KEYS | {"num_key_value_heads": 1} | LOCAL_LAYERS,
     },
     "olmo2": {
         "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
         "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
-        "keys-of-other-families": KEYS | NO_BOS | {"layer_types": ["sliding_attention"] * 2},
+        "keys-of-other-families": KEYS | NO_BOS | LOCAL_LAYERS,
     },
     "granite": {
         "scaled": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
         | {"residual_multiplier": 0.4, "logits_scaling": 2.5},
-        "untied-biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "logits_scaling": 8.0}
-        | UNTIED,
-        "keys-of-other-families": KEYS | {"layer_types": ["sliding_attention"] * 2},
+        "untied-biases": {"num_key_value_heads": 2, "logits_scaling": 8.0, **BIASES, **UNTIED},
+        "keys-of-other-families": KEYS | LOCAL_LAYERS,
     },
     "stablelm": {
         "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
         "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
         | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
-        "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | {"layer_types": ["sliding_attention"] * 2},
+        "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | LOCAL_LAYERS,
     },
     "olmo3": {
         "yarn-on-global-layers": {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 8, **NO_BOS, **UNTIED}
-        | {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0}}
+        | {"max_position_embeddings": 512, "rope_scaling": YARN}
         | {"original_max_position_embeddings": 128},
         "biases-own-layers-tied": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}
         | {"sliding_window": 3, **NO_BOS},
@@ -200,7 +189,7 @@ VARIANTS = {
     "smollm3": {
         "no-rope-layers": {"num_hidden_layers": 4, **NO_BOS},
         "windows-without-rope": {"no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "use_sliding_window": True}
-        | {"sliding_window": 4, "attention_bias": True, "mlp_bias": True, **NO_BOS, **UNTIED},
+        | {"sliding_window": 4, **BIASES, **NO_BOS, **UNTIED},
         "keys-of-other-families": KEYS | NO_BOS | {"no_rope_layer_interval": 2},
     },
     "ministral": {
@@ -209,18 +198,10 @@ VARIANTS = {
         "keys-of-other-families": KEYS | UNTIED | {"head_dim": 8},
     },
     "ministral3": {
-        "yarn-mscale": {"head_dim": 8, "max_position_embeddings": 512}
-        | {
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0}
-            | {"original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.5}
-            | {"llama_4_scaling_beta": 0.1}
-        },
+        "yarn-mscale": {"head_dim": 8, "max_position_embeddings": 512, "rope_parameters": YARN | MINISTRAL3},
         "keys-of-other-families": KEYS
         | UNTIED
-        | {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.1}
-            | {"original_max_position_embeddings": 32}
-        },
+        | {"rope_parameters": PLAIN_ROPE | {"rope_theta": 100.0, **SCALED_QUERIES}},
     },
     "mixtral": {
         "top-two": {"num_local_experts": 5, "num_experts_per_tok": 2, **UNTIED},
@@ -244,12 +225,9 @@ VARIANTS = {
         "sinks-yarn-window": MIXTURE | GPT_OSS | {"sliding_window": 5},
         "tied-no-biases-default-rope": MIXTURE
         | GPT_OSS
-        | {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
-        | {"tie_word_embeddings": True, "swiglu_limit": 0.3, "swiglu_alpha": 1.1},
-        "keys-of-other-families": KEYS
-        | MIXTURE
-        | GPT_OSS
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+        | {"attention_bias": False, "rope_parameters": PLAIN_ROPE, "tie_word_embeddings": True}
+        | {"swiglu_limit": 0.3, "swiglu_alpha": 1.1},
+        "keys-of-other-families": KEYS | MIXTURE | GPT_OSS | {"rope_parameters": PLAIN_ROPE},
     },
     "gpt2": {
         "tied": GPT2_JSON,
@@ -296,52 +274,45 @@ def write_files(folder, family, settings, shapes):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+def as_qwen1(settings, tensors):
+    """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
+    names = {
+        "embed_tokens": "wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.h",
+        "model.": "transformer.",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn.o_proj": "attn.c_proj",
+        "mlp.up_proj": "mlp.w1",
+        "mlp.gate_proj": "mlp.w2",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            name, tensor = name.replace("self_attn.q_proj", "attn.c_attn"), np.concatenate(parts)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        if "_proj." not in name or "c_proj" in name:
+            renamed[name] = tensor
+    return qwen1_settings(settings), renamed
+
+
 def qwen1_settings(settings):
-    """A Qwen2 model's configuration as Qwen v1 would have it."""
-    return {
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+    return {name: settings[name] for name in same} | {
         "model_type": "qwen",
-        "vocab_size": settings["vocab_size"],
-        "hidden_size": settings["hidden_size"],
         "intermediate_size": 2 * settings["intermediate_size"],
-        "num_hidden_layers": settings["num_hidden_layers"],
-        "num_attention_heads": settings["num_attention_heads"],
         "kv_channels": settings["hidden_size"] // settings["num_attention_heads"],
         "seq_length": settings["max_position_embeddings"],
         "layer_norm_epsilon": settings["rms_norm_eps"],
         "rotary_emb_base": 10000,
         "rotary_pct": 1.0,
-        "no_bias": True,
-        "scale_attn_weights": True,
-        "use_dynamic_ntk": True,
-        "use_logn_attn": True,
-        "tie_word_embeddings": False,
+        **dict.fromkeys(("no_bias", "scale_attn_weights", "use_dynamic_ntk", "use_logn_attn"), True),
         "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"},
     }
-
-
-def as_qwen1(settings, tensors):
-    """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
-    renamed = {
-        "transformer.wte.weight": tensors["model.embed_tokens.weight"],
-        "transformer.ln_f.weight": tensors["model.norm.weight"],
-        "lm_head.weight": tensors["lm_head.weight"],
-    }
-    names = {
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "attn.c_proj": "self_attn.o_proj",
-        "mlp.w1": "mlp.up_proj",
-        "mlp.w2": "mlp.gate_proj",
-        "mlp.c_proj": "mlp.down_proj",
-    }
-    for layer in range(settings["num_hidden_layers"]):
-        old, new = f"transformer.h.{layer}", f"model.layers.{layer}"
-        for one, other in names.items():
-            renamed[f"{old}.{one}.weight"] = tensors[f"{new}.{other}.weight"]
-        for kind in ("weight", "bias"):
-            parts = [tensors[f"{new}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
-            renamed[f"{old}.attn.c_attn.{kind}"] = np.concatenate(parts)
-    return qwen1_settings(settings), renamed
 
 
 def torch_model(folder, settings):

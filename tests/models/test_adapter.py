@@ -13,11 +13,17 @@ from calibjax.runtime.errors import UserError
 torch = pytest.importorskip("torch", reason="the oracle is PEFT, which needs torch")
 peft = pytest.importorskip("peft", reason="the oracle is PEFT")
 
-PHI3 = {
-    **LLAMA_JSON,
-    "model_type": "phi3",
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
+PHI3 = {**LLAMA_JSON, "model_type": "phi3", "pad_token_id": 0, "tie_word_embeddings": False}
+PATTERNS = {"alpha_pattern": {"layers.0.self_attn.q_proj": 9, "v_proj": 1}, "rank_pattern": {"v_proj": 4}}
+CASES = {
+    "all kernels": (LLAMA_JSON, {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
+    "rslora of one layer": (
+        LLAMA_JSON,
+        {"r": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    ),
+    "patterns": (LLAMA_JSON, {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"], **PATTERNS}),
+    "joined kernels": (PHI3, {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "transposed": (GPT2_JSON, {"r": 3, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
 }
 
 
@@ -39,30 +45,9 @@ def make(folder, settings, **lora):
     return adapted.double().eval()
 
 
-@pytest.mark.parametrize(
-    ("settings", "lora"),
-    [
-        (LLAMA_JSON, {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}),
-        (
-            LLAMA_JSON,
-            {"r": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
-        ),
-        (
-            LLAMA_JSON,
-            {
-                "r": 2,
-                "lora_alpha": 3,
-                "target_modules": ["q_proj", "v_proj"],
-                "alpha_pattern": {"layers.0.self_attn.q_proj": 9, "v_proj": 1},
-                "rank_pattern": {"v_proj": 4},
-            },
-        ),
-        (PHI3, {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
-        (GPT2_JSON, {"r": 3, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
-    ],
-    ids=["all kernels", "rslora of one layer", "patterns", "joined kernels", "transposed"],
-)
-def test_logits_are_those_of_peft(tmp_path, settings, lora):
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_peft(tmp_path, name):
+    settings, lora = CASES[name]
     theirs = make(tmp_path, settings, **lora)
     ids = np.arange(1, 13)[None]
     expected = theirs(torch.tensor(ids)).logits.detach().numpy()
@@ -79,10 +64,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
 
     make(tmp_path, LLAMA_JSON, r=2, target_modules=["q_proj"])
     adapter, wrong = tmp_path / "adapter", tmp_path / "wrong"
-    settings, tensors = (
-        json.loads((adapter / "adapter_config.json").read_text()),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
     name = next(iter(tensors))
 
     def refused(message, settings=settings, tensors=tensors):

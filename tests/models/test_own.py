@@ -17,6 +17,8 @@ SEQUENCES = answered(LM, ragged(make_sequences(40)))
 FIT, HELD_OUT = calibjax.split_sequences(SEQUENCES, 0.6)
 QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", features="logit_statistics", refit_temperature=False)
 
+READS = calibjax.AtsOptions(features="argmax_embedding")
+
 
 def apply_hidden(params, tokens, segment_ids, positions):
     return decoder.hidden_states(LM.config, params, tokens, segment_ids=segment_ids, positions=positions)
@@ -113,10 +115,7 @@ def without_segments(params, tokens):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: calibjax.from_function(without_segments, LM.params, LM.unembedding.T),
-            r"expected \[V, 16\].*transpose",
-        ),
+        (lambda: calibjax.from_function(without_segments, LM.params, LM.unembedding.T), "transpose"),
         (lambda: calibjax.from_function(lambda p, x: (x, x), LM.params), "one array .* got a tuple"),
         (lambda: calibjax.from_function(apply_logits, LM.params, softcap=2.0), "logits have them already"),
         (lambda: calibjax.from_arrays(np.ones((4, 3)), np.ones(5, int)), r"got values \(4, 3\), targets \(5,\)"),
@@ -124,10 +123,7 @@ def without_segments(params, tokens):
             lambda: calibjax.evaluate(calibjax.from_function(without_segments, LM.params, LM.unembedding), SEQUENCES),
             "no parameter segment_ids",
         ),
-        (
-            lambda: calibjax.fit_ats(as_logits(), FIT, calibjax.AtsOptions(features="argmax_embedding"), silent()),
-            "argmax_embedding: this feature reads the unembedding",
-        ),
+        (lambda: calibjax.fit_ats(as_logits(), FIT, READS, silent()), "argmax_embedding: this feature reads"),
     ],
 )
 def test_errors(call, message):
