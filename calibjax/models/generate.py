@@ -391,9 +391,6 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     return array.tolist()
 
 
-# --- sequences ---
-
-
 def sample_sequences(
     lm: LanguageModel,
     sequences: Sequences,

@@ -377,7 +377,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture("granite", _GRANITE, interleaved=True),
     "olmo2": Architecture("olmo2", {**_WINDOW, "attention.sliding_window_pattern": ""}, adapt=_adapt_olmo2),
 }
-"""Values of `general.architecture` that are read."""
 
 
 def gguf_settings(file: GgufFile) -> Settings:

@@ -42,7 +42,6 @@ FLOATS = {
 }
 """Dtypes of safetensors that are read."""
 _MOST_NAMED = 10
-_TIED_ROWS = 4096
 _BUFFERS = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)"
 )
@@ -227,7 +226,7 @@ def _drop_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems:
         return
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
     embedding, count = by_name.setdefault(source["embedding",], copy), copy.shape[0]
-    parts = [(slice(start, min(start + _TIED_ROWS, count)),) for start in range(0, count, _TIED_ROWS)]
+    parts = [(slice(start, min(start + 4096, count)),) for start in range(0, count, 4096)]
     if embedding.shape != copy.shape:
         problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
     elif embedding is not copy and not (
@@ -295,8 +294,7 @@ def read_params(
 ) -> tuple[dict[str, jax.Array], dict[str, str]]:
     """Returns the parameters by dotted path, and the digests of all tensors by name.
 
-    The host holds the part of one parameter that belongs to the devices of this process. On CPUs, arrays of JAX use the
-    host's memory without another copy.
+    The host holds this process's part of one parameter; on CPUs, arrays of JAX use that memory without another copy.
 
     Raises:
         UserError: in all processes that share the mesh, if a file is damaged or a weight is not finite.
