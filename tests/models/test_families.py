@@ -132,7 +132,7 @@ UNSUPPORTED = [
     ("stablelm", {"num_key_value_heads": 2, "head_dim": 4}, "head_dim = 4 .* expected None, 6"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
-    ("mixtral", {"num_experts_per_tok": 9}, "expected 1 to 8, the number of experts, got 9"),
+    ("mixtral", {"num_experts_per_tok": 9}, "expected 1 to 8, .*, got 9"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True is not supported; expected False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported; expected False"),
