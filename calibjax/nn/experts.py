@@ -54,7 +54,8 @@ class Mixture:
         if self.experts < 2:
             raise UserError(f"experts: expected at least 2, got {self.experts}.")
         if not 1 <= self.per_token <= self.experts:
-            raise UserError(f"experts per token: expected 1 to {self.experts}, their number, got {self.per_token}.")
+            most = f"{self.experts}, the number of experts"
+            raise UserError(f"experts per token: expected 1 to {most}, got {self.per_token}.")
         if self.clamp is not None and not self.clamp > 0:
             raise UserError(f"swiglu_limit: expected a positive number, got {self.clamp}.")
 
