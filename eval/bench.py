@@ -2,19 +2,16 @@
 
     python eval/bench.py                                   # a random model that a laptop's CPU can run
     python eval/bench.py --model path/to/stories260K --sequences 256 --seq-len 128
-    python eval/bench.py --hidden-size 2048 --layers 16 --vocab-size 128256 --dtype bfloat16 --batch 8 --seq-len 1024
 
 Every job runs in a process of its own, in turn with the forward pass, on the same random tokens:
 - forward: hidden states and the NLL of every token, batch by batch;
-- 1 head: `evaluate_tokens` of the base model (a constant temperature of 1);
+- 1 head: `evaluate_tokens` of the base model;
 - 3 heads: of the base model, temperature scaling and an MLP head, which share one forward pass;
 - layers: `layer_outputs`, the predictions read from every layer;
-- report: figures with their intervals from the results of three heads, and report.html. It depends on the number of
-  sequences and on the resamples, not on the model; the results are computed before the clock starts.
+- report: figures with their intervals from the results of three heads, and report.html.
 
-The ratios are medians over the pairs: of elapsed time, and of the CPU time of the process, which depends less on other
-work on the machine. Memory is the peak of the process while the job runs: on CPU its resident set, which includes
-Python, the programs of JAX and the model; on accelerators what JAX has allocated. It runs on Linux alone.
+The ratios are medians over the pairs, of elapsed time and of the CPU time of the process. Memory is the peak of the
+process while the job runs: on CPU its resident set, on accelerators what JAX has allocated. It runs on Linux alone.
 """
 
 import dataclasses
@@ -36,7 +33,7 @@ from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
 from calibjax.eval.layers.layers import layer_outputs, make_readout
-from calibjax.eval.report import write_report
+from calibjax.eval.report.page import write_report
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import DecoderConfig, LanguageModel, init_params, load_model
@@ -52,11 +49,7 @@ class Bench:
     """Times evaluation against the forward pass alone and records peak memory.
 
     Attributes:
-        model: directory of a model; None: a random Llama-shaped model of the sizes below.
-        hidden_size: D.
-        layers: L.
-        heads: attention heads.
-        vocab_size: V.
+        model: directory of a model; None: a random one with D 256, 4 layers and V 32,256.
         dtype: of the computation.
         sequences: to evaluate.
         seq_len: tokens a sequence.
@@ -65,10 +58,6 @@ class Bench:
     """
 
     model: Path | None = None
-    hidden_size: int = 256
-    layers: int = 4
-    heads: int = 4
-    vocab_size: int = 32_256
     dtype: Literal["float32", "bfloat16"] = "float32"
     sequences: int = 32
     seq_len: int = 128
@@ -82,13 +71,13 @@ def _model(bench: Bench) -> LanguageModel:
         return load_model(bench.model, dtype)
     config = DecoderConfig(
         family="llama",
-        vocab_size=bench.vocab_size,
-        hidden_size=bench.hidden_size,
-        intermediate_size=11 * bench.hidden_size // 4,
-        num_layers=bench.layers,
-        num_heads=bench.heads,
-        num_kv_heads=bench.heads,
-        head_dim=bench.hidden_size // bench.heads,
+        vocab_size=32_256,
+        hidden_size=256,
+        intermediate_size=704,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
         max_positions=bench.seq_len,
     )
     return LanguageModel(config, init_params(config, jax.random.key(0), dtype), dtype, fingerprint="random")
@@ -143,9 +132,8 @@ def _peak_mib() -> float:
 def measure(bench: Bench, name: str) -> dict[str, Any]:
     """Runs one job and the forward pass in turn; called in a fresh process."""
     lm = _model(bench)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, lm.config.vocab_size, (bench.sequences, bench.seq_len + 1), dtype=np.int32)
-    sequences = as_sequences(tokens)
+    shape = bench.sequences, bench.seq_len + 1
+    sequences = as_sequences(np.random.default_rng(0).integers(0, lm.config.vocab_size, shape, dtype=np.int32))
     with tempfile.TemporaryDirectory() as folder:
         jobs = _jobs(bench, lm, sequences, folder)
         forward, job = jobs["forward"], jobs[name]

@@ -1,15 +1,14 @@
 """Times of evaluation beside other libraries' on the same inputs, in turn in one process, on CPU.
 
     pip install netcal torch accelerate
-    python eval/bench_beside.py path/to/model --assets path/to/assets [--jobs generate metrics fits tasks start]
+    python eval/bench_beside.py path/to/model --assets path/to/assets --jobs generate metrics fits tasks start
 
-- generate: greedy continuations of a prompt of 128 tokens by 64, against transformers.
-- metrics: a million confidences, against netcal and scikit-learn: ECE, and its bootstrap interval (100 resamples; those
-  libraries have none, so that they compute the metric of each resample).
-- fits: post-hoc methods on 50,000 confidences, or on logits of 10 classes, against scikit-learn and netcal.
-- tasks: the harness's own evaluation of MMLU (`--limit` questions a subject), or of `--tasks`, in float32, with the
-  model of `python -m calibjax.lm_eval` and with the harness's Hugging Face backend.
+- generate: greedy continuations of a prompt of 128 tokens by 64.
+- metrics: ECE of a million confidences and its bootstrap interval (100 resamples, by a loop where a library has none).
+- fits: post-hoc methods on 50,000 confidences, or on logits of 10 classes.
+- tasks: the harness's own evaluation of `--tasks` in float32, beside its Hugging Face backend.
 - start: a new Python that prints the help, imports, or loads the model.
+- decode: with the head of `--export` and without, in JAX and in PyTorch.
 
 "first" has the compilation of our programs, without a cache on disk; "median" is of the rounds after it. The ratio is
 that of medians: times theirs take as long as ours.
@@ -72,42 +71,30 @@ def error_metrics(_: argparse.Namespace) -> Jobs:
     correct = (rng.random(len(confidence)) < confidence**1.3).astype(np.float32)
     edges = np.linspace(0, 1, 16)
 
-    def sklearn_ece(confidence: np.ndarray, correct: np.ndarray) -> float:
+    def sklearn_ece(confidence: np.ndarray, correct: np.ndarray) -> Any:
         accuracy, mean = calibration_curve(correct, confidence, n_bins=15)
         weights = np.histogram(confidence, edges)[0]
-        return float((weights[weights > 0] * np.abs(accuracy - mean)).sum() / len(confidence))
+        return (weights[weights > 0] * np.abs(accuracy - mean)).sum() / len(confidence)
 
-    def netcal_ece(confidence: np.ndarray, correct: np.ndarray) -> float:
-        measured: Any = netcal.metrics.ECE(15).measure(confidence, correct)
-        return float(measured)
+    def netcal_ece(confidence: np.ndarray, correct: np.ndarray) -> Any:
+        return netcal.metrics.ECE(15).measure(confidence, correct)
 
-    def ours() -> Any:
+    def our_ece(confidence: np.ndarray, correct: np.ndarray) -> Any:
         return metrics.expected_calibration_error(confidence, correct).block_until_ready()
 
     def our_interval() -> Any:
         return metrics.metric_interval(metrics.expected_calibration_error, confidence, correct, resamples=100)
 
-    def interval(metric: Callable[[np.ndarray, np.ndarray], float]) -> Callable[[], Any]:
-        def run() -> Any:
-            draws = (rng.integers(0, len(confidence), len(confidence)) for _ in range(100))
-            return np.quantile([metric(confidence[draw], correct[draw]) for draw in draws], (0.025, 0.975))
+    def interval(metric: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
+        draws = (rng.integers(0, len(confidence), len(confidence)) for _ in range(100))
+        return np.quantile([metric(confidence[draw], correct[draw]) for draw in draws], (0.025, 0.975))
 
-        return run
-
-    values = [float(ours()), netcal_ece(confidence, correct), sklearn_ece(confidence, correct)]
+    libraries = {"calibjax": our_ece, "netcal": netcal_ece, "scikit-learn": sklearn_ece}
+    values = [float(metric(confidence, correct)) for metric in libraries.values()]
     assert max(values) - min(values) < 1e-5, values
-    return {
-        "ECE of 1,000,000": {
-            "calibjax": ours,
-            "netcal": lambda: netcal_ece(confidence, correct),
-            "scikit-learn": lambda: sklearn_ece(confidence, correct),
-        },
-        "ECE of 1,000,000 with its interval": {
-            "calibjax": our_interval,
-            "netcal": interval(netcal_ece),
-            "scikit-learn": interval(sklearn_ece),
-        },
-    }
+    once: dict[str, Any] = {name: functools.partial(m, confidence, correct) for name, m in libraries.items()}
+    intervals: dict[str, Any] = {name: functools.partial(interval, m) for name, m in libraries.items()}
+    return {"ECE of 1,000,000": once, "ECE of 1,000,000 with its interval": {**intervals, "calibjax": our_interval}}
 
 
 def fits(_: argparse.Namespace) -> Jobs:
@@ -193,6 +180,33 @@ def tasks(given: argparse.Namespace) -> Jobs:
     }
 
 
+def decode(given: argparse.Namespace) -> Jobs:
+    import torch
+    import transformers
+
+    import calibjax.torch
+
+    lm = calibjax.load_model(given.model)
+    prompts = [[1, 5, 9, 2 + row] for row in range(4)]
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+
+    def ours(**options: Any) -> Any:
+        return np.asarray(calibjax.generate(lm, prompts, max_new_tokens=32, stop_tokens=(), **options).tokens)
+
+    def theirs() -> Any:
+        return other.generate(torch.tensor(prompts), **settings)
+
+    def attached() -> Any:
+        with_head = calibjax.torch.attach(other, given.export, check=False)
+        theirs()
+        with_head.detach()
+
+    calibrated = functools.partial(ours, head=calibjax.load_head(given.export, lm))
+    libraries = {"calibjax": ours, "calibjax, head": calibrated, "PyTorch": theirs, "PyTorch, head": attached}
+    return {"32 tokens of 4 sequences": libraries}
+
+
 def start(given: argparse.Namespace) -> Jobs:
     def python(*arguments: str) -> Callable[[], Any]:
         return lambda: subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
@@ -209,7 +223,14 @@ def start(given: argparse.Namespace) -> Jobs:
     }
 
 
-JOBS = {"generate": generation, "metrics": error_metrics, "fits": fits, "tasks": tasks, "start": start}
+JOBS = {
+    "generate": generation,
+    "metrics": error_metrics,
+    "fits": fits,
+    "tasks": tasks,
+    "start": start,
+    "decode": decode,
+}
 
 
 def main() -> None:
@@ -218,7 +239,8 @@ def main() -> None:
     )
     parser.add_argument("model", help="directory of a model")
     parser.add_argument("--assets", help="directory with data/, for --jobs tasks")
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=[*JOBS], help="what to time")
+    parser.add_argument("--export", help="of `calibjax export`, for --jobs decode")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, required=True, help="what to time")
     parser.add_argument("--tasks", nargs="+", default=["mmlu_local"], help="the harness's tasks")
     parser.add_argument("--limit", type=int, default=5, help="questions of each task, or of each of its parts")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first")

@@ -25,7 +25,7 @@ from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, read_source, split_sequences
 from calibjax.eval.report.tables import short
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
+from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.losses import LOSSES
 from calibjax.metrics import CalibrationSums
@@ -42,8 +42,8 @@ from calibjax.train.options import make_plan
 
 TEMPERATURE, BASE = "temperature scaling", "uncalibrated"
 COMPARED = ("nll", "brier", "ece")
-FIGURES = (*COMPARED, "accuracy", "confidence", "confidence_right", "confidence_wrong")
-"""Figures of every row. The last two are the mean confidence of correct and of wrong predictions."""
+FIGURES = (*COMPARED, "accuracy", "confidence")
+"""Figures of every row."""
 SUBJECTS = {
     "medical": "anatomy clinical_knowledge college_medicine human_aging medical_genetics nutrition "
     "professional_medicine virology",
@@ -184,16 +184,18 @@ def evaluate_repeats(
     heads fixed; `seeds`, the figure of each seed; and the differences from the row of `against`.
     """
     named = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
-    outputs = evaluate_tokens(lm, sequences, named, bins=bins, keep_tokens=True, context=context)
-    results = {name: [outputs[f"{name} {index}"] for index in range(len(repeats))] for name, repeats in heads.items()}
-    flat = [result for repeats in results.values() for result in repeats]
-    figures, drawn = _head_figures(flat, sequences, bins)
-    ends = np.cumsum([len(repeats) for repeats in results.values()])[:-1]
-    values = dict(zip(results, np.split(figures, ends), strict=True))
-    draws = {name: part.mean(axis=1) for name, part in zip(results, np.split(drawn, ends, axis=1), strict=True)}
-    sums = {name: _side_by_side([result.sums for result in repeats]) for name, repeats in results.items()}
+    outputs = evaluate_tokens(lm, sequences, named, bins=bins, context=context)
+    stacked = _side_by_side([result.sums for result in outputs.values()])
+    figures = _figures(CalibrationSums(*(x.sum(axis=0) for x in stacked)))
+    drawn, first = metrics.resample_sums(stacked, _figures), 0
+    values, draws, sums = {}, {}, {}
+    for name, repeats in heads.items():
+        own = slice(first, first + len(repeats))
+        values[name], draws[name] = figures[own], drawn[:, own].mean(axis=1)
+        sums[name] = CalibrationSums(*(x[:, own] for x in stacked))
+        first += len(repeats)
     rows: dict[str, Any] = {}
-    for name in results:
+    for name in heads:
         mean, row = values[name].mean(axis=0), {}
         for index, figure in enumerate(FIGURES):
             low, high = metrics.percentile_interval(draws[name][:, index])
@@ -211,24 +213,6 @@ def evaluate_repeats(
     return {"tokens": int(sequences.where.sum()), "sequences": len(sequences.tokens), "methods": rows}
 
 
-def _head_figures(results: Sequence[MethodResult], sequences: Sequences, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """`FIGURES` of each of H heads on all sequences `[H, figures]`, and on each resample `[resamples, H, figures]`."""
-    tokens = [result.tokens for result in results if result.tokens is not None]
-    right = sequences.where & (tokens[0].argmax == sequences.targets)  # no head changes the most likely token
-
-    def sums_where(where: np.ndarray) -> CalibrationSums:
-        return _side_by_side([metrics.calibration_sums(x.confidence, right, bins=bins, where=where) for x in tokens])
-
-    parts = [
-        (_side_by_side([result.sums for result in results]), _means),
-        (sums_where(right), _mean_confidence),
-        (sums_where(sequences.where & ~right), _mean_confidence),
-    ]
-    whole = [statistic(CalibrationSums(*(x.sum(axis=0) for x in sums))) for sums, statistic in parts]
-    drawn = [metrics.resample_sums(*part) for part in parts]
-    return np.concatenate(whole, axis=-1), np.concatenate(drawn, axis=-1)
-
-
 def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
     """Stacks sums of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`, for one common resampling."""
     return CalibrationSums(
@@ -236,36 +220,28 @@ def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
     )
 
 
-def _means(sums: CalibrationSums) -> np.ndarray:
+def _figures(sums: CalibrationSums) -> np.ndarray:
     count, confidence, correct, _ = sums.whole()
     ece = metrics.ece_from_sums(sums)
     return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)
 
 
-def _mean_confidence(sums: CalibrationSums) -> np.ndarray:
-    count, confidence, _, _ = sums.whole()
-    with np.errstate(invalid="ignore"):
-        return (confidence / count)[..., None]
-
-
 def table(title: str, figures: Mapping[str, Any]) -> str:
     """A row for every variant: figures ± half the range over seeds, and differences (`+` better, `-` worse)."""
     columns = ["", "NLL", "Brier", "ECE [95% interval]", "Δ against", "NLL", "Brier", "ECE"]
-    columns += ["confidence if right", "if wrong"]
     lines = [f"{title}: {figures['tokens']:,} tokens of {figures['sequences']:,} sequences", ""]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in figures["methods"].items():
         against = row.get("against")
         changes = ["", "", "", ""] if against is None else [against["name"], *(_change(against[f]) for f in COMPARED)]
         ece = f"{_mean(row['ece'])} [{short(row['ece']['low'], '.3f')}, {short(row['ece']['high'], '.3f')}]"
-        parts = [_mean(row[figure], ".3f") for figure in ("confidence_right", "confidence_wrong")]
-        lines.append(f"| {' | '.join([name, _mean(row['nll']), _mean(row['brier']), ece, *changes, *parts])} |")
+        lines.append(f"| {' | '.join([name, _mean(row['nll']), _mean(row['brier']), ece, *changes])} |")
     return "\n".join(lines) + "\n"
 
 
-def _mean(figure: Mapping[str, Any], form: str = ".4f") -> str:
+def _mean(figure: Mapping[str, Any]) -> str:
     spread = (max(figure["seeds"]) - min(figure["seeds"])) / 2
-    return short(figure["value"], form) + (f" ±{short(spread, form)}" if len(figure["seeds"]) > 1 else "")
+    return short(figure["value"]) + (f" ±{short(spread)}" if len(figure["seeds"]) > 1 else "")
 
 
 def _change(difference: Mapping[str, float]) -> str:

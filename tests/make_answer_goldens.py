@@ -55,12 +55,9 @@ def made_table():
 
 def by_class(table):
     """The classes of samples as lm-polygraph has them."""
-    out = {"class_to_sample": [], "sample_to_class": []}
-    for row in table:
-        names = list(dict.fromkeys(row["samples"]))
-        out["sample_to_class"].append({j: names.index(text) for j, text in enumerate(row["samples"])})
-        out["class_to_sample"].append([[j for j, t in enumerate(row["samples"]) if t == name] for name in names])
-    return out
+    numbers = [np.unique(row["samples"], return_inverse=True)[1].tolist() for row in table]
+    members = [[np.flatnonzero(np.equal(own, c)).tolist() for c in range(max(own) + 1)] for own in numbers]
+    return {"sample_to_class": [dict(enumerate(own)) for own in numbers], "class_to_sample": members}
 
 
 def main():

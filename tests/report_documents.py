@@ -1,135 +1,122 @@
 """Documents with everything that a page can show, as benign or as hostile as the names given to them."""
 
-import importlib.util
 from collections.abc import Callable
 
-import numpy as np
-from tiny import make_lm, make_sequences, ragged
-
-from calibjax.eval.compare import Outcome, Result, comparison_json
-from calibjax.eval.layers.layers import LayerOutputs, layers_json
-from calibjax.eval.report.schema import SCHEMA
-from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
-from calibjax.runtime.context import RunContext
-
-N = 60
+DIFFERENCE = {"difference": -0.01, "low": -0.02, "high": 0.01}
 
 
-def interval(value):
-    return {"value": value, "low": value - 0.01, "high": value + 0.01}
+def figures(*names, value=0.3):
+    return {name: {"value": value, "low": value - 0.01, "high": value + 0.01} for name in names}
+
+
+def row(nll: float, closed: str):
+    """The figures of a method."""
+    ends = {"accuracy": 0.0, "low": -0.1, "high": 0.1}
+    return {
+        "nll": nll,
+        "brier": 0.2,
+        "log_loss": 0.5,
+        "mce": 0.1,
+        "accuracy": 0.6,
+        "confidence": 0.7,
+        "ece": {**figures("ece", value=0.05)["ece"], "bins": 2, "closed": closed},
+        "reliability": {
+            "count": [40, 60],
+            "confidence": [0.3, 0.8],
+            "accuracy": [0.25, 0.75],
+            "low": [0.2, 0.7],
+            "high": [0.3, 0.8],
+        },
+        "curve": {
+            "bandwidth": 0.05,
+            "density": [0.5, 1.0, 1.5],
+            **{name: [None, 0.5 + shift, 0.9 + shift] for name, shift in ends.items()},
+        },
+        "against": {"ece": DIFFERENCE, "log_loss": {**DIFFERENCE, "holm_p": 0.2}},
+    }
+
+
+def results(*methods: str, named: Callable[[str], str] = str):
+    """The figures of a set."""
+    rows = {name: row(2.0 + 0.1 * number, named("right")) for number, name in enumerate(methods)}
+    if "ats" in rows:
+        rows["ats"]["temperatures"] = {"edges": [0.5, 1.0, 2.0], "count": [10, 30]}
+    return {
+        "tokens": 100,
+        "shots": 5,
+        "cut": 3,
+        "too_long": 2,
+        "methods": rows,
+        "unit": named("tokens"),
+        "clusters": named("windows"),
+        "source": named("a file"),
+        "confidence": named("the top choice"),
+        "title": named("held out"),
+        "harness": {named("acc"): 0.6},
+        "failed": {named("beta"): named("no reason")},
+        "left_out": {named("lore"): named("too large")},
+    }
 
 
 def document(named: Callable[[str], str] = str):
     """The contents of a metrics.json; every string that is no field of the schema goes through `named`."""
-    counts = {"count": [40, 60], "confidence": [0.3, 0.8], "accuracy": [0.25, 0.75]}
-
-    def row(nll):
-        return {
-            "nll": nll,
-            "brier": 0.2,
-            "mce": 0.1,
-            "accuracy": 0.6,
-            "confidence": 0.7,
-            "ece": {**interval(0.05), "bins": 2, "closed": named("right")},
-            "reliability": {**counts, "low": [0.2, 0.7], "high": [0.3, 0.8]},
-            "curve": {
-                "bandwidth": 0.05,
-                "density": [0.5, 1.0, 1.5],
-                **{
-                    end: [None, 0.5 + shift, 0.9 + shift]
-                    for end, shift in (("accuracy", 0), ("low", -0.1), ("high", 0.1))
-                },
-            },
-            "against": {"ece": {"difference": -0.01, "low": -0.02, "high": 0.01}},
-        }
-
-    def results(*methods):
-        rows = {name: row(2.0 + 0.1 * number) for number, name in enumerate(methods)}
-        if "ats" in rows:
-            rows["ats"]["temperatures"] = {"edges": [0.5, 1.0, 2.0], "count": [10, 30]}
-        return {
-            "tokens": 100,
-            "unit": named("tokens"),
-            "clusters": named("windows"),
-            "methods": rows,
-            "failed": {named("beta"): named("no reason")},
-            "left_out": {named("lore"): named("too large")},
-            "shots": 5,
-            "source": named("a file"),
-            "harness": {named("acc"): 0.6},
-            "cut": 3,
-            "too_long": 2,
-            "confidence": named("the top choice"),
-            "title": named("held out"),
-        }
 
     def subject(name):
-        each = {"confidence": 0.7, "ece": interval(0.1)}
-        return {
-            "subject": named(name),
-            "questions": 20,
-            "confidence": 0.7,
-            "accuracy": interval(0.5),
-            "gap": 0.2,
-            "methods": {"uncalibrated": each, named("mine"): each},
-        }
+        each = {"confidence": 0.7, **figures("ece")}
+        methods = {"uncalibrated": each, named("mine"): each}
+        shared = {"questions": 20, "confidence": 0.7, "gap": 0.2, **figures("accuracy", value=0.5)}
+        return {"subject": named(name), **shared, "methods": methods}
 
     def text(log_prob):
-        figures = {"log_prob": log_prob, "log_prob_error": 0.1, "repetition": 0.2, "self_bleu": 20.0}
-        return {named("0.5"): figures | {f"distinct_{n}": 0.2 * n for n in (1, 2, 3)}}
+        own = {"log_prob": log_prob, "log_prob_error": 0.1, "repetition": 0.2, "self_bleu": 20.0}
+        return {named("0.5"): own | {f"distinct_{n}": 0.2 * n for n in (1, 2, 3)}}
 
     def curve(layer):
-        names = ("accuracy", "confidence", "ece", "mce", "entropy", "kl")
-        return {"layer": layer, "agreement": 0.5, **{name: interval(0.3) for name in names}}
+        return {"layer": layer, "agreement": 0.5, **figures("accuracy", "confidence", "ece", "mce", "entropy", "kl")}
 
     def edit(layer, strength):
-        names = ("accuracy", "confidence", "ece", "mce")
-        held_out = {name: interval(0.1) for name in names}
+        held_out = figures("accuracy", "confidence", "ece", "mce")
         return {"layer": layer, "strength": strength, "fit": {"ece": 0.1}, "held_out": held_out}
 
-    def loss(name, nll, error, beats=False):
-        figures = {"nll": nll, "brier": 0.2, "ece": error, "calibration_error": error, "factor": 1.0, "shrinkage": 0.5}
-        return {"loss": name, **figures, "beats_temperature": beats}
+    def loss(name, nll, beats=False):
+        own = {"nll": nll, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0, "shrinkage": 0.5}
+        return {"loss": named(name), **own, "beats_temperature": beats}
 
     subjects = [subject("law"), subject("high_school_government_and_politics")]
-    difference = {"difference": 0.01, "low": 0.0, "high": 0.02}
     share = {"norm_percentile": 90.0, "logit_variance": 0.01, "logit_variance_percentile": 5.0, "null_space_share": 0.1}
-    ours = ("uncalibrated", "temperature", "ats", "pretrained", named("mine"))
+    changed = {"entropy": 2.0, "confidence": 0.5, "accuracy": 0.4, "ece": 0.1, "nll": 2.5}
+    ours = results("uncalibrated", "temperature", "ats", "pretrained", named("mine"), named=named)
+    task = results("uncalibrated", named("mine"), named=named) | {"subjects": subjects}
+    losses = {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
     return {
         "schema": 1,
-        "held_out": results(*ours),
-        "tasks": {
-            named(name): results("uncalibrated", named("mine")) | {"subjects": subjects} for name in ("task", "other")
-        },
-        "transfer": {named("domain"): results(*ours)},
+        "held_out": ours,
+        "tasks": {named(name): task for name in ("task", "other")},
+        "transfer": {named("domain"): {**ours}},
         "texts": {"pretrained": text(-3.0), named("mine"): text(-2.0)},
         "analogies": {named("mine"): {named("0.5"): {"accuracy": 0.4, "error": 0.05}}},
         "layers": {
             "tokens": 100,
             "readout": named("letters only"),
             "curves": [curve(0), curve(1)],
-            "phase": {"settled": 1, "settled_share": 0.9, "correction": difference, "found": False, "peak": 1},
+            "phase": {"settled": 1, "settled_share": 0.9, "correction": DIFFERENCE, "found": False, "peak": 1},
         },
         "direction": {
             "recipe": named("confident"),
             "counts": [10, 20],
             "expected_share": 0.1,
-            "difference": difference,
+            "difference": DIFFERENCE,
             "chosen": {"layer": 1, "strength": 0.5},
             "rows": [{"layer": 1, "gap": 1.0, "length": 2.0, "null_space_share": 0.1}],
         },
         "sweep": [edit(0, 0.0), edit(1, -0.5), edit(1, 0.5)],
         "neurons": [{"layer": 1, "index": 3, "norm": 1.5, **share}],
-        "ablation": [
-            {"name": named("none"), "entropy": 2.0, "confidence": 0.5, "accuracy": 0.4, "ece": 0.1, "nll": 2.5}
-        ],
+        "ablation": [{"name": named("none"), **changed}],
         "subjects": subjects,
-        "training": {
-            named("joint"): {"step": [10, 20], "loss": [3.0, 2.5], "validation_step": [20], "validation_nll": [2.6]}
-        },
+        "training": {named("joint"): losses},
         "comparison": {
-            "candidates": [loss(named("temperature scaling"), 2.6, 0.02), loss(named("joint-4"), 2.5, 0.01)],
-            "chosen": [loss(named("temperature scaling"), 2.6, 0.02), loss(named("joint-4"), 2.5, 0.01, beats=True)],
+            "candidates": [loss("temperature scaling", 2.6), loss("joint-4", 2.5)],
+            "chosen": [loss("temperature scaling", 2.6), loss("joint-4", 2.5, beats=True)],
         },
         "run": {named("command"): named("train ats"), "seed": 0, "text": {named("column"): [named("a"), None, True]}},
     }
@@ -147,60 +134,19 @@ def sample(named: Callable[[str], str] = str):
     return {"windows": [[{"text": named("first"), "scored": False}, token(" word"), token("right", right=True)]]}
 
 
-def outcome(rng):
-    correct = rng.random(N) < 0.6
-    confidence = np.clip(0.3 + 0.4 * correct + 0.2 * rng.standard_normal(N), 0.01, 0.99)
-    choice = rng.integers(0, 3, N)
-    return Outcome(confidence.astype(np.float32), correct.astype(np.float32), choice, np.log(confidence))
-
-
 def documents():
-    """One document of each kind, made by the functions that the commands call."""
-    rng, lm, sequences = np.random.default_rng(0), make_lm(), ragged(make_sequences(6))
-    heads = {name: identity_head(lm) for name in ("uncalibrated", "temperature", "ats")}
-    quiet = RunContext(progress=False)
-    evaluated = evaluate_tokens(lm, sequences, heads, bins=2, keep_tokens=True, context=quiet)
-    tokens = results_json(evaluated)
-    results = {name: Result(outcome(rng), 0.5, 1, None) for name in ("uncalibrated", "temperature", "histogram")}
-    rows = comparison_json(results, reference="temperature", bins=2)
-    held_out = {"tokens": N, "unit": "predictions", "clusters": "rows", "reference": "temperature", "sort": "ece"}
-    held_out |= {"methods": rows, "failed": {"beta": "no reason"}, "left_out": {"lore": "no features"}}
-    drawn = document()
-    outputs = LayerOutputs(
-        *(rng.random((2, N)), rng.integers(0, 5, (2, N)), rng.random((2, N)) < 0.5),
-        *(-rng.random((3, 2, N))),
-        np.arange(N, dtype=np.int32) // 4,
-    )
-    layers = {"tokens": N, "readout": "letters only", **layers_json(outputs, bins=2)}
-    base = {"schema": SCHEMA, "run": {"command": "train ats", "seed": 0}}
-    of_models = {**tokens, "methods": dict.fromkeys(("pretrained", "lhts-T0.9"), tokens["methods"]["ats"])}
-    text = next(iter(drawn["texts"].values()))
-    tuned = dict.fromkeys(("base", "fine_tuned", "base_temperature"), tokens["methods"]["ats"])
-    edited = {**tokens, "methods": dict.fromkeys(("uncalibrated", "edited"), tokens["methods"]["ats"])}
-    parts = {name: drawn[name] for name in ("direction", "sweep", "neurons", "ablation", "subjects")}
+    """One document of each kind."""
+    whole, methods = document(), ("uncalibrated", "temperature", "ats")
+    base = {"schema": 1, "run": {"command": "train ats", "seed": 0}}
+    text, parts = whole["texts"]["pretrained"], ("layers", "direction", "sweep", "neurons", "ablation", "subjects")
+    answers = {**results(*methods), "unit": "questions"}
+    tuned = results("base", "fine_tuned", "base_temperature")
+    compared = {**results(*methods), "unit": "predictions", "reference": "temperature", "sort": "ece"}
+    texts = {"texts": {"pretrained": text, "lhts-T0.9": text}, "analogies": whole["analogies"]}
     return {
-        "tokens": {**base, "held_out": tokens, "transfer": {"other": {**tokens, "methods": tuned}}},
-        "compare": {**base, "held_out": held_out},
-        "lhts": {
-            **base,
-            "held_out": of_models,
-            "texts": {"pretrained": text, "lhts-T0.9": text},
-            "analogies": drawn["analogies"],
-        },
-        "layers": {**base, "held_out": edited, "layers": layers, **parts},
-        **({"tasks": {**base, **tasks(results)}} if importlib.util.find_spec("lm_eval") else {}),
+        "tokens": {**base, "held_out": results(*methods), "transfer": {"other": tuned}},
+        "compare": {**base, "held_out": compared},
+        "lhts": {**base, "held_out": results("pretrained", "lhts-T0.9"), **texts},
+        "layers": {**base, "held_out": results("uncalibrated", "edited"), **{name: whole[name] for name in parts}},
+        "tasks": {**base, "held_out": answers, "tasks": {"mmlu": whole["tasks"]["task"]}},
     }
-
-
-def tasks(results):
-    from calibjax.eval.tasks.answer_files import Answers
-    from calibjax.eval.tasks.benchmark import answers_json, subjects_json
-
-    outcomes = [result.outcome for result in results.values()]
-    fields = [np.stack(part) for part in zip(*outcomes, strict=True)]
-    subjects = np.array(["law", "art"] * (N // 2))
-    answers = Answers(*fields, subjects, {"acc": np.ones(N)}, np.zeros(N, int), 0, *np.full((3, N), ""))
-    names, options = ["uncalibrated", "temperature", "ats"], {"bins": 2, "closed": "right"}
-    of_task = answers_json(answers, names, **options)
-    own = {"shots": 5, "source": "hub", "subjects": subjects_json(answers, names, **options)}
-    return {"held_out": of_task, "tasks": {"mmlu": {**of_task, **own}}}

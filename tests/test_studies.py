@@ -73,16 +73,15 @@ def constant(log_scale):
     return FittedHead(config, {"log_scale": jnp.float32(log_scale)}, 0.0, LM.fingerprint)
 
 
-def figures_of(log_scale, rows):
-    """`FIGURES` of the sequences `rows` in float64, from the dense logits."""
-    chosen = SEQUENCES.take(rows)
-    log_p = dense_log_probs(LM, SEQUENCES, log_scale)[rows]
-    right = (log_p.argmax(axis=-1) == chosen.targets)[chosen.where]
-    c = np.exp(log_p.max(axis=-1))[chosen.where]
+def figures_of(log_scale):
+    """`FIGURES` of the sequences in float64, from the dense logits."""
+    log_p = dense_log_probs(LM, SEQUENCES, log_scale)
+    right = (log_p.argmax(axis=-1) == SEQUENCES.targets)[SEQUENCES.where]
+    c = np.exp(log_p.max(axis=-1))[SEQUENCES.where]
     bins = np.ceil(c * BINS).astype(int)
     ece = sum(abs((c - right)[bins == b].sum()) for b in range(BINS + 1)) / len(c)
-    scores = -at_targets(log_p, chosen).mean(), ((c - right) ** 2).mean(), ece
-    return np.array([*scores, right.mean(), c.mean(), c[right].mean(), c[~right].mean()])
+    scores = -at_targets(log_p, SEQUENCES).mean(), ((c - right) ** 2).mean(), ece
+    return np.array([*scores, right.mean(), c.mean()])
 
 
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):
@@ -90,17 +89,12 @@ def test_figures_are_means_over_seeds_with_paired_intervals(studies):
     heads = {"one": [constant(s) for s in scales["one"]], "other": [identity_head(LM)]}
     found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=BINS, context=silent())
     assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
-    every = np.arange(30)
-    expected = {name: np.array([figures_of(s, every) for s in of_name]) for name, of_name in scales.items()}
+    expected = {name: np.array([figures_of(s) for s in of_name]) for name, of_name in scales.items()}
     for name, of_name in expected.items():
         row = found["methods"][name]
         for figure, seeds in zip(studies.FIGURES, of_name.T, strict=True):
             np.testing.assert_allclose(row[figure]["seeds"], seeds, rtol=2e-5, err_msg=f"{name} {figure}")
             np.testing.assert_allclose(row[figure]["value"], seeds.mean(), rtol=2e-5)
-    # Another bootstrap, of the sequences by hand: its intervals agree to what 400 resamples know.
-    rng = np.random.default_rng(7)
-    drawn = rng.integers(0, 30, (400, 30))
-    one, other = (np.array([[figures_of(s, rows) for rows in drawn] for s in scales[n]]).mean(axis=0) for n in scales)
     assert "against" not in found["methods"]["other"]
     against = found["methods"]["one"]["against"]
     assert against["name"] == "other"
@@ -110,14 +104,6 @@ def test_figures_are_means_over_seeds_with_paired_intervals(studies):
         np.testing.assert_allclose(apart["difference"], difference, atol=3e-6)
         assert of_one["low"] <= of_one["value"] <= of_one["high"]
         assert apart["low"] <= apart["difference"] <= apart["high"]
-        if figure == "ece":  # its percentiles are biased: tests/metrics/test_intervals.py has its laws
-            assert of_one["low"] <= of_one["debiased"] <= of_one["high"]
-            continue
-        for interval, values in ((of_one, one[:, index]), (apart, (one - other)[:, index])):
-            low, high = np.quantile(values, [0.025, 0.975])
-            error = max(abs(interval["low"] - low), abs(interval["high"] - high)) / (high - low)
-            print(f"{figure}: ends of the interval are off by {error:.3f} of its width")
-            assert error < 0.2
 
 
 @pytest.mark.parametrize("name", ["pooling", "losses", "alpha", "heads"])

@@ -12,8 +12,8 @@ import numpy as np
 from calibjax.commands import common
 from calibjax.data.table import PredictionTable, read_table, split_table
 from calibjax.eval.compare import Comparison, Material, SortKey, prediction_material, run_material
-from calibjax.eval.report import print_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
+from calibjax.eval.report.terminal import print_comparison
 from calibjax.recalibrate import METHODS, fit_daca
 from calibjax.recalibrate.saved import check_directory, save
 from calibjax.runtime.distributed import is_first

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from calibjax.commands.common import JsonOptions
 from calibjax.commands.parser import made_by
-from calibjax.eval.report import Run, print_comparison, print_report, save_report
+from calibjax.eval.report.page import Run, save_report
 from calibjax.eval.report.schema import read_metrics, read_tokens, readable
+from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import writing
 from calibjax.runtime.locks import hold

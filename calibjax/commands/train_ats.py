@@ -10,8 +10,7 @@ import jax
 from calibjax.commands import common
 from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
-from calibjax.eval.token_sample import token_sample
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, token_sample
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first

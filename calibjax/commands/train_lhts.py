@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from calibjax.commands import common
 from calibjax.data import is_hub_id
 from calibjax.eval.report.schema import SCHEMA, Document
-from calibjax.eval.tasks.analogies import evaluate_analogies, load_analogies, read_analogies
-from calibjax.eval.text import evaluate_text, load_bleu
+from calibjax.eval.text import evaluate_analogies, evaluate_text, load_analogies, load_bleu, read_analogies
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.errors import UserError, about

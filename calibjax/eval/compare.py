@@ -33,12 +33,10 @@ _BLOCK = 2**24  # log-probabilities computed at a time
 
 
 class Outcome(NamedTuple):
-    """The output of a method for N held-out predictions, and whether they are correct.
+    """The output of a method for N held-out predictions, and whether they are correct, 0/1 or a fraction of attempts.
 
-    Attributes:
-        correct: 0/1, or the fraction of correct attempts.
-        choice: the predicted class; None where only confidences are known.
-        log_prob: of the true class, nats; None where a method returns no distribution.
+    `choice` is the predicted class, None where only confidences are known; `log_prob` is of the true class, nats, None
+    where a method returns no distribution.
     """
 
     confidence: Float[np.ndarray, " N"]
@@ -55,7 +53,7 @@ class Contender(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
+    """Of a contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
 
     outcome: Outcome
     fit_seconds: float
@@ -82,8 +80,7 @@ def contenders(
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
 
-    `base` are the uncalibrated held-out predictions; `however_large` False leaves out methods with a parameter per pair
-    of classes if there are fewer predictions.
+    `however_large` False leaves out methods with a parameter per pair of classes if there are fewer predictions.
     """
     rows, left_out = {}, {}
     classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
@@ -247,8 +244,7 @@ class Material(NamedTuple):
         base: the uncalibrated held-out predictions.
         left_out: name -> why it cannot run.
         reference: name of temperature scaling.
-        groups: labels `[N]` of rows that are resampled together, or None.
-        unit, clusters: names of the predictions and of what is resampled.
+        groups: labels `[N]` of rows that are resampled together; `clusters` names them.
         save_head: writes the state of a contender that is a head.
     """
 
@@ -266,6 +262,8 @@ class Material(NamedTuple):
 class Comparison(NamedTuple):
     """What `compare` returns; prints the verdict and the table.
 
+    Differences from temperature scaling are paired, and corrected for the number of methods.
+
     Attributes:
         document: JSON-able: every figure, as `held_out` of metrics.json.
         states: name -> what the method's `fit` returned; None for "uncalibrated".
@@ -278,7 +276,7 @@ class Comparison(NamedTuple):
 
     @property
     def winner(self) -> str:
-        """Name of the method that the verdict names: temperature scaling where none beats it beyond noise."""
+        """The method that the verdict names: temperature scaling where none beats it beyond noise."""
         return winner(self.document)
 
     def recalibrator(self, name: str | None = None) -> Recalibrator:
@@ -317,9 +315,6 @@ def compare(
         groups: labels `[N]` of held-out predictions that depend on each other and are resampled together.
         sort: figure that the rows are ordered by, best first.
         bins, closed: of the reliability bins.
-
-    Returns:
-        `Comparison`. Differences from temperature scaling are paired, and corrected for the number of methods.
 
     Raises:
         UserError: an unknown method, or invalid predictions.

@@ -1,9 +1,9 @@
-"""Token-level evaluation: the calibration of next-token probabilities, with and without heads."""
+"""Token-level evaluation: the calibration of next-token probabilities, with and without heads; a sample of tokens."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,18 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead, HeadConfig
+from calibjax.kernels import top_logits
 from calibjax.metrics.binless import GROUPS, NODES
+from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import batch_hidden, batch_log_scale, freeze, stats_at
+from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, freeze, stats_at, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences, placed
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import context_mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 """Edges of the histogram of temperatures. A head's temperatures lie in [1/10, 20], times the refitted factor."""
@@ -36,12 +41,12 @@ class TokenOutputs(NamedTuple):
 
 
 class MethodResult(NamedTuple):
-    """One method on one set of sequences.
+    """One method on one set of sequences, in float64.
 
     Attributes:
-        sums: one group per sequence, float64.
-        temperatures: int64 counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
-        grid: `metrics.grid_sums` of every `GROUPS`-th sequence together, float64.
+        sums: one group per sequence.
+        temperatures: counts between `TEMPERATURE_EDGES`; values outside count in the end bins.
+        grid: `metrics.grid_sums` of every `GROUPS`-th sequence together.
         tokens: None without `keep_tokens`.
     """
 
@@ -63,11 +68,8 @@ _BLOCK = 256  # tokens: batches and sets with nearly as many tokens share a prog
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="count")
 def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, count=None):
-    """Sums and outputs of every method on one batch; the frozen forward pass is shared.
-
-    A configuration of None is the base model; its statistics are what the heads' features read, too. `count`: see
-    `stats_at`.
-    """
+    """Sums and outputs of every method on one batch; the frozen forward pass is shared, and the statistics of the base
+    model, a configuration of None, which the heads' features read. `count`: see `stats_at`."""
     hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
     zeros = jnp.zeros(batch["targets"].shape, jnp.float32)
@@ -110,10 +112,9 @@ def evaluate_tokens(
     keep_tokens: bool = False,
     context: RunContext | None = None,
 ) -> dict[str, MethodResult]:
-    """Evaluates several heads on the tokens of the sequences; the frozen model runs once for all of them.
+    """Evaluates several heads on the tokens of the sequences; the frozen model runs once, on the current mesh.
 
-    Runs on the current mesh (`jax.set_mesh`), if any, on which the model was loaded. `identity_head` stands for the
-    uncalibrated model; `keep_tokens` keeps per-token outputs.
+    `identity_head` stands for the uncalibrated model; `keep_tokens` keeps per-token outputs.
     """
     context = context or RunContext()
     names = list(heads)
@@ -199,9 +200,7 @@ class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
-        tokens: number of predicted tokens.
-        figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token), each with its 95%
-            interval.
+        figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token) with 95% intervals.
         document: JSON-able: every figure, as `held_out` of metrics.json.
     """
 
@@ -274,3 +273,105 @@ def evaluate(
         values = {"ece": row["ece"]["value"], "nll": row["nll"], "brier": row["brier"]}
         figures[name] = {key: metrics.Interval(x, ends[key]["low"], ends[key]["high"]) for key, x in values.items()}
     return Evaluation(document["tokens"], figures, document)
+
+
+# --- a sample of tokens, for the heat map of a report ---
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
+    """Per token under one head: confidence, probability, entropy, temperature, top probabilities; argmax; top ids."""
+    hidden = batch_hidden(model, frozen, batch, dtype)
+    shared = {**batch, "hidden": hidden}
+    options = {"dtype": dtype, "log_factor": factor, "statistics": (*_STATISTICS[:4], "expected_logit")}
+    stats, log_scale = batch_stats(model, config, params, frozen, shared, **options)
+    sharding = vocab_sharding(model)
+    logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
+    top = top_logits(hidden, frozen.unembedding, count, **logits)
+    log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
+    numbers = (stats.confidence(), jnp.exp(stats.log_prob()), stats.entropy(), jnp.exp(-log_scale), jnp.exp(log_prob))
+    return numbers, stats.require("argmax"), top.ids
+
+
+def token_sample(
+    lm: LanguageModel,
+    sequences: Sequences,
+    before: FittedHead,
+    after: FittedHead,
+    *,
+    tokens: int = 400,
+    samples: int = 5,
+    alternatives: int = 5,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Some sequences, token by token, under two heads, each cut between two words.
+
+    Of the sequences with enough scored targets, `samples` spread evenly, with at most `tokens` scored tokens in all.
+
+    Returns:
+        `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
+        first of an example, of which a packed sequence has several, and, if scored, `right`;
+        `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
+        (after); and `top`, rows of `[text, before, after]` of the `alternatives` most likely tokens.
+    """
+    scored = sequences.where.sum(axis=1)
+    each = -(-tokens // samples)
+    long = np.flatnonzero(scored >= min(each, scored.max()))
+    chosen = np.unique(long[np.linspace(0, len(long) - 1, samples).round().astype(int)])
+    sequences = sequences.take(chosen)
+    count = min(alternatives, lm.config.vocab_size)
+    outputs = []
+    for head in (before, after):
+        frozen, parts = freeze(lm, head.config), []
+        for batch, real in eval_batches(sequences.arrays(), batch_size):
+            args = (head.params, jnp.float32(head.log_factor), frozen, batch)
+            out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
+            parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
+        outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
+    (one, argmax, ids), (two, _, _) = outputs
+
+    rows: list[list[dict[str, Any]]] = []
+    for s in range(len(sequences.tokens)):
+        row: list[dict[str, Any]] = []
+        left = tokens // len(sequences.tokens)
+        for t in np.flatnonzero(sequences.segment_ids[s] > 0):
+            if not left:
+                break
+            previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
+            if sequences.positions[s, t] == 0:
+                begin = lm.tokenizer.decode([previous], skip_special_tokens=True)
+                row.append({"text": str(begin), "scored": False, "start": True})
+            text, is_scored = text_after(lm.tokenizer, previous, target), bool(sequences.where[s, t])
+            row.append({"text": text, "scored": is_scored})
+            if is_scored:
+                left -= 1
+                for name, first, second in zip(("confidence", "probability", "entropy"), one, two, strict=False):
+                    row[-1][name] = [_rounded(first[s, t]), _rounded(second[s, t])]
+                top = zip(ids[s, t], one[4][s, t], two[4][s, t], strict=True)
+                row[-1] |= {
+                    "right": bool(argmax[s, t] == target),
+                    "temperature": _rounded(two[3][s, t]),
+                    "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
+                }
+        rows.append(_whole_words(row))
+    return {"windows": rows}
+
+
+def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cuts a text to whole words, at its start only where no prompt is there; unchanged if no token begins a word."""
+    starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
+    begins = row[0]["text"][:1].isupper() or not all(token["scored"] for token in row[1:2])
+    first = starts[0] if starts and not begins else 0
+    whole = row[first : starts[-1]] if starts and starts[-1] > first else row
+    return whole if any(token["scored"] for token in whole) else row
+
+
+def _rounded(value: Any) -> float:
+    return float(f"{float(value):.4g}")
+
+
+def text_after(tokenizer: "PreTrainedTokenizerBase", previous: int, token: int) -> str:
+    """The text that a token adds: it is decoded after the previous token, since its spaces depend on the tokenizer."""
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    start, both = str(decode([previous])), str(decode([previous, token]))
+    return both[len(start) :] if both.startswith(start) else str(decode([token]))

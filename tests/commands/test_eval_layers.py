@@ -11,10 +11,14 @@ from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
 from calibjax.eval.layers.directions import (
+    CONTROLS,
     Edit,
+    ablate,
     choose_edit,
     choose_sets,
     edit_array,
+    entropy_neurons,
+    equal_norm,
     evaluate_edit,
     find_directions,
     null_space,
@@ -27,7 +31,6 @@ from calibjax.eval.layers.layers import (
     layers_json,
     make_readout,
 )
-from calibjax.eval.layers.neurons import CONTROLS, ablate, entropy_neurons, equal_norm
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError

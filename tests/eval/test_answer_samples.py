@@ -14,7 +14,6 @@ from tiny import WORDS, write_tokenizer
 from calibjax.eval.answers.clusters import (
     CLUSTERINGS,
     clusters_of,
-    cosine_clusters,
     find_clustering,
     last_number,
     normalised_clusters,
@@ -107,59 +106,39 @@ def test_laws(name):
     np.testing.assert_allclose(method.function(shuffled), want, atol=1e-6)
 
 
-TOKENS = {
-    "token_entropy": lambda entropy, p: np.exp(-entropy.mean()),
-    "mean_token_negentropy": lambda entropy, p: (1 + (p * np.log(p)).sum(axis=1) / math.log(8)).mean(),
-    "min_token_negentropy": lambda entropy, p: (1 + (p * np.log(p)).sum(axis=1) / math.log(8)).min(),
-    "probability_margin": lambda entropy, p: (p[:, 0] - p[:, 1]).mean(),
+class Answer:
+    """What is known of answer n, in float64."""
+
+    def __init__(self, data, n):
+        there = np.isfinite(data.tokens[n])
+        each = data.distributions[n][there].astype(np.float64)
+        self.entropy, self.p = each[:, 0], np.exp(each[:, 1:])
+        self.negentropy = 1 + (self.p * np.log(self.p)).sum(axis=1) / math.log(8)
+        self.own = np.exp(data.tokens[n][there].astype(np.float64).mean())
+        self.same = data.clusters[n] == data.answer[n]
+        self.distinct = np.exp(data.sample_log_probs[n].astype(np.float64)) * data.distinct[n]
+        self.group, self.tail = data.traces[n].T.astype(np.float64)
+
+
+FORMULAS = {
+    # uqlm's `TopLogprobsScorer`, and its "consistency_and_confidence" with a similarity of 0 or 1
+    "token_entropy": lambda x: np.exp(-x.entropy.mean()),
+    "mean_token_negentropy": lambda x: x.negentropy.mean(),
+    "min_token_negentropy": lambda x: x.negentropy.min(),
+    "probability_margin": lambda x: (x.p[:, 0] - x.p[:, 1]).mean(),
+    "cocoa": lambda x: x.own * x.same.mean(),
+    # DeepConf: the weights of the traces that agree with the answer, and of all
+    "deepconf_group": lambda x: x.group[x.same].sum() / x.group.sum(),
+    "deepconf_tail": lambda x: x.tail[x.same].sum() / x.tail.sum(),
+    # lm-polygraph's `SemanticDensity`, with a distance of 0 within a cluster and of 1 between two
+    "semantic_density": lambda x: (x.own + x.distinct[x.same].sum()) / (x.own + x.distinct.sum()),
 }
-"""As uqlm's `TopLogprobsScorer` has them, of the entropies `[T]` and the probabilities of 8 tokens `[T, 8]`."""
 
 
-@pytest.mark.parametrize("name", TOKENS)
-def test_distributions_of_the_tokens(name):
+@pytest.mark.parametrize("name", FORMULAS)
+def test_further_confidences_by_their_formulas(name):
     data = evidence()
-    pairs = zip(data.tokens, data.distributions.astype(np.float64), strict=True)
-    rows = [each[np.isfinite(own)] for own, each in pairs]
-    want = [TOKENS[name](row[:, 0], np.exp(row[:, 1:])) for row in rows]
-    np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
-    nothing = data._replace(tokens=np.full_like(data.tokens, -np.inf))
-    assert not np.any(METHODS[name].function(nothing))
-
-
-def votes(part, data, n):
-    """Of DeepConf: the weights of the traces that agree with the answer, and of all."""
-    weights = data.traces[n, :, part].astype(np.float64)
-    return weights[data.clusters[n] == data.answer[n]].sum() / weights.sum()
-
-
-def density(data, n):
-    """As lm-polygraph's `SemanticDensity`, with a distance of 0 within a cluster and of 1 between two."""
-    own = np.exp(data.tokens[n][np.isfinite(data.tokens[n])].astype(np.float64).mean())
-    above = below = own
-    for p, cluster, counts in zip(np.exp(data.sample_log_probs[n]), data.clusters[n], data.distinct[n], strict=True):
-        above, below = above + p * counts * (cluster == data.answer[n]), below + p * counts
-    return above / below
-
-
-def cocoa(data, n):
-    """As uqlm's "consistency_and_confidence", with a similarity of 0 or 1."""
-    own = np.exp(data.tokens[n][np.isfinite(data.tokens[n])].astype(np.float64).mean())
-    return own * np.mean(data.clusters[n] == data.answer[n])
-
-
-@pytest.mark.parametrize(
-    ("name", "formula"),
-    [
-        ("deepconf_group", lambda *row: votes(0, *row)),
-        ("deepconf_tail", lambda *row: votes(1, *row)),
-        ("semantic_density", density),
-        ("cocoa", cocoa),
-    ],
-)
-def test_further_confidences_by_their_formulas(name, formula):
-    data = evidence()
-    want = [formula(data, n) for n in range(len(data.answer))]
+    want = [FORMULAS[name](Answer(data, n)) for n in range(len(data.answer))]
     np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
 
 
@@ -173,21 +152,19 @@ def test_trace_confidence(window):
 # --- clusterings ---
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 3 + 4 = 7.", 7),
-        ("$1,234,567.50 in all", 1234567.5),
-        ("-12", -12),
-        ("\u221212 degrees", -12),
-        ("about .5", 0.5),
-        ("none", None),
-        ("7.0", 7),
-    ],
-)
-def test_last_number(text, number):
-    found = last_number(text)
-    assert (None if found is None else float(found)) == number
+NUMBERS = {
+    "so 3 + 4 = 7.": 7,
+    "$1,234,567.50 in all": 1234567.5,
+    "-12": -12,
+    "\u221212 degrees": -12,
+    "about .5": 0.5,
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_last_number(text):
+    assert last_number(text) == NUMBERS[text]
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
@@ -242,12 +219,6 @@ def test_clusters_of_a_model_of_entailment(tmp_path):
     assert find_clustering(f"nli:{tmp_path}")("w1", texts) == want
     with pytest.raises(UserError, match="nowhere"):
         find_clustering(f"nli:{tmp_path}/nowhere")
-
-
-def test_cosine_clusters_compare_with_the_first():
-    angles = np.radians([0, 20, 40, 180, 21])
-    vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.array([1, 5, 2, 3, 1e-3])[:, None]
-    assert cosine_clusters(vectors, math.cos(math.radians(25))).tolist() == [0, 0, 1, 2, 0]
 
 
 # --- other libraries on the same table of samples ---

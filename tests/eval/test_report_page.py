@@ -173,38 +173,49 @@ def test_markup_is_made_in_one_place():
     assert not re.search(r"safe|autoescape|\|\s*(xmlattr|tojson)", (folder / "page.html").read_text())
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
-def test_nothing_runs_in_a_browser(tmp_path, hostile):
+@pytest.fixture
+def browser():
+    """A function that opens a page of a file, and what pages requested, logged and showed in dialogs."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    file = tmp_path / "report.html"
-    file.write_text(hostile, encoding="utf-8")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_page()
-        asked, said, ran = [], [], []
+    if CHROMIUM is None:
+        pytest.skip("no chromium here; on Debian: apt-get install chromium")
+    asked, said, ran = [], [], []
+
+    def visit(file, text, **options):
+        file.write_text(text, encoding="utf-8")
+        tab = started.new_page(**options)
         tab.on("request", lambda request: asked.append(request.url))
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
         tab.goto(file.as_uri())
-        for token in tab.locator(".t").all():
-            token.hover()
-        tab.locator(".t").first.hover()
-        shown = tab.locator(".detail").first.inner_text()
-        assert "".join(PAYLOADS[:2]).replace('"', '\\"') in shown
-        assert "\N{EN DASH}" in shown, "a temperature that is not a number"
-        assert tab.locator(".t *, .detail script, .detail img, .detail svg").count() == 0
-        assert (ran, said, asked) == ([], [], [file.as_uri()])
-        # And were something to get through, the policy would stop it.
-        tab.evaluate(
-            "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"alert(1)\">');"
-            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'alert(2)'}))"
-        )
-        tab.wait_for_timeout(200)
-        browser.close()
+        return tab
+
+    with playwright.sync_playwright() as p:
+        started = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield visit, asked, said, ran
+        started.close()
+
+
+def test_nothing_runs_in_a_browser(tmp_path, hostile, browser):
+    visit, asked, said, ran = browser
+    tab = visit(tmp_path / "report.html", hostile)
+    for token in tab.locator(".t").all():
+        token.hover()
+    tab.locator(".t").first.hover()
+    shown = tab.locator(".detail").first.inner_text()
+    assert "".join(PAYLOADS[:2]).replace('"', '\\"') in shown
+    assert "\N{EN DASH}" in shown, "a temperature that is not a number"
+    assert tab.locator(".t *, .detail script, .detail img, .detail svg").count() == 0
+    assert (ran, said, asked) == ([], [], [(tmp_path / "report.html").as_uri()])
+    # And were something to get through, the policy would stop it.
+    tab.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"alert(1)\">');"
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'alert(2)'}))"
+    )
+    tab.wait_for_timeout(200)
     assert ran == []
-    assert len(said) == 2
-    assert all("Content Security Policy" in line for line in said), said
+    assert [("Content Security Policy" in line) for line in said] == [True, True]
 
 
 CLIPPED = """() => {
@@ -237,47 +248,29 @@ FAINT = """() => {
 """Text whose contrast is below that of WCAG AA, which is 4.5."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium")
-def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign):
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, browser, width, theme):
     """Nothing is clipped, faint or without a name; nothing is requested or logged; definitions open and close."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    one = tmp_path / "one.html"
-    one.write_text(page(runs(str)[1:]), encoding="utf-8")
-    several = tmp_path / "several.html"
-    several.write_text(benign, encoding="utf-8")
-    assert max(file.stat().st_size for file in (one, several)) < 1e6
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        asked, said = [], []
-        for width, theme, file in (
-            (1280, "light", one),
-            (390, "dark", one),
-            (1280, "dark", several),
-            (390, "light", several),
-        ):
-            tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=theme)
-            tab.on("request", lambda request: asked.append(request.url))
-            tab.on("console", lambda message: said.append(message.text))
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.goto(file.as_uri())
-            assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"
-            assert tab.evaluate(CLIPPED) == [], (file.name, width)
-            assert tab.evaluate(FAINT) == {}, (file.name, theme)
-            tab.locator(".t").first.focus()
-            for key, place in (("ArrowRight", 2), ("End", 2), ("ArrowRight", 2), ("Home", 1)):
-                tab.keyboard.press(key)
-                assert tab.evaluate("document.activeElement.dataset.i") == str(place), key
-            assert tab.locator(".heatmap").first.locator(".on").count() == 2, "the same token in both texts"
-            term, box = tab.locator(".term:visible", has_text=re.compile("^ECE$")).first, tab.locator("#definition")
-            assert not box.is_visible()
-            term.focus()
-            assert "calibration error" in box.inner_text()
-            inside = box.bounding_box()
-            assert inside["x"] >= 0
-            assert inside["x"] + inside["width"] <= width
-            tab.keyboard.press("Escape")
-            assert not box.is_visible()
-            tab.close()
-        browser.close()
-    assert said == []
-    assert sorted(asked) == sorted([one.as_uri(), several.as_uri()] * 2)
+    visit, asked, said, _ = browser
+    text = benign if (width == 1280) == (theme == "dark") else page(runs(str)[1:])
+    tab = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
+    assert len(text) < 1e6
+    assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"
+    assert tab.evaluate(CLIPPED) == []
+    assert tab.evaluate(FAINT) == {}
+    tab.locator(".t").first.focus()
+    for key, place in (("ArrowRight", 2), ("End", 2), ("ArrowRight", 2), ("Home", 1)):
+        tab.keyboard.press(key)
+        assert tab.evaluate("document.activeElement.dataset.i") == str(place), key
+    assert tab.locator(".heatmap").first.locator(".on").count() == 2, "the same token in both texts"
+    term, box = tab.locator(".term:visible", has_text=re.compile("^ECE$")).first, tab.locator("#definition")
+    assert not box.is_visible()
+    term.focus()
+    assert "calibration error" in box.inner_text()
+    inside = box.bounding_box()
+    assert inside["x"] >= 0
+    assert inside["x"] + inside["width"] <= width
+    tab.keyboard.press("Escape")
+    assert not box.is_visible()
+    assert (said, asked) == ([], [(tmp_path / "x.html").as_uri()])

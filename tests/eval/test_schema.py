@@ -7,10 +7,11 @@ import re
 import pytest
 import report_documents
 
-from calibjax.eval.report import figures, page, print_comparison, print_report, verdict
-from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict
+from calibjax.eval.report import figures, page
+from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict, verdict
 from calibjax.eval.report.schema import SCHEMA, check_document, read_metrics, read_tokens, readable
 from calibjax.eval.report.tables import winner
+from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.errors import UserError
 
 
@@ -83,20 +84,18 @@ def test_damaged_tokens(documents, tmp_path, monkeypatch):
 
 def test_the_entry_is_named(documents, tmp_path):
     document = copy.deepcopy(documents["tokens"])
-    document["held_out"]["methods"]["ats"]["ece"]["value"] = "much"
-    file = tmp_path / "metrics.json"
-    for damage, message in (
-        (document, 'held_out.methods.ats.ece.value: expected a finite number, found "much"'),
-        ({**document, "schema": 2}, f"expected metrics of schema {SCHEMA}"),
-        ([], f"expected metrics of schema {SCHEMA}"),
+    ats, file = document["held_out"]["methods"]["ats"], tmp_path / "metrics.json"
+    ats["ece"]["value"] = "much"
+    for text, message in (
+        (json.dumps(document), 'held_out.methods.ats.ece.value: expected a finite number, found "much"'),
+        (json.dumps({**document, "schema": 2}), f"expected metrics of schema {SCHEMA}"),
+        ("[]", f"expected metrics of schema {SCHEMA}"),
+        ("{", "is not readable"),
     ):
-        file.write_text(json.dumps(damage))
+        file.write_text(text)
         with pytest.raises(UserError, match=re.escape(message)):
             read_metrics(file)
-    file.write_text("{")
-    with pytest.raises(UserError, match="is not readable"):
-        read_metrics(file)
-    del document["held_out"]["methods"]["ats"]["ece"]
+    del ats["ece"]
     with pytest.raises(UserError, match="the entry 'ece' is missing"), readable(file):
         print_report(document)
 
@@ -134,20 +133,11 @@ LOWER, NOISE = difference(-0.1, 0.05), difference(-0.1, 0.2, 0.9)
             "temperature",
             "WARNING: no method beats temperature scaling beyond noise, log loss 0.5000; the lowest is 0.4000 of ATS",
         ),
-        (
-            compared({"temperature": 0.3, "ats": 0.4}, ats=difference(0.1, 0.05)),
-            "temperature",
-            "WARNING: no method beats temperature",
-        ),
         # Every row is judged: the lowest log loss is noise, or did not converge, and the second is significant.
         (compared({"x": 0.38, "ats": 0.4, "temperature": 0.5}, x=NOISE, ats=LOWER), "ats", "ATS wins"),
         (compared({"x": 0.3, "ats": 0.4, "temperature": 0.5}, ["x"], x=LOWER, ats=LOWER), "ats", "ATS wins"),
         (compared({"x": 0.3, "temperature": 0.5}, ["x"], x=LOWER), "temperature", "WARNING: no method beats temp"),
-        (
-            compared({"temperature": None, "ats": 0.4}),
-            "ats",
-            "Lowest log loss: ATS, 0.4000; temperature scaling has no",
-        ),
+        (compared({"temperature": None, "ats": 0.4}), "ats", "Lowest log loss: ATS, 0.4000; temperature scaling has"),
         (compared({"temperature": None, "ats": None}), "temperature", "WARNING: every method has an infinite log loss"),
     ],
 )
@@ -157,19 +147,15 @@ def test_comparison_verdict(results, best, expected):
     assert set_verdict(results) == comparison_verdict(results)
 
 
-@pytest.mark.parametrize(
-    ("value", "noise", "expected"),
-    [
-        (-0.2, 0.1, "significantly below 0.6000 uncalibrated"),
-        (0.2, 0.1, "significantly above 0.6000 uncalibrated"),
-        (-0.1, 0.2, "not different beyond noise from 0.6000 uncalibrated"),
-    ],
-)
-def test_comparison_with_uncalibrated(value, noise, expected):
+def test_comparison_with_uncalibrated():
     results = compared({"temperature": 0.5, "ats": 0.4, "uncalibrated": 0.6}, ats=LOWER)
-    results["methods"]["ats"]["against_uncalibrated"] = {"log_loss": difference(value, noise)}
-    assert expected in comparison_verdict(results)
-    assert "uncalibrated" not in comparison_verdict(compared({"temperature": 0.5, "uncalibrated": None}))
+    for value, noise, words in (
+        (-0.2, 0.1, "significantly below"),
+        (0.2, 0.1, "significantly above"),
+        (-0.1, 0.2, "not different beyond noise from"),
+    ):
+        results["methods"]["ats"]["against_uncalibrated"] = {"log_loss": difference(value, noise)}
+        assert f"{words} 0.6000 uncalibrated" in comparison_verdict(results)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +181,6 @@ def test_verdict_of_confidences_in_answers():
         "Of 4 confidences in the answers (accuracy 0.2500) minimum has the lowest Brier score, 0.1500 (uncalibrated "
         "0.2000), and product the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
     )
-    del methods["product"]
-    assert "0.2000), and the highest AUROC, 0.7500 (" in set_verdict({"methods": methods, "unit": "questions"})
 
 
 def test_layer_and_task_verdicts(documents):

@@ -43,13 +43,6 @@ def test_no_width_cuts_a_number(capsys, monkeypatch, width):
         assert not named
 
 
-def test_importance_decides_and_not_the_place(capsys, monkeypatch):
-    text = "\n".join(printed(capsys, monkeypatch, 40, lambda: print_result("", TABLE)))
-    assert "2.3281" in text
-    assert ".1234" in text
-    assert "1,234,567" not in text
-
-
 @pytest.mark.parametrize("width", [45, 60, 80, 240])
 def test_groups_stand_above_their_rows(capsys, monkeypatch, width):
     """One header, one width for each column, and a long title of a group narrows no column."""

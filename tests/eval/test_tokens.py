@@ -15,10 +15,11 @@ import scipy.stats
 from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.eval import tokens as eval_tokens
-from calibjax.eval.report import print_report, write_report
 from calibjax.eval.report.notes import choice_verdict, kept_loss
 from calibjax.eval.report.notes import set_verdict as verdict
 from calibjax.eval.report.notes import verdict as run_verdict
+from calibjax.eval.report.page import write_report
+from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 
@@ -86,19 +87,13 @@ def dense_log_scale(name):
 
 
 def bins_of(confidence, closed):
-    """The bin of each confidence by searching for it: (lo, hi] or [lo, hi)."""
-    index = np.full(confidence.shape, -1)
-    for b in range(BINS):
-        low, high = np.float32(b) / np.float32(BINS), np.float32(b + 1) / np.float32(BINS)
-        inside = (
-            (confidence > low) & (confidence <= high)
-            if closed == "right"
-            else (confidence >= low) & (confidence < high)
-        )
-        index[inside] = b
-    index[confidence == 0], index[confidence == 1] = 0, BINS - 1
-    assert (index >= 0).all()
-    return index
+    """The bin of each confidence: (lo, hi] or [lo, hi)."""
+    edges = np.arange(BINS + 1, dtype=np.float32)[:, None] / np.float32(BINS)
+    low, high = edges[:-1], edges[1:]
+    above, below = (
+        (confidence > low, confidence <= high) if closed == "right" else (confidence >= low, confidence < high)
+    )
+    return np.where(confidence == 1, BINS - 1, (above & below).argmax(axis=0))
 
 
 @pytest.mark.parametrize("closed", ["right", "left"])
@@ -112,15 +107,9 @@ def test_figures_equal_the_dense_ones(results, name, closed):
     document = results_json(results[closed], closed=closed)
     row = document["methods"][name]
     assert document["tokens"] == where.sum()
-    expected = {
-        "nll": -at_targets(log_q, the_sequences()).mean(),
-        "accuracy": right.mean(),
-        "confidence": confidence.mean(),
-        "brier": np.square(confidence - right).mean(),
-    }
-    for key, value in expected.items():
-        print(f"{name} {key}: {row[key]:.6f}, dense {value:.6f}")
-        np.testing.assert_allclose(row[key], value, rtol=3e-6, err_msg=key)
+    means = {"accuracy": right, "confidence": confidence, "brier": np.square(confidence - right)}
+    for key, value in {"nll": -at_targets(log_q, the_sequences()), **means}.items():
+        np.testing.assert_allclose(row[key], value.mean(), rtol=3e-6, err_msg=key)
 
     tokens = results[closed][name].tokens
     np.testing.assert_array_equal(tokens.argmax[where], log_q.argmax(-1)[where])
@@ -163,47 +152,45 @@ def test_a_bfloat16_model(results):
     lm = make_lm(dtype=jnp.bfloat16)
     found = evaluate_tokens(lm, the_sequences(), {"ats": random_head(lm, log_factor=-0.7)}, bins=BINS, context=silent())
     full, half = (results_json(outcome)["methods"]["ats"] for outcome in (results["right"], found))
-    print({key: (full[key], half[key]) for key in ("nll", "brier", "accuracy")})
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 
 
 # --- the document ---
 
 
+@pytest.fixture(scope="module")
+def figures(results):
+    return results_json(results["right"])
+
+
 @pytest.fixture
-def document(results):
-    held_out = results_json(results["right"], closed="right")
-    return {"schema": 1, "held_out": held_out, "run": {"model": "<script>alert(1)</script>", "fit": {}}}
+def document(figures):
+    return {"schema": 1, "held_out": copy.deepcopy(figures), "run": {"model": "a model", "fit": {}}}
 
 
 def test_schema(document):
     stored = json.loads(json.dumps(document, allow_nan=False))
     assert stored == document
-    held_out = stored["held_out"]
-    assert set(held_out) == {"tokens", "methods"}
-    assert list(held_out["methods"]) == ["uncalibrated", "temperature", "ats"]
-    for row in held_out["methods"].values():
-        assert {"nll", "brier", "accuracy", "confidence", "ece", "mce", "rmsce"} <= set(row)
-        assert set(row["ece"]) == {"value", "low", "high", "bins", "closed"}
-        assert row["ece"]["bins"] == BINS
-        assert 0 <= row["ece"]["low"] <= row["ece"]["value"] <= row["ece"]["high"] <= 1
-        assert row["ece"]["low"] <= row["debiased_ece"] <= row["ece"]["high"]
-        assert len(row["reliability"]["count"]) == BINS
+    assert list(stored["held_out"]["methods"]) == ["uncalibrated", "temperature", "ats"]
+    for row in stored["held_out"]["methods"].values():
+        assert (row["ece"]["bins"], row["ece"]["closed"]) == (BINS, "right")
+        for value in (row["ece"]["value"], row["debiased_ece"]):
+            assert 0 <= row["ece"]["low"] <= value <= row["ece"]["high"] <= 1
         bins = row["reliability"]
         for low, accuracy, high in zip(bins["low"], bins["accuracy"], bins["high"], strict=True):
             assert (low is None) == (accuracy is None)
             assert accuracy is None or 0 <= low <= accuracy + 1e-9 <= high + 2e-9 <= 1 + 1e-6
 
 
-def test_interval_is_of_the_seed(results):
-    first, same, other = (results_json(results["right"], seed=seed) for seed in (0, 0, 1))
-    assert first == same
-    assert first["methods"]["ats"]["ece"]["high"] != other["methods"]["ats"]["ece"]["high"]
+def test_interval_is_of_the_seed(results, figures):
+    same, other = (results_json(results["right"], seed=seed) for seed in (0, 1))
+    assert figures == same
+    assert figures["methods"]["ats"]["ece"]["high"] != other["methods"]["ats"]["ece"]["high"]
 
 
-def test_intervals_of_means(results):
+def test_intervals_of_means(figures):
     """Against SciPy's bootstrap of sequences: NLL, Brier score and accuracy."""
-    row = results_json(results["right"])["methods"]["ats"]
+    row = figures["methods"]["ats"]
     log_q = dense_log_probs(the_lm(), the_sequences(), dense_log_scale("ats"))
     right = log_q.argmax(-1) == the_sequences().targets
     brier = np.square(np.exp(log_q.max(-1)) - right)
@@ -215,7 +202,6 @@ def test_intervals_of_means(results):
         ratio = {"statistic": lambda a, n, axis: a.sum(axis) / n.sum(axis), "paired": True, "rng": 0}
         oracle = scipy.stats.bootstrap(sums, method="percentile", n_resamples=4000, **ratio).confidence_interval
         ends = row["intervals"][name]
-        print(f"{name}: {row[name]:.4f} [{ends['low']:.4f}, {ends['high']:.4f}], {oracle.low:.4f} {oracle.high:.4f}")
         assert ends["low"] <= row[name] <= ends["high"]
         width = oracle.high - oracle.low
         assert max(abs(ends["low"] - oracle.low), abs(ends["high"] - oracle.high)) < 0.1 * width
@@ -232,60 +218,60 @@ def worse(document, name, **figures):
     return changed
 
 
-def test_verdict(document):
-    good = worse(document, "temperature")
-    assert verdict(good["held_out"]).startswith("ATS is better calibrated than temperature scaling")
-    for figures, start in (
-        ({"ece": 1.01}, "WARNING: ATS is better than temperature scaling in NLL only: NLL "),
-        ({"nll": 1.01}, "WARNING: ATS is better than temperature scaling in ECE only: ECE "),
-        ({"ece": 1.1, "nll": 1.1}, "WARNING: ATS is worse than temperature scaling here: ECE "),
-        (
-            {"ece": 1 - 1e-7, "nll": 1 - 1e-7},
-            "WARNING: ATS does not differ from temperature scaling here: ECE ",
-        ),
+NOISE, LESS, MORE = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"low": 0.1, "high": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("factors", "against", "start"),
+    [
+        ({}, None, "ATS is better calibrated than temperature scaling"),
+        ({"ece": 1.01}, None, "WARNING: ATS is better than temperature scaling in NLL only: NLL "),
+        ({"nll": 1.01}, None, "WARNING: ATS is better than temperature scaling in ECE only: ECE "),
+        ({"ece": 1.1, "nll": 1.1}, None, "WARNING: ATS is worse than temperature scaling here: ECE "),
+        ({"ece": 1 - 1e-7, "nll": 1 - 1e-7}, None, "WARNING: ATS does not differ from temperature scaling here: ECE "),
+        # Paired differences decide where there are some: one whose interval excludes 0 is enough.
+        ({"ece": 1.01}, (NOISE, NOISE), "WARNING: ATS does not differ from temperature scaling beyond noise"),
+        ({"ece": 1.01}, (NOISE, LESS), "ATS has a lower NLL than temperature scaling: NLL"),
+        ({"ece": 1.01}, (NOISE, MORE), "WARNING: ATS has a higher NLL than temperature scaling: NLL"),
+        ({"ece": 1.01}, (LESS, NOISE), "ATS has a lower ECE than temperature scaling: ECE"),
+        ({"ece": 1.01}, (MORE, NOISE), "WARNING: ATS has a higher ECE than temperature scaling: ECE"),
+    ],
+)
+def test_verdict(document, factors, against, start):
+    held_out = worse(document, "temperature", **factors)["held_out"]
+    if against is not None:
+        held_out["methods"]["ats"]["against"] = dict(zip(("ece", "nll"), against, strict=True))
+    assert verdict(held_out).startswith(start)
+
+
+@pytest.mark.parametrize("names", [("base", "fine_tuned"), ("uncalibrated", "temperature")])
+def test_verdict_of_a_pair(document, names):
+    row = document["held_out"]["methods"]["uncalibrated"]
+    for ece, nll, words in (
+        (0.9, 0.9, "is better calibrated than the"),
+        (1.1, 0.9, "in NLL only: NLL "),
+        (0.9, 1.1, "in ECE only: ECE "),
+        (1.1, 1.1, "is worse than the"),
+        (1.0, 1.0, "does not differ from the"),
     ):
-        assert verdict(worse(document, "temperature", **figures)["held_out"]).startswith(start)
+        other = {**row, "nll": row["nll"] * nll, "ece": {"value": row["ece"]["value"] * ece}}
+        assert words in verdict({"methods": dict(zip(names, (row, other), strict=True))})
+
+
+def test_verdict_of_a_given_loss(document):
     bad = worse(document, "temperature", ece=1.9)
     for auto, kept in ((False, " The head is kept because --loss joint was given: "), (True, "")):
         bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "auto": auto}}
         assert kept in run_verdict(bad)
         assert run_verdict(bad).startswith(verdict(bad["held_out"]))
-    assert verdict({"methods": {"ats": {}}}) == ""
-    rows = good["held_out"]["methods"]
-    for names in (("base", "fine_tuned"), ("uncalibrated", "temperature")):
-        pair = dict(zip(names, (copy.deepcopy(rows["uncalibrated"]) for _ in names), strict=True))
-        for ece, nll, found in (
-            (0.9, 0.9, "is better calibrated than the"),
-            (1.1, 0.9, "in NLL only: NLL "),
-            (0.9, 1.1, "in ECE only: ECE "),
-            (1.1, 1.1, "is worse than the"),
-            (1.0, 1.0, "does not differ from the"),
-        ):
-            pair[names[1]]["nll"] = rows["uncalibrated"]["nll"] * nll
-            pair[names[1]]["ece"]["value"] = rows["uncalibrated"]["ece"]["value"] * ece
-            assert found in verdict({"methods": pair})
-    # Paired differences decide where there are some: one whose interval excludes 0 is enough.
-    noise, lower, higher = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"low": 0.1, "high": 0.2}
-    for ece, nll, start, part in (
-        (noise, noise, "WARNING: ATS does not differ from temperature scaling beyond noise", ""),
-        (noise, lower, "ATS has a lower NLL than temperature scaling: NLL", "ECE does not differ"),
-        (noise, higher, "WARNING: ATS has a higher NLL than temperature scaling: NLL", "ECE does not differ"),
-        (lower, noise, "ATS has a lower ECE than temperature scaling: ECE", "NLL does not differ"),
-        (higher, noise, "WARNING: ATS has a higher ECE than temperature scaling: ECE", "NLL does not differ"),
-    ):
-        tested = worse(document, "temperature", ece=1.01)
-        tested["held_out"]["methods"]["ats"]["against"] = {"ece": ece, "nll": nll}
-        assert verdict(tested["held_out"]).startswith(start)
-        assert part in verdict(tested["held_out"])
-    same = copy.deepcopy(document)
-    same["held_out"]["methods"]["ats"] = same["held_out"]["methods"]["temperature"]
-    assert verdict(same["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")
+    same = document["held_out"]["methods"]
+    same["ats"] = same["temperature"]
+    assert verdict(document["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")
 
 
 def test_verdict_of_a_choice():
     def compared(name, beats=False):
-        figures = {"nll": 2.0, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0, "shrinkage": 0.0}
-        return {"loss": name, **figures, "beats_temperature": beats}
+        return {"loss": name, "calibration_error": 0.01, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")
     for kept, chosen in (
@@ -301,16 +287,13 @@ def test_verdict_of_a_choice():
 
 
 def test_report_is_self_contained(document, tmp_path):
-    document["transfer"] = {'<script>"x"</script>': document["held_out"], "costs $\\x$ & $y": document["held_out"]}
+    document["transfer"] = {"costs $\\x$ & $y": document["held_out"]}
     document = worse(document, "temperature", ece=1.5)
     write_report(document, tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<script") == 1, "that of the page itself"
-    assert "&lt;script&gt;&#34;x&#34;&lt;/script&gt;" in page
-    assert "&lt;script&gt;alert(1)" in page
     assert "costs $\\x$ &amp; $y" in page
     assert not re.search(r"""https?://|//\w+\.\w+/|@import|url\(|(src|href)="(?!data:)""", page)
-    assert page.count("<img ") == 6  # reliability and temperatures of three sets
+    assert page.count("<img ") == 5  # three diagrams, temperatures, the other set
     names = re.findall(r'\sid="([^"]*)"', page)
     assert len(names) == len(set(names))
     assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
@@ -325,14 +308,11 @@ def test_report_is_self_contained(document, tmp_path):
 def test_print_report(document, capsys):
     document = worse(document, "temperature", nll=1.5)
     document["transfer"] = {"data[v2]": document["held_out"], "[/red] x": document["held_out"]}
-    for row in document["held_out"]["methods"].values():
-        row["exact_error"] = 0.12345
     print_report(document)
     shown = capsys.readouterr().out
     assert shown.startswith("WARNING: ATS is better than temperature scaling in ECE only")
     assert "transfer to data[v2]" in shown
     assert "transfer to [/red] x" in shown
-    assert "0.1235" in shown or "0.1234" in shown
     assert f"{BINS} equal-width bins (lo, hi]" in shown
     for row in document["held_out"]["methods"].values():
         assert f"{row['ece']['value']:.4f} [{row['ece']['low']:.4f}, {row['ece']['high']:.4f}]" in shown

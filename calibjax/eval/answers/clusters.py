@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from calibjax.eval.answers.judges import find_function, plain_text
 from calibjax.models import LanguageModel
@@ -72,21 +72,6 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
     return _numbered([plain_text(a) if v is None else v for v, a in zip(values, answers, strict=True)])
 
 
-def cosine_clusters(vectors: Float[np.ndarray, "K D"], threshold: float = 0.9) -> Int[np.ndarray, " K"]:
-    """Groups vectors whose cosine reaches a threshold with the first vector of a group, in the order of the vectors.
-
-    A vector of zeros is like no other. int32, numbered from 0 by first appearance.
-
-    Example:
-        >>> cosine_clusters(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.1]])).tolist()
-        [0, 1, 0]
-    """
-    vectors = np.asarray(vectors, np.float64)
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.where(norms > 0, norms, 1.0)
-    return np.array(_by_first(unit, lambda first, own: first @ own >= threshold), np.int32)
-
-
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
     """Of each item the number of the first cluster whose first member is like it, or of a new one.
 
@@ -144,7 +129,8 @@ CLUSTERINGS: dict[str, Clustering] = {
 
 
 def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
-    """A clustering by the cosine of the mean hidden states of the answers after the last layer."""
+    """A clustering by the cosine of the mean hidden states of the answers after the last layer, which must reach a
+    threshold with the first answer of a cluster."""
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:
         ids = [lm.tokenizer.encode(text, add_special_tokens=False) or [0] for text in answers]
@@ -154,7 +140,8 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
             tokens[row, : len(own)], segments[row, : len(own)] = own, 1
         hidden = np.asarray(lm.hidden_states(tokens, segment_ids=segments), np.float64)
         means = (hidden * segments[..., None]).sum(axis=1) / segments.sum(axis=1, keepdims=True)
-        return cosine_clusters(means, threshold).tolist()
+        unit = means / np.linalg.norm(means, axis=1, keepdims=True)
+        return _by_first(unit, lambda first, own: first @ own >= threshold)
 
     return clusters
 

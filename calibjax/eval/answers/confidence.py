@@ -172,11 +172,10 @@ def semantic_confidence(
 
 
 def trace_confidence(probabilities: Sequence[float], window: int = 2048) -> tuple[float, float]:
-    """The confidence of a reasoning trace where it is lowest, and at its end: weights of its vote (DeepConf).
+    """The least mean of `window` successive tokens of a reasoning trace, and the mean of the last ones.
 
-    (least mean of `window` successive tokens, mean of the last `window` tokens), "lowest group" and "tail" confidence
-    of arXiv 2508.15260. A trace that is shorter is one window. In the paper the confidence of a token is minus the mean
-    log-probability of the most likely tokens; here it is the calibrated probability of the token itself.
+    Weights of its vote: "lowest group" and "tail" confidence of DeepConf (arXiv 2508.15260), where the confidence of a
+    token is minus the mean log-probability of the most likely ones; here it is its own calibrated probability.
 
     Example:
         >>> trace_confidence([0.5, 0.25, 0.75, 1.0], window=2)

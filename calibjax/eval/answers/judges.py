@@ -60,11 +60,9 @@ def references(document: Mapping[str, Any]) -> list[str]:
 
 @functools.cache
 def model_judge(path: str) -> Judge:
-    """A language model as the judge: 1.0 where, of "Yes" and "No", it finds "Yes" the likelier reply.
+    """A language model as the judge: 1.0 where, of "Yes" and "No", it finds "Yes" the likelier reply to `_QUESTION`.
 
-    The question is whether an answer is correct, given the right answers, as plain text without a chat template; the
-    longest lose their start. The model, a directory or hub id, is loaded at the first answer, in bfloat16 on one
-    device; raises `UserError` if there is none.
+    The model, a directory or hub id, is loaded at the first answer, in bfloat16 on one device.
     """
     from calibjax.data import is_hub_id
     from calibjax.models.load import stored_dtype
@@ -103,8 +101,7 @@ def find_judge(name: str) -> Judge:
 
 
 def find_function(option: str, name: str, known: Mapping[str, Function], contract: str) -> Function:
-    """The function of a name in `known`, or "package.module:function" of the user; `option` and `contract`, what such a
-    function takes and returns, are for the `UserError` where there is none."""
+    """The function of a name in `known`, or "package.module:function"; `contract` is what such a function does."""
     if name in known:
         return known[name]
     module, _, function = name.partition(":")

@@ -89,10 +89,6 @@ def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
     return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
 
 
-def _probe_confidence(log_odds: Float[AnyArray, " N"]) -> Float[Array, " N"]:
-    return jax.nn.sigmoid(jnp.asarray(log_odds, jnp.float32))
-
-
 METHODS: dict[str, Method] = {
     **{
         name: _method(functools.partial(answer_confidence, name), "tokens")
@@ -118,6 +114,6 @@ METHODS: dict[str, Method] = {
     "p_not_none": _method(two_way_confidence, "two_way"),
     "verbalised": _method(_stated_confidence, "stated"),
     "verbalised_words": _method(_stated_confidence, "stated"),
-    **{name: _method(_probe_confidence, "log_odds") for name in PROBES},
+    **{name: _method(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), "log_odds") for name in PROBES},
 }
 """Name -> method. 1/perplexity of an answer is length_normalised."""

@@ -71,8 +71,8 @@ FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
     "perturbed": _perturbed,
 }
 """Name -> function of the float32 states of all layers (embeddings first, after the final norm last) and of the places
-of the answers: the last token of the question, the last one of the answer, the mean over the answer's tokens, the last
-token in four layers, evenly spaced, and the mean over the answer's tokens of `perturbed_features`."""
+of the answers: at the last token of the question or of the answer, the mean over the answer's tokens, the last token in
+four layers, evenly spaced, and the mean over the answer's tokens of `perturbed_features`."""
 
 TARGETS = ("correct", "agreement", "capability")
 """Whether the answer is right (Kadavath et al. 2022, arXiv 2207.05221); the fraction of samples that mean the same as

@@ -10,17 +10,23 @@ import numpy as np
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
 from calibjax.eval.figures_json import row_json, subject_rows
-from calibjax.eval.layers.directions import Recipe, choose_edit, choose_sets, find_directions, null_space, sweep
+from calibjax.eval.layers.directions import (
+    Recipe,
+    ablate,
+    choose_edit,
+    choose_sets,
+    entropy_neurons,
+    find_directions,
+    null_space,
+    sweep,
+)
 from calibjax.eval.layers.layers import interval_figures, layer_outputs, layers_json, make_readout
-from calibjax.eval.layers.neurons import ablate, entropy_neurons
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Count, Range, check_options
 from calibjax.runtime.sharding import check_batch
-
-_SWEPT = ("ece", "mce", "accuracy", "confidence")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +157,7 @@ def evaluate_layers(
                 "layer": edit.layer,
                 "strength": edit.strength,
                 "fit": metrics.summarise(sums),
-                "held_out": interval_figures(on_held_out[edit], _SWEPT, context.seed),
+                "held_out": interval_figures(on_held_out[edit], ("ece", "mce", "accuracy", "confidence"), context.seed),
             }
             for edit, sums in on_fit.items()
         ],

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
 
-from calibjax.eval.report.tables import TextTable
+from calibjax.eval.report.tables import cell, table_of
 from calibjax.eval.report.terminal import print_result
 from calibjax.losses.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
 from calibjax.models import LanguageModel
@@ -57,9 +57,6 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
     (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
     bounds the confidence of any prediction; it is never looser than the bound by the spectral norm.
-
-    Raises:
-        UserError: the model adds a bias to its logits.
     """
     if lm.unembedding_bias is not None:
         raise UserError(
@@ -136,26 +133,23 @@ def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -
 
 def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
     """Prints which model is limited the most, a table with one row a model, how to read it, and `files`."""
-    columns = ["model", "V", "D", "least entropy, nats", "1 - largest confidence", "|logits| at most", "log V"]
-    rows = [
-        [
-            b.model,
-            f"{b.vocab_size:,}",
-            f"{b.hidden_size:,}",
-            _scientific(b.bound.log_entropy),
-            _scientific(b.log_miss),
-            f"{b.logit_norm:.4g}",
-            f"{math.log(b.vocab_size):.3f}",
-            "-" if b.softcap is None else f"{b.softcap:g}",
-        ]
-        for b in bounds
-    ]
-    tightest = max(bounds, key=lambda b: b.bound.log_entropy)
+    columns = {
+        "model": cell("model"),
+        "V": cell("vocab_size", form=","),
+        "D": cell("hidden_size", form=","),
+        "least entropy, nats": lambda row: _scientific(row["bound"]["log_entropy"]),
+        "1 - largest confidence": lambda row: _scientific(row["log_miss"]),
+        "|logits| at most": cell("logit_norm", form=".4g"),
+        "log V": cell("bound", "uniform_entropy", form=".3f"),
+        "soft-cap": cell("softcap", form="g", absent="-"),
+    }
+    rows, title = [bound.to_json() for bound in bounds], "bounds from the final norm and the unembedding"
+    tightest = max(bounds, key=lambda bound: bound.bound.log_entropy)
     print_result(
         f"{'The model with the tightest bound' if len(bounds) > 1 else 'The model'}, {tightest.model}, cannot have an "
         f"entropy below {_scientific(tightest.bound.log_entropy)} nats, nor a confidence above 1 - "
         f"{_scientific(tightest.log_miss)}, on any text.",
-        TextTable("bounds from the final norm and the unembedding", [*columns, "soft-cap"], rows, (3, 4, 1, 2, 5, 6)),
+        table_of(title, rows, columns, order=(3, 4, 1, 2, 5, 6)),
         notes=[
             "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; "
             "the smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter "

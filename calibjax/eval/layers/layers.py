@@ -13,14 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
 from calibjax.eval.figures_json import draws_of
-from calibjax.kernels import VocabSharding, kl_divergences, vocab_stats
+from calibjax.kernels import VocabSharding, VocabStats, kl_divergences, vocab_stats
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import DecoderConfig, LanguageModel, decoder
 from calibjax.models.frozen import vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
-_FIGURES = ("accuracy", "confidence", "nll", "ece", "mce")
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "correct")
 
 
@@ -39,6 +38,20 @@ def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> R
         return Readout(lm.unembedding, bias)
     ids = np.asarray(letters, np.int32)
     return Readout(lm.unembedding[ids], None if bias is None else bias[ids], ids)
+
+
+def readout_stats(config, read: Readout, dtype, hidden, batch, statistics) -> VocabStats:
+    """Statistics of the distribution over the rows of the readout at hidden states after the final norm."""
+    return vocab_stats(
+        hidden,
+        read.unembedding.astype(dtype),
+        batch["targets"],
+        bias=read.bias,
+        softcap=config.logit_softcap,
+        where=batch["where"],
+        statistics=statistics,
+        sharding=readout_sharding(config, read),
+    )
 
 
 def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
@@ -120,19 +133,9 @@ def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
 def _layers_of_batch(config, dtype, params, read: Readout, batch):
     residual = residual_at(config, params, batch, dtype, layers="residual")
     states = decoder.final_norm(config, params, residual, dtype)
-    unembedding, sharding = read.unembedding.astype(dtype), readout_sharding(config, read)
 
     def read_layer(hidden):
-        stats = vocab_stats(
-            hidden,
-            unembedding,
-            batch["targets"],
-            bias=read.bias,
-            softcap=config.logit_softcap,
-            where=batch["where"],
-            statistics=_STATISTICS,
-            sharding=sharding,
-        )
+        stats = readout_stats(config, read, dtype, hidden, batch, _STATISTICS)
         argmax, correct, normalizer = map(stats.require, ("argmax", "correct", "log_normalizer"))
         return stats.confidence(), argmax, correct, stats.log_prob(), stats.entropy(), normalizer
 
@@ -140,12 +143,12 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
     kl = kl_divergences(
         states[-1],
         states[:-1],
-        unembedding,
+        read.unembedding.astype(dtype),
         log_normalizer=normalizer[-1],
         other_log_normalizers=normalizer[:-1],
         bias=read.bias,
         softcap=config.logit_softcap,
-        sharding=sharding,
+        sharding=readout_sharding(config, read),
     )
     return (*outputs, jnp.concatenate([kl, jnp.zeros_like(kl[:1])]))
 
@@ -173,10 +176,8 @@ def layer_outputs(
 
 
 def settled_layer(agreement: Float[np.ndarray, " M"], fraction: float = 0.9) -> int:
-    """The layer at which the decision settles: min {l : a_m ≥ fraction for all m ≥ l}.
-
-    a_m is the fraction of predictions whose most likely token at layer m is that of the last layer.
-    """
+    """The layer at which the decision settles: min {l : a_m ≥ fraction for all m ≥ l}, a_m the fraction of predictions
+    whose most likely token at layer m is that of the last layer."""
     below = np.flatnonzero(np.asarray(agreement) < fraction)
     return int(below[-1]) + 1 if len(below) else 0
 
@@ -185,8 +186,7 @@ class Phase(NamedTuple):
     """The confidence-correction phase: layers `settled` to the last, in which only confidence still changes.
 
     Attributes:
-        settled: s, see `settled_layer`.
-        peak: p = argmax_{l ≥ s} ECE_l, the first such.
+        peak: p, the first of the layers from `settled` with the largest ECE.
         correction: ECE_p − ECE_L with its paired interval, which does not know that p was chosen.
         p_value: of `correction_test`, which does.
         found: p < L and p_value < 0.05: the last layers calibrate a decision that is already made.
@@ -255,7 +255,11 @@ def layers_json(
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
     for layer, own in enumerate(sums):
-        row = {"layer": layer, "agreement": float(agreement[layer]), **interval_figures(own, _FIGURES, seed)}
+        row = {
+            "layer": layer,
+            "agreement": float(agreement[layer]),
+            **interval_figures(own, ("accuracy", "confidence", "nll", "ece", "mce"), seed),
+        }
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST = 6
-"""Panels of one set, at most: of a comparison of more methods the best."""
+MOST = 6  # panels of one set
 
 
 class Panel(NamedTuple):
@@ -29,25 +28,11 @@ class Panel(NamedTuple):
     height: float = 3.1
 
     def figure(self) -> "Figure":
-        """The panel alone, without its title.
-
-        Margins follow from the lengths of the labels: matplotlib's layout engine would draw everything twice.
-        """
+        """The panel alone, without its title."""
         from matplotlib.figure import Figure
 
-        made = Figure(figsize=(self.width, self.height))
-        ax = made.subplots()
-        self.draw(ax)
-        longest = max((len(label.get_text()) for label in ax.get_yticklabels()), default=0)
-        left = 0.25 + 0.075 * longest + (0.2 if ax.get_ylabel() else 0)
-        key = ax.get_legend()
-        above = key is not None and key.get_bbox_to_anchor().y0 > ax.bbox.y0
-        made.subplots_adjust(
-            left=min(left / self.width, 0.7),
-            right=1 - 0.2 / self.width,
-            bottom=0.5 / self.height,
-            top=1 - (0.35 if above else 0.12) / self.height,
-        )
+        made = Figure(figsize=(self.width, self.height), layout="constrained")
+        self.draw(made.subplots())
         return made
 
 
@@ -92,9 +77,8 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         suffix = f"-{index}" if index else ""
         yield Drawing(f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_panels(results))
         if "temperatures" in results["methods"].get("ats", {}):
-            fitted = fit_of(document).get("temperature")
-            draw = functools.partial(_temperatures, results, fitted)
-            panel = Panel("Temperatures that ATS assigned", "", draw, 4.6, 2.8)
+            histogram = functools.partial(plot.temperature_histogram, results, fit_of(document).get("temperature"))
+            panel = Panel("Temperatures that ATS assigned", "", lambda ax, draw=histogram: draw(ax=ax), 4.6, 2.8)
             yield Drawing(f"temperatures{suffix}", f"Temperatures assigned by ATS, {title}", [panel])
     held_out = document["held_out"]
     if any("against" in row for row in held_out["methods"].values()):
@@ -120,10 +104,6 @@ def figures_of(document: Document) -> Iterator[Drawing]:
     if "texts" in document:
         panel = Panel("Likelihood and diversity of text", "", functools.partial(_diversity, document), 4.8, 3.6)
         yield Drawing("diversity", "Likelihood and diversity of the text of every model", [panel])
-
-
-def _temperatures(results: Row, fitted: float | None, ax: "Axes") -> None:
-    plot.temperature_histogram(results, fitted, ax=ax)
 
 
 def reliability_panels(results: Row) -> list[Panel]:
@@ -163,14 +143,11 @@ def _forest(results: Row) -> Iterator[Drawing]:
         rows.pop("uncalibrated", None)  # far away: the others would lie on one line
         differences = {title_of(n): (row["difference"], row["low"], row["high"]) for n, row in rows.items() if row}
         if differences:
-            draw = functools.partial(_differences, differences)
-            panels.append(Panel(f"Δ {title} against {reference}", "", draw, 4.4, 1.0 + 0.24 * len(differences)))
+            forest = functools.partial(plot.forest, differences, title="difference")
+            height = 1.0 + 0.24 * len(differences)
+            panels.append(Panel(f"Δ {title} against {reference}", "", lambda ax, draw=forest: draw(ax=ax), 4.4, height))
     if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
-
-
-def _differences(differences: Mapping[str, Any], ax: "Axes") -> None:
-    plot.forest(differences, title="difference", ax=ax)
 
 
 def _risk(results: Row, ax: "Axes") -> None:

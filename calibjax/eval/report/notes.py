@@ -1,4 +1,4 @@
-"""What a report says in words: verdicts, warnings, conventions, code to use, limitations, and model cards.
+"""What a report says in words: verdicts, warnings, conventions, limitations, and model cards.
 
 A verdict is the first line of a result: one sentence, by one function for each kind of document. Where a method does
 not beat temperature scaling, it says so.
@@ -33,9 +33,6 @@ from calibjax.eval.report.tables import (
 )
 from calibjax.runtime.version import __version__
 
-FEW = 200
-"""Questions of a benchmark below which its figures are hardly more than noise."""
-
 
 def verdict(document: Document) -> str:
     """The sentence of a run's document; "" where it has nothing to compare."""
@@ -64,11 +61,8 @@ def _given_loss(document: Document) -> str:
 
 
 def set_verdict(results: Row) -> str:
-    """The sentence of one set: of a comparison, of fine-tuning, of ATS, or of temperature scaling alone.
-
-    A method is better where its expected calibration error and its negative log-likelihood (Brier score, where the
-    answers have no likelihood) are both lower.
-    """
+    """The sentence of one set. A method is better where its ECE and its negative log-likelihood (Brier score, where the
+    answers have no likelihood) are both lower."""
     methods = results["methods"]
     if "sort" in results:
         return comparison_verdict(results)
@@ -313,9 +307,9 @@ def layers_verdict(document: Document) -> str:
 
 
 def few(name: str, results: Row) -> str:
-    """A warning with Wilson's interval of the accuracy where a set is tiny; "" where it is not."""
+    """A warning with Wilson's interval of the accuracy where a set has fewer than 200 questions; "" otherwise."""
     count = results["tokens"]
-    if not 0 < count < FEW:
+    if not 0 < count < 200:
         return ""
     accuracy = next(iter(results["methods"].values()))["accuracy"]
     ends = wilson_interval(round(accuracy * count), count)

@@ -30,8 +30,7 @@ from calibjax.runtime.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS = "tokens.json"
-"""Beside metrics.json: a `token_sample`, if the run made one."""
+TOKENS = "tokens.json"  # beside metrics.json: a `token_sample`, if the run made one
 LOWER = (
     *("ece", "nll", "brier", "log_loss", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece"),
     *("exact_error", "aurc", "excess_aurc", "ks_error", "debiased_l2"),
@@ -44,15 +43,11 @@ _REST = (
     *("excess_aurc", "ks_error", "debiased_l2", "changed", "parameters", "fit_seconds"),
 )
 _MINUS = "\N{MINUS SIGN}"
-_FIRST = 6
-"""Rows of a set that are shown at once; the others are folded."""
+_FIRST = 6  # rows of a set that are shown at once; the others are folded
 
 
 class Run(NamedTuple):
-    """The name of a run, the contents of its metrics.json and tokens.json, and its date, command line and directory.
-
-    The last four are None or "" where they are not known.
-    """
+    """The name of a run, the contents of its metrics.json and tokens.json, its date, command line and directory."""
 
     name: str
     document: Document
@@ -146,10 +141,6 @@ def facts_of(run: Run) -> dict[str, str]:
     }
 
 
-def options_of(run: Run) -> str:
-    return json.dumps(run.document.get("run", {}), indent=2)
-
-
 class Change(NamedTuple):
     """A difference from the row before: its arrow and digits, "better", "worse" or "", and what is only read aloud."""
 
@@ -171,7 +162,10 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
     if float(digits) == 0:
         return None
     text = f"▼ {_MINUS}{digits}" if value < other else f"▲ +{digits}"
-    against = tables.difference_of(results, name, key)
+    row, reference = methods[name], results.get("reference")
+    against = row.get("against_uncalibrated", {}).get(key)
+    if against is None and pair_of(results)[0] == reference:
+        against = row.get("against", {}).get(key)
     if against is None:
         return Change(text, "", "")
     if not (is_lower(against) or is_higher(against)):
@@ -310,11 +304,14 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
         panels.append(overlay(title, {name: set_["methods"][pair_of(set_)[place]] for name, set_ in sets.items()}))
     for run in runs:
         options = run.document.get("run", {})
-        keys = ("ece", "nll", "brier", "accuracy", "confidence")
-        titles, cells = tables.cells_of(run.document["held_out"], keys)
-        rows += [[run.name, notes.model_of(options), notes.data_of(options), *line] for line in cells]
+        held_out, keys = run.document["held_out"], ("ece", "nll", "brier", "accuracy", "confidence")
+        shown = [column for column in tables.columns_of([held_out]) if column[0] in keys]
+        titles, of_run = [title for _, title, _ in shown], [run.name, notes.model_of(options), notes.data_of(options)]
+        rows += [
+            [*of_run, title_of(name), *(text(row) for *_, text in shown)] for name, row in held_out["methods"].items()
+        ]
     drawing = Drawing("runs", "Reliability of all runs", panels)
-    return {"columns": ["run", "model", "data", *titles], "rows": rows, "drawing": drawing}
+    return {"columns": ["run", "model", "data", "method", *titles], "rows": rows, "drawing": drawing}
 
 
 # --- text coloured by confidence ---

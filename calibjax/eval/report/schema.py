@@ -33,11 +33,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIter
 
 
 def read_metrics(file: Path) -> Document:
-    """Reads and checks the metrics.json of a run.
-
-    Raises:
-        UserError: the file is unreadable or of another schema, or holds text where a number is expected.
-    """
+    """Reads and checks the metrics.json of a run; raises `UserError` if it is damaged."""
     document = _load(file)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run the command again.")
@@ -45,19 +41,17 @@ def read_metrics(file: Path) -> Document:
 
 
 def read_tokens(file: Path) -> dict[str, Any]:
-    """Reads and checks a tokens.json, the contents of which `token_sample` describes; raises as `read_metrics`."""
+    """Reads and checks a tokens.json, a `token_sample`; raises `UserError` if it is damaged."""
     sample = _load(file)
     with readable(file):
         for token in (token for sequence in sample["windows"] for token in sequence):
-            pairs = [token[name] for name in ("confidence", "probability", "entropy") if token["scored"]]
-            rows = token["top"] if token["scored"] else ()
-            texts = [token["text"], *(text for text, *_ in rows)]
-            numbers = [number for pair in (*pairs, *(row[1:] for row in rows)) for number in pair]
-            numbers += [token["temperature"]] if token["scored"] else []
-            if any(len(pair) != 2 for pair in pairs) or any(len(row) != 3 for row in rows):
-                raise ValueError("a token has not two numbers, before and after")
-            if not all(isinstance(text, str) for text in texts) or not all(map(_is_number, numbers)):
-                raise ValueError("a token has text where a number is expected, or a number where text is")
+            rows = [(token["text"], 0, 0)]
+            if token["scored"]:
+                rows += [("", *token[name]) for name in ("confidence", "probability", "entropy")]
+                rows += [("", token["temperature"], 0), *token["top"]]
+            for text, *pair in rows:
+                if not (isinstance(text, str) and len(pair) == 2 and all(map(_is_number, pair))):
+                    raise ValueError("expected a text, and two numbers, before and after")
     return sample
 
 

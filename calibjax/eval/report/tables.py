@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import Document
@@ -120,14 +120,6 @@ def pair_of(results: Row) -> tuple[str, str]:
     return before, next((name for key in _AFTER for name in names if name.partition("-")[0] == key), before)
 
 
-def difference_of(results: Row, name: str, key: str) -> Row | None:
-    """The difference of a figure from the row before, with its interval; None where the document has none."""
-    row, before = results["methods"][name], pair_of(results)[0]
-    if key in (against := row.get("against_uncalibrated", {})):
-        return against[key]
-    return row.get("against", {}).get(key) if before == results.get("reference") else None
-
-
 def winner(results: Row) -> str:
     """The method of a comparison to use: that of the lowest log loss among those that beat temperature scaling.
 
@@ -238,13 +230,6 @@ def columns_of(sets: Iterable[Row]) -> list[tuple[str, str, Callable[[Row], str]
     reference = sets[0].get("reference", "temperature")
     named = "temperature scaling" if reference.endswith("temperature") else title_of(reference)
     return [(key, title.replace("temperature scaling", named), text) for key, title, text in _COLUMNS if key in fields]
-
-
-def cells_of(results: Row, keys: Collection[str]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table of a set; `keys` are the figures to show."""
-    shown = [column for column in columns_of([results]) if column[0] in keys]
-    rows = [[title_of(name), *(text(row) for _, _, text in shown)] for name, row in results["methods"].items()]
-    return ["method", *(title for _, title, _ in shown)], rows
 
 
 def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:

@@ -12,12 +12,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from calibjax.eval.report.notes import comparison_verdict, notes_of, verdict
+from calibjax.eval.report.notes import comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
     TextTable,
-    binning,
     comparison_table,
     failures,
     held_out_table,
@@ -81,15 +80,12 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
 
 def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
     """Prints the verdict of a comparison, its table and its conventions; `where` is a few words on the data."""
-    ece = next(iter(held_out["methods"].values()))["ece"]
-    convention = (
+    tests = (
         "Log loss, Brier: of the prediction being correct. "
         f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
-        f"Holm's method for the rows compared. ECE: plug-in estimate in {ece['bins']} equal-width bins "
-        f"{binning(ece['closed'])}; its interval, of the population's ECE in these bins, inverts a test at that "
-        "estimate and contains it."
+        "Holm's method for the rows compared."
     )
-    notes = [*failures(held_out), convention]
+    notes = [*failures(held_out), tests, conventions(held_out)]
     print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
 
 

@@ -135,11 +135,8 @@ def read_answers(file: Path) -> Answers:
 
 
 def write_table(file: Path, names: Sequence[str], answers: Answers) -> None:
-    """Writes a line per question, as `compare` and `decide` read it.
-
-    `confidence` and `correct` are those of the first method. Each method has a column with its confidence, and
-    `correct_NAME` where methods choose differently.
-    """
+    """Writes a line per question, for `compare` and `decide`: `confidence` and `correct` of the first method, the
+    confidence of each, and `correct_NAME` where methods choose differently."""
     details = [json.loads(text) for text in answers.details.tolist()]
     if not all("label" in row for row in details):
         details = [{key: row[key] for key in ("right", "options") if key in row} for row in details]

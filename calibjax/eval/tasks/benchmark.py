@@ -190,7 +190,7 @@ def answers_json(
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
     The interval of an accuracy of right and wrong answers is Wilson's. `harness` are the means of lm-eval's own metrics
-    for the first method; `cut` counts the questions whose prompt was cut at its start, `too_long` those left out.
+    for the first method.
     """
     results = {}
     for row, name in enumerate(names):
@@ -229,10 +229,7 @@ def answers_json(
 def subjects_json(
     answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """`subject_rows` of the first method, each with `methods`: confidence, and ECE with its interval, of every method.
-
-    Empty if all questions are of one subject.
-    """
+    """`subject_rows` of the first method, each with confidence and ECE of every method; empty for a single subject."""
     if len(set(answers.subject)) < 2:
         return []
     rows: list[dict[str, Any]] = []

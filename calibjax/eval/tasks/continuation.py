@@ -12,8 +12,7 @@ from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
-_AT_ONCE = 32
-"""Tokens generated between checks for a stop sequence."""
+_AT_ONCE = 32  # tokens generated between checks for a stop sequence
 
 
 class Continued(NamedTuple):

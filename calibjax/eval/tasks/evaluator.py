@@ -33,18 +33,15 @@ if TYPE_CHECKING:
     from calibjax.eval.tasks.local_data import BenchmarkTask
     from calibjax.eval.tasks.options import TasksOptions
 
-BATCH = 256
-"""Questions whose log-probabilities are stored at a time."""
-_MAX_CALIBRATION = 1_000
-"""Largest number of questions of a part that a temperature or a probe is fitted on."""
+BATCH = 256  # questions whose log-probabilities are stored at a time
+_MAX_CALIBRATION = 1_000  # questions of a part that a temperature or a probe is fitted on, at most
 _REPLY_TOKENS = 12
-_TOP_K = 15
-"""Most likely tokens of a distribution that confidences read; the default of uqlm."""
+_TOP_K = 15  # most likely tokens of a distribution that confidences read; the default of uqlm
 _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Batch(NamedTuple):
-    """Up to `BATCH` questions of a part of a task, as requests.
+    """Up to `BATCH` questions of a part of a task.
 
     Attributes:
         subject: of questions that have no column category.
@@ -63,8 +60,8 @@ class Batch(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Answers that the model wrote to a batch: the questions without examples, the tokens of the prompts as far as they
-    are read, how many tokens of each prompt are not, and the answers."""
+    """Answers to a batch: the questions without examples, the tokens of each prompt that are read, how many are not,
+    and the answers."""
 
     questions: list[str]
     contexts: list[list[int]]
@@ -82,7 +79,7 @@ class TaskEvaluator:
 
     Attributes:
         probe_names: probes among the confidences.
-        fit: temperature scaling over the options, applied to their log-likelihoods; None: none.
+        fit: temperature scaling over the options, if any.
         probes: name -> parameters of each fitted probe.
     """
 
@@ -140,10 +137,8 @@ class TaskEvaluator:
         return next((split for split in splits if split and split not in (evaluated, examples)), None)
 
     def calibration_questions(self, task: "ConfigurableTask") -> tuple[Any, list[int]]:
-        """Documents, and indices of up to 1,000 of them to fit on, drawn with the seed.
-
-        They are those of `calibration_split`, or a fifth of the task's own, which `question_numbers` leaves out.
-        """
+        """Documents of `calibration_split`, or else the task's own, and indices of up to 1,000 of them to fit on, which
+        are not asked."""
         seed, split = self.context.seed, self.calibration_split(task)
         if split is None:
             documents: Any = task.eval_docs
@@ -157,7 +152,7 @@ class TaskEvaluator:
         return documents, numbers.tolist()
 
     def requests(self, part: str, documents: Any, numbers: Sequence[int]) -> Iterator[Batch]:
-        """Yields the questions of a part with their prompts, without those that have an option too long to be read."""
+        """Yields the questions of a part without those that have an option too long to be read."""
         task, lm = self.task.parts[part], self.model
         subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
         for start in range(0, len(numbers), BATCH):
@@ -184,8 +179,8 @@ class TaskEvaluator:
     def answers(self, parts: Collection[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
         """Asks the questions of some parts and yields the answers to each part, in any order.
 
-        Small parts are scored together: a batch has one shape however few questions are in it, and 57 subjects of 5
-        questions would otherwise fill a sixth of their batches. `tick` is called with the number of questions done.
+        Small parts are scored together: a batch has one shape however few questions are in it. `tick` is called with
+        the number of questions done.
         """
 
         def choose(batches: Sequence[Batch]) -> list[Answers]:
@@ -330,8 +325,7 @@ class TaskEvaluator:
         return Written(questions, contexts, cut, [answers[number] for number in range(len(contexts))])
 
     def _judge(self, batch: Batch, texts: Sequence[Sequence[str]]) -> Float[np.ndarray, "N K"]:
-        """Judgements of K answers to each question, in one process only: a judge may cost money, and may judge
-        differently when it is called again."""
+        """Judgements of K answers to each question, in one process only: a judge may cost money, and may vary."""
         rows = list(zip(batch.prompts, texts, map(references, batch.documents), strict=True))
         return from_first(
             lambda: [[self.judge(prompt, text, right) for text in own] for prompt, own, right in rows],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data import read_source
-from calibjax.eval.tasks.analogies import analogy_questions
+from calibjax.eval.text import analogy_questions
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks import TaskManager
 
-TASKS = Path(__file__).parent / "definitions"
-"""Task files over local data."""
+TASKS = Path(__file__).parent / "definitions"  # task files over local data
 _FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
 """Folders of the harness's definitions that `definitions/` includes."""
 
 
 def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
-    """The harness's task definitions and ours.
-
-    If `names` need no others, only the definitions that ours include are read: reading all ten thousand takes seconds.
-    """
+    """The harness's task definitions and ours; only those that `names` need, for all ten thousand take seconds."""
     import lm_eval.tasks
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that its metadata can be given
@@ -177,17 +173,8 @@ def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
 def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
     """The Google analogies, each with three wrong words of its category, drawn by `seed`."""
     questions = analogy_questions(_rows(find("analogies/analogies.jsonl.gz", assets)), seed=seed)
-    return _splits(
-        test=[
-            {
-                "query": question.prompt,
-                "choices": question.choices,
-                "gold": question.right,
-                "category": question.category,
-            }
-            for question in questions
-        ]
-    )
+    names = {"prompt": "query", "choices": "choices", "right": "gold", "category": "category"}
+    return _splits(test=[{names[key]: x for key, x in question._asdict().items()} for question in questions])
 
 
 _STORY_WORDS = {

@@ -108,7 +108,7 @@ class TasksOptions:
             find_clustering(self.same)
 
     def resolved(self) -> "TasksOptions":
-        """The options with those of the preset filled in; for `shots` see `shots_for`."""
+        """The options with those of the preset filled in but `shots`."""
         preset = PRESETS[self.preset]
         return dataclasses.replace(
             self,

@@ -21,10 +21,8 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take_states
 
-_READS = 256
-"""Positions whose logits are computed at a time."""
-_GROWTH = 4
-"""Largest number of tokens of a row that several requests share, over that of one of them."""
+_READS = 256  # positions whose logits are computed at a time
+_GROWTH = 4  # largest number of tokens of a row that several requests share, over that of one of them
 _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
 
@@ -37,14 +35,14 @@ class Continuation(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Score of one continuation of n tokens.
+    """Score of one continuation of n tokens under M heads, float32, nats.
 
     Attributes:
-        log_probs: float32 `[M, n]`, nats, of each token given what stands before it, for each of M heads.
-        greedy: whether each token is the most likely one, bool `[n]`; the same for every head.
+        log_probs: of each token given what stands before it.
+        greedy: whether each token is the most likely one, the same for every head.
         cut: how many tokens at the start of the context the model could not read.
-        distributions: float32 `[M, 1 + k, n]`, of the vocabulary where each token stands: the entropy, nats, and the
-            log-probabilities of the k most likely tokens, largest first; empty where k = `top_k` is 0.
+        distributions: of the vocabulary where each token stands: the entropy, and the log-probabilities of the
+            k = `top_k` most likely tokens, largest first; empty where k is 0.
     """
 
     log_probs: Float[np.ndarray, "M n"]
@@ -54,14 +52,8 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Tokens of a row: a tree of what its requests read, depth first.
-
-    Attributes:
-        tokens: of each column.
-        positions: the depth of each column.
-        until: the column after its last branch.
-        columns: number of a request -> the columns that predict its tokens.
-    """
+    """A tree of what requests read, depth first: of each column its token, its depth, and the column after its last
+    branch; and `columns`, the number of a request -> the columns that predict its tokens."""
 
     tokens: list[int]
     positions: list[int]
@@ -120,9 +112,7 @@ class Scorer:
     def stream(self, requests: Sequence[Continuation], top_k: int = 0) -> Iterator[tuple[int, Score]]:
         """Yields the index of each request and its score, batch by batch, longest first.
 
-        Raises:
-            UserError: before any work, for a request without tokens or context, with more tokens than the model reads,
-                or with one beyond the vocabulary.
+        Raises `UserError` before any work for a request that cannot be scored.
         """
         for number, request in enumerate(requests):
             if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
@@ -170,8 +160,7 @@ class Scorer:
         return [_lay_out(group) for group in groups]
 
     def _joins(self, common: int, length: int, size: int, first: int) -> bool:
-        """Whether a request joins a row of `size` tokens, with which it has `common` tokens in common; `first`: tokens
-        of the row's first request.
+        """Whether a request joins a row of `size` tokens, `common` of which it shares; `first`: of its first request.
 
         Its other tokens attend to every column before them. A token costs about as much as attention to D columns.
         """
