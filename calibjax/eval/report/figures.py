@@ -59,8 +59,9 @@ class Drawing(NamedTuple):
 
 
 def _style(number: int, label: str) -> dict[str, Any]:
-    """Colour, marker and label of a line; a dollar sign would begin a formula."""
-    colour, mark = LINES[number % len(LINES)], MARKS[number % len(MARKS)]
+    """Colour, marker and label of a line, the pair its own up to 49; a dollar sign would begin a formula."""
+    rounds, place = divmod(number, len(LINES))
+    colour, mark = LINES[place], MARKS[(place + rounds) % len(MARKS)]
     return {"color": colour, "marker": mark, "markersize": 4, "label": label.replace("$", r"\$")}
 
 
@@ -90,7 +91,7 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         yield Drawing("training", "Loss during training", _training_panels(document["training"]))
     if "comparison" in document:
         draw = functools.partial(_frontier, document["comparison"])
-        panel = Panel("NLL and calibration error", "ring: chosen", draw, 4.6, 3.2)
+        panel = Panel("NLL and calibration error", "ring: chosen", draw, 7.6, 3.2)
         yield Drawing("frontier", "NLL and calibration error of every loss on sequences not trained on", [panel])
     if "layers" in document:
         yield Drawing("layers", "Calibration of the prediction of every layer", _layer_panels(document))
@@ -189,7 +190,7 @@ def _frontier(comparison: Row, ax: "Axes") -> None:
     ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
     ax.margins(0.15)
     plain(ax)
-    legend(ax)
+    legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _layer_panels(document: Document) -> list[Panel]:
