@@ -217,6 +217,12 @@ class TaskEvaluator:
         sums over their tokens, or means (`options_per_token`). `tick` is called with 1 for each scored question."""
         questions = [pairs for batch in batches for pairs in batch.options]
         question = [number for number, pairs in enumerate(questions) for _ in pairs]
+        longest = max((len(pair.tokens) for pairs in questions for pair in pairs), default=0)
+        if longest > 1 and self.options.options == "full_vocabulary":
+            self.context.log(
+                f"WARNING: options of up to {longest} tokens: among everything the model could write, the probability "
+                "of a text is near 0 and says nothing; --option-confidence options compares the options"
+            )
         unscored, results = [len(pairs) for pairs in questions], {}
         for number, score in self.model.scorer.stream([pair for pairs in questions for pair in pairs]):
             results[number] = score
