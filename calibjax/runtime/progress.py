@@ -1,6 +1,9 @@
 """Progress of long work: bars in a terminal and in a notebook, and a few lines where the output is a file or a pipe."""
 
+import collections
+import statistics
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +22,34 @@ def progress_bar(
     It is redrawn in a terminal and in a notebook. With `disable=None` it is hidden elsewhere.
     """
     redrawn = sys.stderr.isatty() or (tqdm is not standard_tqdm and "ipykernel" in sys.modules)
-    return (tqdm if redrawn else LineBar)(items, desc=title, unit=unit, disable=disable, **options)
+    return (Bar if redrawn else LineBar)(items, desc=title, unit=unit, disable=disable, **options)
+
+
+class _Timed(standard_tqdm):
+    """Estimates the time left by the median of 64 recent steps: the first one, and others that compile, are longer."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self._since, self._durations = 0.0, collections.deque[float](maxlen=64)
+        super().__init__(*args, **options)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        now = time.perf_counter()
+        if self._since and n:
+            self._durations.append((now - self._since) / n)
+        self._since = now
+        return super().update(n)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """tqdm's, with a rate of 0, which it shows as "?", before the second step, and `left` where it is known."""
+        rate = 1 / max(statistics.median(self._durations), 1e-9) if self._durations else 0.0
+        seconds = (self.total - self.n) / rate if self.total and rate else 0.0
+        left = f", about {self.format_interval(seconds)} left" if seconds >= 1 else ""
+        return {**super().format_dict, "rate": rate, "left": left}
+
+
+class Bar(_Timed, tqdm):  # pyright: ignore[reportGeneralTypeIssues]
+    """The bar of a terminal or a notebook."""
 
 
 class _Lines:
@@ -36,13 +66,13 @@ class _Lines:
     def flush(self) -> None: ...
 
 
-class LineBar(standard_tqdm):
+class LineBar(_Timed):
     """A progress bar that is never redrawn: a line at the start, every half minute, and at the end."""
 
     disable = True  # until it has been made: `close` is called where memory ended before
 
     def __init__(self, items: Iterable[Any] | None = None, **options: Any):
-        form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+        form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{left}{postfix}]"
         options |= {"mininterval": _EVERY, "miniters": 1, "bar_format": form, "file": _Lines()}
         super().__init__(items, **options)
 
