@@ -32,11 +32,11 @@ def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
     z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=call.options.precision)
     if bias is not None:
         z = z + bias.astype(dtype)[None, :]
-    everything = of_logits(softcapped(z, call.options.softcap), scale.astype(dtype), targets, call.options.scales)
+    everything = dense_values(softcapped(z, call.options.softcap), scale.astype(dtype), targets, call.options.scales)
     return {name: everything[name] for name in call.wanted}
 
 
-def of_logits(
+def dense_values(
     z: Float[Array, "... V"],
     s: Float[Array, "..."],
     targets: Int[Array, "..."] | None,
@@ -91,7 +91,7 @@ def evaluate(
     valid = valid if targets is None else valid & (targets != -100)
     z = jax.lax.stop_gradient(masked(valid, logits.astype(jnp.float32)))
     index = None if targets is None else jnp.where(valid, targets, 0)
-    values = of_logits(z, jnp.where(valid, scale, 1.0), index, scales)
+    values = dense_values(z, jnp.where(valid, scale, 1.0), index, scales)
     if targets is not None:
         values["correct"] = values["argmax"] == targets
     return z, dict.fromkeys(STATISTICS) | masked_statistics(values, valid), valid

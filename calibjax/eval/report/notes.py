@@ -94,7 +94,7 @@ def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> st
 def _fine_tuning_verdict(methods: Row) -> str:
     before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
     line = _beside("the fine-tuned model", after, "the base model", before, after)
-    if "does not differ" in line:
+    if _indistinct(after, before, after):
         return f"WARNING: {line}"
     if scaled is None or line.startswith("WARNING"):
         return line
@@ -110,7 +110,7 @@ def _ats_verdict(methods: Row) -> str:
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
         return f"WARNING: {line} uncalibrated."
     line = _beside("ATS", ats, "temperature scaling", scaled, ats)
-    if "does not differ" in line:
+    if _indistinct(ats, scaled, ats):
         return f"WARNING: {line}"
     before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
     tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}

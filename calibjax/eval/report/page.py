@@ -306,9 +306,9 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
         options = run.document.get("run", {})
         held_out, keys = run.document["held_out"], ("ece", "nll", "brier", "accuracy", "confidence")
         shown = [column for column in tables.columns_of([held_out]) if column[0] in keys]
-        titles, of_run = [title for _, title, _ in shown], [run.name, notes.model_of(options), notes.data_of(options)]
+        titles, origin = [title for _, title, _ in shown], [run.name, notes.model_of(options), notes.data_of(options)]
         rows += [
-            [*of_run, title_of(name), *(text(row) for *_, text in shown)] for name, row in held_out["methods"].items()
+            [*origin, title_of(name), *(text(row) for *_, text in shown)] for name, row in held_out["methods"].items()
         ]
     drawing = Drawing("runs", "Reliability of all runs", panels)
     return {"columns": ["run", "model", "data", "method", *titles], "rows": rows, "drawing": drawing}

@@ -200,7 +200,7 @@ def _kernel(
     `sizes`: N, D and V. With `saved` [columns, tokens] there is no `z`, and of the operands only the one that passes.
     Without `sums` the `gradient` is float32 and starts as `before`.
     """
-    (tokens, width, vocab_size), unit, of_hidden = sizes, blocks.unit, kind == "d_hidden"
+    (tokens, width, vocab_size), unit, for_hidden = sizes, blocks.unit, kind == "d_hidden"
     step, steps = pl.program_id(1), pl.num_programs(1)
     axes, whole = common.Axes.of(vocab_size, width), slice(None)
     sums = refs.gradient if refs.sums is None else refs.sums
@@ -212,7 +212,7 @@ def _kernel(
     def unit_at(c: int) -> tuple[Any, Any]:
         """The columns and the tokens of a unit."""
         part = pl.ds(c * unit, unit)
-        return (part, whole) if of_hidden else (whole, part)
+        return (part, whole) if for_hidden else (whole, part)
 
     def multiply(c: int):
         if refs.saved is not None:
@@ -224,7 +224,7 @@ def _kernel(
     def differentiate(c: int, count: int):
         columns, lanes = unit_at(c)
         references = refs.references
-        if of_hidden and references is not None:
+        if for_hidden and references is not None:
             references = references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :]
         write_dz(
             options,
@@ -233,8 +233,8 @@ def _kernel(
             refs.z.at[c % 2] if refs.saved is None else refs.saved.at[columns, lanes],
             refs.dz.at[c % 2],
             refs.bias_sums,
-            start=step * blocks.columns + c * unit if of_hidden else pl.program_id(0) * blocks.columns,
-            counts=(count, blocks.tokens) if of_hidden else (blocks.columns, count),
+            start=step * blocks.columns + c * unit if for_hidden else pl.program_id(0) * blocks.columns,
+            counts=(count, blocks.tokens) if for_hidden else (blocks.columns, count),
             references=references,
             unit=unit_saved,
         )
@@ -244,9 +244,9 @@ def _kernel(
             return
         size = min(unit, -(-count // LANES) * LANES)
         passing = pl.ds(c * unit, size)
-        dz = refs.dz[c % 2, :size, :].T if of_hidden else refs.dz[c % 2, :, :size]
+        dz = refs.dz[c % 2, :size, :].T if for_hidden else refs.dz[c % 2, :, :size]
         for part in common.slices(width):
-            if of_hidden:
+            if for_hidden:
                 w = common.existing(axes.rows(refs.unembedding, passing, part), count, axes.vocab)
                 sums[:, part] += options.product(dz, w, (1, axes.vocab))
                 continue
@@ -257,14 +257,14 @@ def _kernel(
                 sums[:, part] += options.product(dz, x, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
-    total, size = (vocab_size, blocks.columns) if of_hidden else (tokens, blocks.tokens)
+    total, size = (vocab_size, blocks.columns) if for_hidden else (tokens, blocks.tokens)
     common.walk_blocks(total, size, step, stages)
 
     @pl.when(step == steps - 1)
     def _():
         if refs.sums is not None:
             gradient = refs.sums[...]
-            if of_hidden and "valid" in places:
+            if for_hidden and "valid" in places:
                 gradient = jnp.where(common.column(refs.tokens, places["valid"])[:, :1] > 0.0, gradient, 0.0)
             refs.gradient[...] = gradient.astype(refs.gradient.dtype)
         if refs.d_bias is not None:
@@ -318,14 +318,14 @@ def gradients(
     """
     blocks, unit_saved, buffers = sizes
     (tokens, width), vocab_size, dtype = inputs.hidden.shape, inputs.unembedding.shape[0], inputs.hidden.dtype
-    saved, of_hidden, unit = cotangents.saved, kind == "d_hidden", blocks.unit
-    least = unit if of_hidden else LANES
+    saved, for_hidden, unit = cotangents.saved, kind == "d_hidden", blocks.unit
+    least = unit if for_hidden else LANES
     columns = min(blocks.columns, -(-vocab_size // least) * least)
-    block = blocks.tokens if of_hidden else -(-blocks.tokens // unit) * unit
+    block = blocks.tokens if for_hidden else -(-blocks.tokens // unit) * unit
     blocks = blocks._replace(columns=columns, tokens=block)
     values, places = packed(options, inputs, cotangents)
     operands = _operands(kind, inputs, saved, values, blocks, unit_saved)
-    unit_shape = (2, unit, block) if of_hidden else (2, columns, unit)
+    unit_shape = (2, unit, block) if for_hidden else (2, columns, unit)
     scratch: dict[str, Any] = {"dz": pltpu.VMEM(unit_shape, dtype)}
     if saved is None:
         scratch["z"] = pltpu.VMEM(unit_shape, jnp.float32)
@@ -333,7 +333,7 @@ def gradients(
     axes, outputs = common.Axes.of(vocab_size, width), {}
     spec: Any = axes.block(columns, width, lambda j, i: j)
     result = axes.ordered(inputs.unembedding)
-    if of_hidden:
+    if for_hidden:
         result, spec = inputs.hidden, pl.BlockSpec((block, width), lambda i, j: (i, 0))
     if into is not None and into.unembedding is not None:
         result = axes.ordered(into.unembedding)
@@ -351,7 +351,7 @@ def gradients(
     in_place = "before" in operands and not (interpret and vocab_size % columns)
     static = {"kind": kind, "options": options, "blocks": blocks, "unit_saved": unit_saved, "places": places}
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
-    kept, passing, passes = (tokens, vocab_size, grid[0]) if of_hidden else (vocab_size, tokens, grid[1])
+    held, passing, passes = (tokens, vocab_size, grid[0]) if for_hidden else (vocab_size, tokens, grid[1])
     results = common.pallas(
         functools.partial(_kernel, sizes=(tokens, width, vocab_size), **static),
         operands,
@@ -360,13 +360,13 @@ def gradients(
         vmem_bytes(kind, blocks, width, dtype.itemsize, saved=saved is not None, before=buffers),
         aliases={"before": "gradient"} if in_place else {},
         name=f"calibjax_{kind}",
-        grid=grid if of_hidden else grid[::-1],
+        grid=grid if for_hidden else grid[::-1],
         interpret=interpret,
         cost_estimate=common.cost(
-            options, inputs, 2 if saved is None else 1, 2 * kept + passes * passing, saved is not None
+            options, inputs, 2 if saved is None else 1, 2 * held + passes * passing, saved is not None
         ),
     )
-    if of_hidden:
+    if for_hidden:
         return Gradients(results["gradient"])
     d_unembedding = axes.ordered(results["gradient"]) if "unembedding" in wanted else None
     d_bias = results["d_bias"][0] if "bias" in wanted else None
