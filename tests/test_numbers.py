@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from oracle import EPS, assert_within
 
-from calibjax import losses, metrics
+from calibjax import losses
 from calibjax.heads import MAX_LOG_FACTOR, MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig
 from calibjax.kernels import vocab_stats
-from calibjax.recalibrate import METHODS, Predictions
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -185,94 +184,3 @@ def test_heads(kind, features, size, factor):
     assert (scale > 0).all()
     z = np.sort(rng.normal(size=(N, 50)).astype(np.float32) * 20)
     assert (np.diff(scale[0][:, None] * z, axis=1) >= 0).all()
-
-
-# --- metrics ---
-
-METRICS = (
-    *("expected_calibration_error", "maximum_calibration_error", "root_mean_square_calibration_error"),
-    *("adaptive_calibration_error", "debiased_calibration_error", "calibration_bias", "brier_score", "smooth_ece"),
-    *("ks_calibration_error", "auroc", "aurc", "excess_aurc"),
-)
-POINTS = 8
-
-
-@functools.cache
-def all_metrics():
-    return jax.jit(lambda c, y, where: {name: getattr(metrics, name)(c, y, where=where) for name in METRICS})
-
-
-@draws(60)
-@hypothesis.given(
-    arrays(np.float32, POINTS, elements=st.one_of(st.sampled_from((0.0, 1.0, 0.5, 1 / 3, TINY, 1e-45, 1 - 6e-8)))),
-    arrays(np.float32, POINTS, elements=st.sampled_from((0.0, 1.0))),
-    arrays(np.float32, POINTS, elements=st.sampled_from((0.0, 1.0, 1.0, 2.0))),
-)
-def test_metrics(confidence, correct, where):
-    got = {name: float(value) for name, value in all_metrics()(confidence, correct, where).items()}
-    if not where.any():
-        assert all(np.isnan(value) for value in got.values()), got  # no points: no figure
-        return
-    c, y, w = (x.astype(np.float64) for x in (confidence, correct, where))
-    assert_within(got["brier_score"], (w * (c - y) ** 2).sum() / w.sum(), 8 * EPS, "Brier")
-    assert_within(got["calibration_bias"], (w * (c - y)).sum() / w.sum(), 8 * EPS, "bias")
-    has_both = len(set(correct[where > 0])) == 2
-    for name, value in got.items():
-        missing = name == "auroc" and not has_both
-        assert np.isnan(value) if missing else -1 <= value <= 1 + 8 * EPS, (name, value)
-    assert got["maximum_calibration_error"] >= got["expected_calibration_error"] - 8 * EPS
-
-
-# --- recalibrators ---
-
-ROWS, CLASSES = 12, 3
-
-
-@functools.cache
-def fit_and_apply(name):
-    method = METHODS[name]
-    reads = {*method.fit_reads, *method.apply_reads}
-
-    def run(logits, labels, confidence, correct, where):
-        given = {"logits": logits, "labels": labels, "confidence": confidence, "correct": correct}
-        data = Predictions(**{field: value for field, value in given.items() if field in reads})
-        state = method.fit(data, where=where)
-        return method.apply(state, Predictions(**{field: getattr(data, field) for field in method.apply_reads}))
-
-    return run
-
-
-SIMPLE = [
-    name
-    for name, method in METHODS.items()
-    if {*method.fit_reads, *method.apply_reads} <= {"logits", "labels", "confidence", "correct"}
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIMPLE)
-@draws(4)
-@hypothesis.given(
-    arrays(np.float32, (ROWS, CLASSES), elements=st.sampled_from((0.0, 1.0, -1.0, 50.0, -1e4, 1e30, TINY))),
-    st.integers(0, 2**31 - 1),
-    st.booleans(),
-)
-def test_recalibrators(name, z, seed, hidden):
-    """Fitted on a few rows, some of which do not count and hold NaN: probabilities, and the argmax where promised."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, CLASSES, ROWS).astype(np.int32)
-    correct = (z.argmax(axis=1) == labels).astype(np.float32)
-    confidence = oracle.probabilities(z, np.ones(ROWS)).max(axis=1).astype(np.float32)
-    where = np.arange(ROWS) < (8 if hidden else ROWS)
-    given = np.where(where[:, None], z, np.nan) if hidden else z
-    method = METHODS[name]
-    out = np.asarray(fit_and_apply(name)(given, labels, np.where(where, confidence, np.nan), correct, where))[where]
-    assert np.isfinite(out).all(), out
-    if method.gives == "log_probs":
-        assert_within(np.exp(out.astype(np.float64)).sum(axis=1), np.ones(len(out)), 40 * EPS, "sum")
-        if method.keeps_argmax:
-            top = np.exp(out)[np.arange(len(out)), z[where].argmax(axis=1)]
-            assert (top >= np.exp(out).max(axis=1) - 4 * EPS).all()
-    else:
-        assert out.min() >= 0
-        assert out.max() <= 1 + 4 * EPS

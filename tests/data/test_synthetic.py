@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from known_answers import answer_meanings, answer_probabilities
 
 from calibjax.commands.quickstart import true_probabilities
 from calibjax.data.synthetic import TopicLanguage, make_language, sample
@@ -45,21 +44,6 @@ def test_truth_equals_the_sum_over_paths(vocab_size, topics, drift):
     np.testing.assert_allclose(got, expected, atol=2e-6)
     first = np.asarray(language.transitions, np.float64)[:, np.asarray(tokens)[:, 0]].mean(axis=0)
     np.testing.assert_allclose(got[:, 0], first, atol=1e-6)
-
-
-@pytest.mark.parametrize("length", [1, 3])
-def test_answers_by_the_chain_rule(length):
-    """P(answer | question) is the product of what `brute_force` gives for each of its tokens."""
-    language = small_language(3, 2, 0.3)
-    question = np.array([[2, 0, 1, 1]])
-    got = np.asarray(answer_probabilities(language, jnp.asarray(question), length), np.float64)
-    want = []
-    for answer in itertools.product(range(3), repeat=length):
-        each = brute_force(language, [*question[0], *answer])[3:-1]
-        want.append(np.prod(each[np.arange(length), list(answer)]))
-    np.testing.assert_allclose(got[0], want, atol=1e-6)
-    assert [*answer_meanings()] == [vowel for vowel in range(4) for _ in range(8)]
-    np.testing.assert_array_equal(answer_meanings(2)[32:64], answer_meanings())
 
 
 def test_language_is_a_language():

@@ -16,6 +16,7 @@ from calibjax.metrics._points import points as checked
 from calibjax.metrics.local import grouping_parts
 
 N, BINS = 600, 15
+EXTREME = (0.0, 1.0, 0.5, 1 / 3, np.finfo(np.float32).tiny, 1 - 6e-8)
 
 ORACLES = {
     "expected_calibration_error": lambda c, y: oracle.binned(c, y, oracle.bins_of(c, BINS)),
@@ -75,8 +76,8 @@ def points(kind):
     rng = np.random.default_rng(5)
     if kind == "soft":
         y = rng.binomial(8, metric_data.accuracy(c)) / 8
-    if kind == "few values":
-        c = rng.integers(0, 9, N) / 8
+    if kind in ("few values", "extreme"):
+        c = rng.integers(0, 9, N) / 8 if kind == "few values" else rng.choice(EXTREME, N)
         y = np.where((c == 0) | (c == 1), c, y)  # a certainty that is wrong has an infinite log loss
     features = rng.normal(size=(N, 3)) + np.asarray(y)[:, None]
     return tuple(np.asarray(x, np.float32) for x in (c, y, features))
@@ -89,7 +90,7 @@ def tolerance(name):
     )
 
 
-@pytest.mark.parametrize("kind", ["plain", "ties", "soft", "few values"])
+@pytest.mark.parametrize("kind", ["plain", "ties", "soft", "few values", "extreme"])
 @pytest.mark.parametrize("counted", ["mask", "counts", "fractions"])
 def test_against_the_formulas(kind, counted):
     c, y, x = points(kind)

@@ -41,38 +41,16 @@ def safetensors_file(header, values=b"\x00" * 8, length=None):
 
 
 GOOD = safetensors_file({"a": entry()})
-MANY = b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}' % n for n in range(20_000)) + b"}"
 TWICE = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
 ATTACKS = {
-    "empty file": b"",
-    "less than a length": GOOD[:5],
     "cut short": GOOD[:-1],
-    "a length of 0": safetensors_file({"a": entry()}, length=0),
-    "a length beyond the file": safetensors_file({"a": entry()}, length=10**6),
-    "a length of 2^63": safetensors_file({"a": entry()}, length=2**63),
     "a length of 2^64 - 1": safetensors_file({"a": entry()}, length=2**64 - 1),
-    "a length that is too small": safetensors_file({"a": entry()}, length=20),
-    "a header above 100 MB": safetensors_file({"a": entry()}, length=100_000_001),
-    "no JSON": safetensors_file(b"{'a': 1}"),
-    "a list": safetensors_file([entry()]),
     "deep JSON": safetensors_file(DEEP.encode()),
     "invalid UTF-8": safetensors_file(b'{"\xff":' + json.dumps(entry()).encode() + b"}"),
-    "20,000 tensors over the same bytes": safetensors_file(MANY),
     "overlap": safetensors_file({"a": entry(), "b": entry(4, 12)}, b"\x00" * 12),
-    "hole": safetensors_file({"a": entry(), "b": entry(12, 20)}, b"\x00" * 20),
-    "hole at the start": safetensors_file({"a": entry(4, 12)}, b"\x00" * 12),
-    "bytes after the last tensor": safetensors_file({"a": entry()}, b"\x00" * 12),
     "one name twice": safetensors_file(TWICE),
-    "end before begin": safetensors_file({"a": entry(8, 0)}),
-    "negative offsets": safetensors_file({"a": entry(-8, 0)}),
     "offsets beyond the file": safetensors_file({"a": entry(0, 2**62, (2**60,))}),
-    "a shape of other size": safetensors_file({"a": entry(shape=(3,))}),
     "a shape that overflows": safetensors_file({"a": entry(shape=(2**32, 2**32))}),
-    "a negative shape": safetensors_file({"a": entry(shape=(-2,))}),
-    "an unknown dtype": safetensors_file({"a": entry(dtype="O")}),
-    "no dtype": safetensors_file({"a": {"shape": [2], "data_offsets": [0, 8]}}),
-    "three offsets": safetensors_file({"a": entry() | {"data_offsets": [0, 8, 8]}}),
-    "metadata that is no text": safetensors_file({"a": entry(), "__metadata__": {"x": [1]}}),
 }
 
 

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
+import recalibration_data
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
@@ -13,20 +14,8 @@ from calibjax import UserError, recalibrate
 from calibjax.recalibrate import METHODS, Predictions, estimators, optimize
 
 CLASSES = {cls.method: cls for cls in vars(estimators).values() if isinstance(getattr(cls, "method", None), str)}
-RNG = np.random.default_rng(0)
-LOGITS = (3 * RNG.normal(size=(300, 4))).astype(np.float32)
-LABELS = (LOGITS / 3 + RNG.gumbel(size=LOGITS.shape)).argmax(axis=1)
-CONFIDENCE = RNG.random(300).astype(np.float32)
-FIELDS = {
-    "logits": LOGITS,
-    "labels": LABELS,
-    "confidence": CONFIDENCE,
-    "correct": (RNG.random(300) < CONFIDENCE**2).astype(int),
-    "features": RNG.normal(size=(300, 5)).astype(np.float32),
-    "confidences": np.stack([CONFIDENCE, RNG.random(300).astype(np.float32)], axis=1),
-    "unembedding": RNG.normal(size=(4, 5)).astype(np.float32),
-    "categories": np.arange(300) % 3,
-}
+FIELDS = recalibration_data.bundle()
+LOGITS, LABELS, CONFIDENCE = (FIELDS[name] for name in ("logits", "labels", "confidence"))
 
 
 @pytest.fixture
@@ -74,7 +63,7 @@ def test_arrays_frames_and_tensors():
     np.testing.assert_array_equal(named.predict(LOGITS), np.array(["ant", "bee", "cat", "dog"])[want.argmax(axis=1)])
     assert named.score(LOGITS, words) == np.mean(want.argmax(axis=1) == LABELS)
     column = recalibrate.PlattScaling().fit(CONFIDENCE[:, None], FIELDS["correct"])
-    assert column.predict_proba(CONFIDENCE).shape == (300, 2)
+    assert column.predict_proba(CONFIDENCE).shape == (400, 2)
 
 
 def test_options():
@@ -87,7 +76,7 @@ def test_options():
     with pytest.raises(NotFittedError, match="call fit first"):
         recalibrate.HistogramBinning().transform(CONFIDENCE)
     with pytest.raises(UserError, match="expected 4 distinct labels, one a column, got 2"):
-        recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 150))
+        recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 200))
     with pytest.raises(UserError, match="features: expected confidence"):
         recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
 

@@ -37,31 +37,13 @@ OPTIONS = {
 TOLERANCES = {"netcal": 1e-4, "uncertainty-calibration": 1e-4, "betacal": 1e-4, "probmetrics": 2e-4}
 
 
-def bundle(n=400, k=4, d=5, seed=20, gain=2.0):
-    """Predictions with every field: logits = features @ unembedding.T, labels drawn at the temperature `gain`.
-
-    By default of the shape of `recalibration_data.classes`: programs are compiled once for both.
-    """
-    rng = np.random.default_rng(seed)
-    features = rng.normal(size=(n, d)).astype(np.float32)
-    unembedding = (rng.normal(size=(k, d)) * gain).astype(np.float32)
-    logits = features @ unembedding.T
-    labels = (logits / gain + rng.gumbel(size=logits.shape)).argmax(axis=1)
-    return described(logits, labels, features, unembedding, rng.integers(0, 7, n) % 3)
+def bundle(**options):
+    """By default of the shape of `recalibration_data.classes`: programs are compiled once for both."""
+    return Predictions(**recalibration_data.bundle(**options))
 
 
-def described(logits, labels, features, unembedding, categories):
-    confidence = oracle.probabilities(logits, np.ones(len(logits))).max(axis=1).astype(np.float32)
-    return Predictions(
-        logits=logits,
-        labels=labels,
-        confidence=confidence,
-        correct=(logits.argmax(axis=1) == labels).astype(np.float32),
-        confidences=np.stack([confidence, confidence**0.5], axis=1),
-        features=features,
-        unembedding=unembedding,
-        categories=categories,
-    )
+def described(*arrays):
+    return Predictions(**recalibration_data.described(*arrays))
 
 
 def rows_of(data, index):
@@ -201,17 +183,6 @@ def test_venn_abers_by_its_definition():
     assert_within(got, p1 / (1 - p0 + p1), 1e-6, "Venn-Abers")
 
 
-def test_the_temperature_of_the_issue():
-    rng = np.random.default_rng(7)
-    labels = rng.integers(0, 10, 1500)
-    z = rng.normal(size=(1500, 10))
-    z[np.arange(1500), labels] += 1.6
-    state = METHODS["temperature"].fit(Predictions(logits=z * 2.5, labels=labels))
-    assert_within(state.report.loss, 1.3397757342, 2e-7, "NLL")
-    assert_within(np.exp(-state.log_scale), 1.576252, 1.6e-5, "T")
-    assert state.report.converged
-
-
 @pytest.mark.parametrize(
     ("name", "confidence", "correct"),
     [
@@ -333,18 +304,12 @@ def test_lore_is_its_formula():
 
 
 def test_no_bin_is_empty():
-    """What lies beyond many equal confidences has their value."""
-    state = METHODS["histogram"].fit(Predictions(confidence=np.full(10, 0.9), correct=np.arange(10) < 8))
-    assert (
-        METHODS["histogram"].apply(state, Predictions(confidence=np.array([0.1, 0.95]))).tolist()
-        == [np.float32(0.8)] * 2
-    )
-    for b in (np.float32(0.9), np.nextafter(np.float32(0.5), np.float32(1)), np.float32(0.5) + np.float32(2**-23)):
-        state = METHODS["histogram"].fit(
-            Predictions(confidence=np.array([0.5, 0.5, 0.5, b]), correct=np.ones(4)), bins=4
-        )
-        new = np.array([0.4, 0.5, 0.5 + 2**-24, 0.6, b, 1.0])
-        assert (METHODS["histogram"].apply(state, Predictions(confidence=new)) == 1).all(), b
+    """What lies beyond many equal confidences, or between two neighbours of float32, has their value."""
+    method, half = METHODS["histogram"], np.float32(0.5)
+    for b in (np.float32(0.9), np.nextafter(half, np.float32(1)), half + np.float32(2**-23)):
+        state = method.fit(Predictions(confidence=np.array([0.5, 0.5, 0.5, b]), correct=np.full(4, 0.75)), bins=4)
+        new = np.array([0.1, 0.4, 0.5, 0.5 + 2**-24, 0.6, b, 1.0])
+        assert (method.apply(state, Predictions(confidence=new)) == 0.75).all(), b
 
 
 def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():
@@ -471,7 +436,10 @@ def test_the_clip_is_an_option():
 def scenario(name, kind):
     data = bundle_for(name)
     logits, labels = data.logits, data.labels
-    if kind == "one class":
+    if kind == "extreme":
+        values = (0.0, 1.0, -1.0, 50.0, -1e4, 1e30, np.finfo(np.float32).tiny)
+        logits = np.random.default_rng(0).choice(values, logits.shape).astype(np.float32)
+    elif kind == "one class":
         labels = np.full(len(logits), 2)
     elif kind == "constant":
         logits, features = np.full_like(logits, 1.5), np.ones_like(data.features)
@@ -495,7 +463,7 @@ def few_steps(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("kind", ["edges", "one class", "constant", "all correct", "all wrong"])
+@pytest.mark.parametrize("kind", ["edges", "extreme", "one class", "constant", "all correct", "all wrong"])
 @pytest.mark.parametrize("name", METHODS)
 def test_hard_data(name, kind):
     """Finite probabilities, whatever the data; where there is no finite optimum, it is said."""
@@ -510,6 +478,8 @@ def test_hard_data(name, kind):
         assert_within(out, data.correct, EPS, "certain")
     if name == "temperature" and kind in ("all correct", "all wrong", "constant"):
         assert not state.report.converged
+    if METHODS[name].keeps_argmax:
+        assert (out[np.arange(len(out)), data.logits.argmax(axis=1)] >= out.max(axis=1) - 4 * EPS).all()
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import recalibration_data
 from jax import export
 
 from calibjax.recalibrate import METHODS, Predictions
@@ -15,31 +16,16 @@ from calibjax.recalibrate.saved import Recalibrator
 FAST = ("temperature", "platt", "isotonic")
 
 
-def drawn(n, seed):
-    """Predictions of an overconfident classifier of 5 classes."""
-    rng = np.random.default_rng(seed)
-    features, unembedding = rng.normal(0, 1, (n, 6)), np.random.default_rng(9).normal(0, 1, (5, 6))
-    logits = 2 * features @ unembedding.T
-    p = np.exp(logits / 2)
-    labels = np.array([rng.choice(5, p=row) for row in p / p.sum(1, keepdims=True)])
-    top = np.exp(logits.max(1)) / np.exp(logits).sum(1)
-    fields = {"logits": logits, "confidence": top, "features": features, "unembedding": 2 * unembedding}
-    fields["confidences"] = np.stack([top, np.sqrt(top)], axis=1)
-    fields = {name: value.astype(np.float32) for name, value in fields.items()}
-    correct, categories = (logits.argmax(1) == labels).astype(float), (np.arange(n) % 3).astype(np.int32)
-    return Predictions(**fields, labels=labels, correct=correct, categories=categories)
-
-
 @functools.cache
 def fitted(name):
-    data = drawn(300, 0)
-    method = METHODS[name]
-    reads = Predictions(**{field: getattr(data, field) for field in method.fit_reads})
+    data, method = recalibration_data.bundle(), METHODS[name]
+    reads = Predictions(**{field: data[field] for field in method.fit_reads})
     return Recalibrator(name, method.fit(reads), {})
 
 
 def inputs(name):
-    return {field: getattr(drawn(11, 1), field) for field in METHODS[name].apply_reads}
+    data = recalibration_data.bundle(n=11, seed=1, gain=1.0)
+    return {field: data[field] for field in METHODS[name].apply_reads}
 
 
 def close(found, expected):
