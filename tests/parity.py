@@ -11,22 +11,10 @@ import jax
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tiny import LLAMA_JSON
 
 from calibjax import models
 
-LLAMA_JSON = {
-    "model_type": "llama",
-    "vocab_size": 31,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 GPT2_JSON = {"model_type": "gpt2", "vocab_size": 31, "n_positions": 32, "n_embd": 12, "n_layer": 1, "n_head": 2}
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
     answered,
     at_targets,
+    constant_head,
     dense_log_probs,
     make_lm,
     make_sequences,
@@ -26,7 +26,6 @@ from tiny import (
 
 from calibjax import fit_ats
 from calibjax.eval.tokens import identity_head
-from calibjax.heads import FittedHead, HeadConfig
 from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
 
@@ -68,11 +67,6 @@ def studies(monkeypatch):
     return importlib.import_module("studies")
 
 
-def constant(log_scale):
-    config = HeadConfig(kind="constant", hidden_size=LM.config.hidden_size)
-    return FittedHead(config, {"log_scale": jnp.float32(log_scale)}, 0.0, LM.fingerprint)
-
-
 def figures_of(log_scale):
     """`FIGURES` of the sequences in float64, from the dense logits."""
     log_p = dense_log_probs(LM, SEQUENCES, log_scale)
@@ -86,7 +80,7 @@ def figures_of(log_scale):
 
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
-    heads = {"one": [constant(s) for s in scales["one"]], "other": [identity_head(LM)]}
+    heads = {"one": [constant_head(LM, s) for s in scales["one"]], "other": [identity_head(LM)]}
     found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=BINS, context=silent())
     assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
     expected = {name: np.array([figures_of(s) for s in of_name]) for name, of_name in scales.items()}

@@ -15,14 +15,14 @@ import pytest
 import scipy.special
 from hub import TOKEN, serving
 from jax import export
-from parity import LLAMA_JSON, VARIANTS, random_tokens, settings_of, torch_model
-from tiny import make_lm, make_sequences
+from parity import VARIANTS, random_tokens, settings_of, torch_model
+from tiny import LLAMA_JSON, make_lm, make_sequences, random_head
 
 from calibjax import recalibrate
 from calibjax.cli import main
 from calibjax.eval.report.schema import SCHEMA
 from calibjax.eval.tokens import evaluate
-from calibjax.heads import FEATURES, HEADS, FittedHead, HeadConfig
+from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence, head_program
 from calibjax.models.generate import Sampling, generate
@@ -30,16 +30,6 @@ from calibjax.runtime.errors import UserError
 from calibjax.train.saved import export_head, load_head, save_head
 
 FAMILIES = [family for family in VARIANTS if family != "qwen"]  # transformers does not run Qwen v1
-
-
-def random_head(lm, kind, features=("hidden_states",), **options):
-    config = HeadConfig(
-        kind=kind, hidden_size=lm.config.hidden_size, features=features, identity_start=False, num_heads=2, **options
-    )
-    params = jax.jit(config.init)(jax.random.key(3, impl="rbg"))
-    if kind == "constant":
-        params = {"log_scale": np.float32(-0.3)}
-    return FittedHead(config, params, 0.1, lm.fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +43,7 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("kind", HEADS)
 def test_an_export_is_read_back_to_the_same_bits(tmp_path, kind):
     lm = make_lm()
-    head = random_head(lm, kind)
+    head = random_head(lm, kind, log_factor=0.1)
     export_head(tmp_path / "out", head, lm, notes={"loss": "cross-entropy"})
     again = load_head(tmp_path / "out", lm)
     assert (again.config, again.log_factor) == (head.config, head.log_factor)
@@ -96,7 +86,7 @@ def compare(theirs, lm, head, folder):
 def test_parity_of_every_head(tmp_path, llama, kind):
     theirs, lm = llama
     features = ("hidden_states",) if kind == "constant" else tuple(FEATURES)
-    assert max(compare(theirs, lm, random_head(lm, kind, features), tmp_path)) <= 1e-5
+    assert max(compare(theirs, lm, random_head(lm, kind, features, log_factor=0.1), tmp_path)) <= 1e-5
 
 
 @pytest.mark.slow
@@ -119,7 +109,7 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     from calibjax.torch import attach
 
     theirs, lm = llama
-    head = random_head(lm, "transformer")
+    head = random_head(lm, "transformer", log_factor=0.1)
     export_head(tmp_path / "head", head, lm)
     prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
     ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
@@ -152,7 +142,7 @@ def test_command(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     torch_model(tmp_path / "model", LLAMA_JSON)
     lm = load_model(tmp_path / "model")
-    head = random_head(lm, "linear")
+    head = random_head(lm, log_factor=0.1)
     save_head(tmp_path / "run" / "head", head, notes={"temperature": 1.0523456781})
     (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": {"model": str(tmp_path / "model")}}))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "ats"), "--json"]) == 0

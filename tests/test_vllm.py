@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from parity import torch_model
 from ports import free_port
-from test_torch import random_head
-from tiny import WORDS, write_tokenizer
+from tiny import LLAMA_JSON, WORDS, random_head, write_tokenizer
 
 from calibjax.heads import FEATURES
 from calibjax.models import load_model
@@ -23,19 +22,8 @@ from calibjax.train.saved import export_head
 
 PYTHON = Path(os.environ.get("CALIBJAX_VLLM", Path(__file__).parents[1] / ".venv-vllm")) / "bin" / "python"
 # Heads of 64 channels: vLLM's attention on a CPU has none of 8.
-SETTINGS = {
-    "model_type": "llama",
-    "vocab_size": len(WORDS) + 3,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SETTINGS = LLAMA_JSON | {"vocab_size": len(WORDS) + 3, "hidden_size": 128, "intermediate_size": 256}
+SETTINGS |= {"max_position_embeddings": 128, "tie_word_embeddings": False}
 REQUESTS, NEW = 200, 8
 
 

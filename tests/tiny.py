@@ -11,6 +11,7 @@ import numpy as np
 
 from calibjax.data import Sequences
 from calibjax.data.synthetic import as_sequences
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import DecoderConfig, LanguageModel, abstract_params
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.sharding import make_mesh
@@ -64,6 +65,26 @@ def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:
 
     params = jax.tree.map(lambda leaf: jnp.asarray(draw(leaf)), abstract_params(config))
     return LanguageModel.from_params(config, params, dtype=dtype)
+
+
+def random_head(lm, kind="linear", features=("hidden_states",), *, log_factor=0.0, **options) -> FittedHead:
+    """A head that is far from the identity."""
+    options = {"num_heads": 2, "identity_start": False, **options}
+    config = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=features, **options)
+    params = jax.jit(config.init)(jax.random.key(3, impl="rbg"))
+    params = {"log_scale": np.float32(-0.3)} if kind == "constant" else params
+    return FittedHead(config, params, log_factor, lm.fingerprint)
+
+
+def constant_head(lm, log_scale) -> FittedHead:
+    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+    return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, lm.fingerprint)
+
+
+def logged(directory: Path) -> np.ndarray:
+    """The losses that a run has logged, of training and validation."""
+    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
+    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
 
 
 def make_sequences(count=40, *, vocab_size=VOCAB, length=LENGTH, seed=0) -> Sequences:
@@ -134,13 +155,12 @@ def at_targets(log_probs: np.ndarray, sequences: Sequences) -> np.ndarray:
 # --- on disk ---
 
 WORDS = [f"w{number}" for number in range(40)]
-CONFIG_JSON = {
+LLAMA_JSON = {
     "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 43,
+    "vocab_size": 31,
     "hidden_size": 12,
     "intermediate_size": 20,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
@@ -148,16 +168,19 @@ CONFIG_JSON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CONFIG_JSON = LLAMA_JSON | {"vocab_size": len(WORDS) + 3, "num_hidden_layers": 1}
 
 
-def model_tensors() -> dict[str, np.ndarray]:
-    rng, d, inner = np.random.default_rng(0), 12, 20
-    at = "model.layers.0."
-    shapes = {"model.embed_tokens.weight": (43, d), "model.norm.weight": (d,), f"{at}mlp.down_proj.weight": (d, inner)}
-    shapes |= {f"{at}self_attn.{n}_proj.weight": (width, d) for n, width in zip("qkvo", (d, 6, 6, d), strict=True)}
-    shapes |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
-    shapes |= {f"{at}mlp.{name}_proj.weight": (inner, d) for name in ("gate", "up")}
-    return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
+def model_tensors(config=CONFIG_JSON) -> dict[str, np.ndarray]:
+    """Of a tied Llama of these sizes."""
+    rng, d, inner = np.random.default_rng(0), config["hidden_size"], config["intermediate_size"]
+    shapes = {"embed_tokens": (config["vocab_size"], d), "norm": (d,)}
+    for at in (f"layers.{number}." for number in range(config["num_hidden_layers"])):
+        shapes[f"{at}mlp.down_proj"] = (d, inner)
+        shapes |= {f"{at}self_attn.{name}_proj": (d // 2 if name in "kv" else d, d) for name in "qkvo"}
+        shapes |= {f"{at}{name}": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}mlp.{name}_proj": (inner, d) for name in ("gate", "up")}
+    return {f"model.{name}.weight": rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def write_model(folder: Path, tensors: dict[str, np.ndarray] | None = None, **changes) -> Path:

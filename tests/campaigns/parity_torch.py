@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import transformers
 from parity import VARIANTS, settings_of, torch_model
-from test_torch import compare, random_head
+from test_torch import compare
+from tiny import random_head
 
 from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model

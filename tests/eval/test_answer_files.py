@@ -5,7 +5,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from tiny import make_lm
+from tiny import constant_head, make_lm
 
 from calibjax.eval.tasks.answer_files import (
     Answers,
@@ -18,7 +18,6 @@ from calibjax.eval.tasks.answer_files import (
     write_fit,
     write_samples,
 )
-from calibjax.heads import FittedHead, HeadConfig
 from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
 
@@ -81,8 +80,7 @@ def test_samples(tmp_path):
 
 def test_answers_belong_to_a_model_and_its_heads(tmp_path):
     lm, other = make_lm(), make_lm(seed=1)
-    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    heads = [{"ats": FittedHead(config, {"log_scale": np.float32(x)}, 0.0, lm.fingerprint)} for x in (0.1, 0.2)]
+    heads = [{"ats": constant_head(lm, x)} for x in (0.1, 0.2)]
     claim_answers(tmp_path, lm, heads[0])
     claim_answers(tmp_path, lm, heads[0])
     for pair in ((other, heads[0]), (lm, heads[1]), (lm, {})):

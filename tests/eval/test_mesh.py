@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import make_lm, make_sequences, ragged, silent
+from tiny import make_lm, make_sequences, ragged, random_head, silent
 
 from calibjax.eval.layers.directions import (
     _edited_batch,
@@ -20,7 +20,6 @@ from calibjax.eval.layers.directions import (
 from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
 from calibjax.eval.tokens import evaluate_tokens, identity_head
-from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
 from calibjax.models.frozen import freeze
 from calibjax.runtime.sharding import batch_sharding, make_mesh, param_shardings, place_rows
@@ -30,10 +29,7 @@ SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 LM = make_lm(num_layers=2, vocab_size=37, unembedding_bias=True, logit_softcap=8.0)
 SEQUENCES = ragged(make_sequences(20, vocab_size=37))
 LETTERS = (7, 2, 11)
-HEAD = HeadConfig(kind="mlp", hidden_size=16, features=("hidden_states", "max_logit"), identity_start=False)
-
-
-HEADS = {"base": identity_head(LM), "mlp": FittedHead(HEAD, HEAD.init(jax.random.key(3)), 0.1, LM.fingerprint)}
+HEADS = {"base": identity_head(LM), "mlp": random_head(LM, "mlp", ("hidden_states", "max_logit"), log_factor=0.1)}
 
 
 def placed(lm, mesh):

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import scipy.stats
 from assets import ASSETS, data_path, model_path
-from tiny import VOCAB, WORDS, make_lm, write_model, write_tokenizer
+from tiny import VOCAB, WORDS, make_lm, random_head, write_model, write_tokenizer
 
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read, _states
 from calibjax.eval.tokens import identity_head
-from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
@@ -28,17 +27,12 @@ def the_lm():
     return make_lm(num_layers=2)
 
 
-def random_head(kind, **options):
-    config = HeadConfig(kind=kind, hidden_size=the_lm().config.hidden_size, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(3, impl="rbg")), 0.3, the_lm().fingerprint)
-
-
 @functools.cache
 def the_heads():
     return {
         "base": identity_head(the_lm()),
-        "transformer": random_head("transformer", num_heads=2),
-        "sequence": random_head("linear", pooling="sequence"),
+        "transformer": random_head(the_lm(), "transformer", log_factor=0.3),
+        "sequence": random_head(the_lm(), pooling="sequence", log_factor=0.3),
     }
 
 

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
+from tiny import (
+    answered,
+    at_targets,
+    constant_head,
+    dense_log_probs,
+    make_lm,
+    make_sequences,
+    ragged,
+    random_head,
+    silent,
+)
 
 from calibjax.eval import tokens as eval_tokens
 from calibjax.eval.report.notes import choice_verdict, kept_loss
@@ -21,7 +31,6 @@ from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.report.page import write_report
 from calibjax.eval.report.terminal import print_report
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
-from calibjax.heads import FittedHead, HeadConfig
 
 
 @functools.cache
@@ -37,16 +46,11 @@ def the_sequences():
 BINS = 10
 
 
-def random_head(lm, kind="linear", log_factor=0.0, **options):
-    config = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), log_factor, lm.fingerprint)
-
-
 @functools.cache
 def the_heads():
     return {
         "uncalibrated": identity_head(the_lm()),
-        "temperature": dataclasses.replace(identity_head(the_lm()), params={"log_scale": np.log(np.float32(0.4))}),
+        "temperature": constant_head(the_lm(), np.log(0.4)),
         "ats": random_head(the_lm(), log_factor=-0.7),
     }
 
@@ -65,7 +69,7 @@ def results():
 def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypatch):
     """The figures of all positions and of the counted ones alone, for heads that read statistics; also shared ones."""
     features = ("logit_statistics", "argmax_embedding")
-    heads = {kind: random_head(the_lm(), kind, features=features, num_heads=2) for kind in ("linear", "transformer")}
+    heads = {kind: random_head(the_lm(), kind, features) for kind in ("linear", "transformer")}
     heads["uncalibrated"] = identity_head(the_lm())
     every = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
     monkeypatch.setattr(eval_tokens, "_BLOCK", 1)

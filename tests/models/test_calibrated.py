@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from tiny import VOCAB, WIDTH, dense_log_probs, make_lm, make_sequences, ragged
+from tiny import VOCAB, constant_head, dense_log_probs, make_lm, make_sequences, ragged, random_head
 
-from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
+from calibjax import UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
 from calibjax.heads import FEATURES
 from calibjax.models import calibrated
 
@@ -25,19 +25,13 @@ NAMES = ("constant", "all features", "pooled", "transformer")
 the_lm = functools.cache(make_lm)
 
 
-def random_head(kind="mlp", log_factor=0.0, **options):
-    config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), log_factor, the_lm().fingerprint)
-
-
 @functools.cache
 def the_heads():
-    constant = HeadConfig(kind="constant", hidden_size=WIDTH)
     return {
-        "constant": FittedHead(constant, {"log_scale": np.log(np.float32(0.3))}, 0.0, the_lm().fingerprint),
-        "all features": random_head("linear", 0.4, features=tuple(FEATURES)),
-        "pooled": random_head("mlp", pooling="sequence"),
-        "transformer": random_head("transformer"),
+        "constant": constant_head(the_lm(), np.log(0.3)),
+        "all features": random_head(the_lm(), "linear", tuple(FEATURES), log_factor=0.4),
+        "pooled": random_head(the_lm(), "mlp", pooling="sequence"),
+        "transformer": random_head(the_lm(), "transformer"),
     }
 
 
@@ -86,10 +80,7 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        head = dataclasses.replace(
-            the_heads()["constant"], params={"log_scale": np.log(np.float32(scale))}, fingerprint=lm.fingerprint
-        )
-        got = np.asarray(calibrated_logprobs(lm, head, SEQUENCES.tokens)).argmax(-1)
+        got = np.asarray(calibrated_logprobs(lm, constant_head(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
 
@@ -137,7 +128,7 @@ MASK = np.arange(7) >= np.array([[4], [0], [2]])
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_program_of_a_head(kind):
-    head = random_head(kind, 0.1, features=tuple(FEATURES))
+    head = random_head(the_lm(), kind, tuple(FEATURES), log_factor=0.1)
     features = np.random.default_rng(0).normal(0, 2, (3, 7, head.config.width)).astype(np.float32)
     found = export.deserialize(bytearray(calibrated.head_program(head))).call(features, MASK)
     segments = MASK.astype(np.int32)

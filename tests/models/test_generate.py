@@ -10,10 +10,10 @@ import pytest
 import scipy.stats
 from assets import model_path
 from parity import GOLDENS, largest_error, write_files
-from tiny import VOCAB, WIDTH, compilations, make_lm
+from tiny import VOCAB, compilations, constant_head, make_lm, random_head
 
 import calibjax
-from calibjax import FittedHead, HeadConfig, LanguageModel, UserError, calibrated_confidence, generate, models
+from calibjax import LanguageModel, UserError, calibrated_confidence, generate, models
 from calibjax.heads import FEATURES
 from calibjax.models.decoder import extend
 from calibjax.models.generate import Sampling, default_stop_tokens, sampling_logits
@@ -42,10 +42,8 @@ def the_lm():
 
 @functools.cache
 def head_of(kind, **options):
-    if kind == "linear":
-        options["features"] = tuple(FEATURES)
-    config = HeadConfig(kind=kind, hidden_size=WIDTH, identity_start=False, **options)
-    return FittedHead(config, jax.jit(config.init)(jax.random.key(2, impl="rbg")), 0.3, the_lm().fingerprint)
+    features = tuple(FEATURES) if kind == "linear" else ("hidden_states",)
+    return random_head(the_lm(), kind, features, log_factor=0.3, **options)
 
 
 @pytest.mark.parametrize("name", ["stories260K", *map(slow, ["tinystories-656k", "craftgpt-5M"])])
@@ -151,13 +149,10 @@ SAMPLING = ("top_k", "top_p", "calibrated", "count", "numbers")
 def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature=2.0, **options):
     """Two tokens a row, beside a head that has the same scale everywhere."""
     lm = lm or the_lm()
-    head = FittedHead(
-        HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.log(np.float32(scale))}, 0.0, lm.fingerprint
-    )
     sampling = {name: options.pop(name) for name in SAMPLING if name in options}
     sampling = Sampling(temperature=temperature, key=jax.random.key(key), **sampling)
     options = {"sampling": sampling, "max_new_tokens": 2} | options
-    return jax.tree.map(np.asarray, generate(lm, prompts, head=head, **options))
+    return jax.tree.map(np.asarray, generate(lm, prompts, head=constant_head(lm, np.log(scale)), **options))
 
 
 def test_in_double_precision_of_jax():

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
-from parity import LLAMA_JSON
 from safetensors.numpy import load_file, save_file
+from tiny import LLAMA_JSON, model_tensors
+from tiny import write_model as write_tiny
 from tokenizers import AddedToken
 
 from calibjax.commands.common import DataOptions
@@ -37,24 +37,13 @@ from calibjax.runtime.errors import UserError
 CASES = Path(__file__).parents[1] / "data" / "cases" / "models"
 
 
-def llama_tensors():
-    projections = {"q": (12, 12), "k": (6, 12), "v": (6, 12), "o": (12, 12)}
-    layer = {f"self_attn.{name}_proj": shape for name, shape in projections.items()}
-    layer |= {"mlp.gate_proj": (20, 12), "mlp.up_proj": (20, 12), "mlp.down_proj": (12, 20)}
-    layer |= {"input_layernorm": (12,), "post_attention_layernorm": (12,)}
-    shapes = {"embed_tokens": (31, 12), "norm": (12,)}
-    shapes |= {f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
-    random = np.random.default_rng(0)
-    return {f"model.{name}.weight": random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 def write_config(folder, base=LLAMA_JSON, **changes):
     (folder / "config.json").write_text(json.dumps(base | changes))
     return folder
 
 
 def write_model(folder, tensors=None, **changes):
-    save_file(llama_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    save_file(model_tensors(LLAMA_JSON) if tensors is None else tensors, folder / "model.safetensors")
     return write_config(folder, **changes)
 
 
@@ -74,7 +63,7 @@ def test_shards_prefixes_and_buffers_change_nothing(tmp_path):
     folders = [tmp_path / name for name in ("single", "shards", "bare")]
     for folder in folders:
         folder.mkdir()
-    tensors = llama_tensors()
+    tensors = model_tensors(LLAMA_JSON)
     names = sorted(tensors)
     single = load_model(write_model(folders[0]))
     parts = [{name: tensors[name] for name in names[start::3]} for start in range(3)]
@@ -89,14 +78,14 @@ def test_shards_prefixes_and_buffers_change_nothing(tmp_path):
 
 
 def test_tied_embedding_stored_under_the_head_only(tmp_path):
-    tensors = llama_tensors()
+    tensors = model_tensors(LLAMA_JSON)
     tensors["lm_head.weight"] = embedding = tensors.pop("model.embed_tokens.weight")
     model = load_model(write_model(tmp_path, tensors))
     np.testing.assert_array_equal(model.unembedding, embedding)
 
 
 def test_buffers_and_value_heads_are_left_out(tmp_path, caplog):
-    tensors = llama_tensors()
+    tensors = model_tensors(LLAMA_JSON)
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32) for i in range(2)}
     others = {"v_head.summary.weight": np.ones((1, 12), np.float32), "score.weight": np.ones((1, 12), np.float32)}
     model = load_model(write_model(tmp_path, tensors | buffers | others))
@@ -113,7 +102,7 @@ def test_fingerprint_of_real_models(name):
 
 
 def test_fingerprint_changes_with_one_weight_and_with_the_configuration(tmp_path):
-    tensors = llama_tensors()
+    tensors = model_tensors(LLAMA_JSON)
     tensors["model.norm.weight"][3] += 1e-6
     other = functools.partial(write_config, rope_theta=7.0)
     writes = (write_model, other, functools.partial(write_model, tensors=tensors))
@@ -136,7 +125,7 @@ def test_fingerprint_outlives_new_options():
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64], ids=["fp16", "bf16", "fp64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_and_loaded_dtypes(tmp_path, stored, dtype):
-    tensors = {name: tensor.astype(stored) for name, tensor in llama_tensors().items()}
+    tensors = {name: tensor.astype(stored) for name, tensor in model_tensors(LLAMA_JSON).items()}
     model = load_model(write_model(tmp_path, tensors), dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
     np.testing.assert_array_equal(model.unembedding, tensors["model.embed_tokens.weight"].astype(jnp.dtype(dtype)))
@@ -162,7 +151,7 @@ def test_stored_and_loaded_dtypes(tmp_path, stored, dtype):
     ],
 )
 def test_bad_tensors(tmp_path, name, value, message):
-    tensors = {key: tensor for key, tensor in (llama_tensors() | {name: value}).items() if tensor is not None}
+    tensors = {key: tensor for key, tensor in (model_tensors(LLAMA_JSON) | {name: value}).items() if tensor is not None}
     with pytest.raises(UserError, match=message):
         load_model(write_model(tmp_path, tensors))
 
@@ -170,13 +159,13 @@ def test_bad_tensors(tmp_path, name, value, message):
 def test_all_problems_are_named_up_to_ten_of_each(tmp_path):
     tensors = {f"extra.{number}": np.ones(1, np.float32) for number in range(12)}
     with pytest.raises(UserError, match=r"missing: model.layers.2.input_layernorm.weight.* and 2 more") as caught:
-        load_model(write_model(tmp_path, llama_tensors() | tensors, num_hidden_layers=3))
+        load_model(write_model(tmp_path, model_tensors(LLAMA_JSON) | tensors, num_hidden_layers=3))
     assert str(caught.value).count("extra.") == 10
 
 
 def test_shards(tmp_path):
     """A name in two of them, and one that is missing; other indexes are in test_hostile."""
-    tensors = llama_tensors()
+    tensors = model_tensors(LLAMA_JSON)
     with pytest.raises(UserError, match=r"duplicate: model.norm.weight \(model-1.*\) and model.norm.weight \(model-0"):
         load_model(write_shards(tmp_path, tensors, {"model.norm.weight": tensors["model.norm.weight"]}))
     (tmp_path / "model-1.safetensors").unlink()
@@ -209,7 +198,7 @@ def test_no_model(tmp_path, monkeypatch):
 
 def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
     """As in Gemma 3: the model loads with a warning, and a text that holds the token is refused."""
-    model = tiny.write_model(tmp_path / "model")
+    model = write_tiny(tmp_path / "model")
     tokenizer = load_model(model).tokenizer
     size = load_model(model).config.vocab_size
     tokenizer.add_tokens([AddedToken("<image>", special=True)])
@@ -231,7 +220,7 @@ def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
 def test_case(tmp_path, caplog, file):
     """Tokenizers and templates of public bug reports: what is rendered or read, or the warning and the refusal."""
     case = json.loads(file.read_text())
-    lm = load_model(tiny.write_model(tmp_path / "model"))
+    lm = load_model(write_tiny(tmp_path / "model"))
     lm.tokenizer.add_tokens([AddedToken(token, special=True) for token in case.get("added", ())])
     lm.tokenizer.save_pretrained(tmp_path / "model")
     for name, content in case.get("files", {}).items():
@@ -253,7 +242,7 @@ def test_case(tmp_path, caplog, file):
 
 def test_chat_template_in_a_file_of_its_own(tmp_path):
     """Multimodal models keep it in chat_template.json; one of the tokenizer itself comes first."""
-    model = tiny.write_model(tmp_path / "model")
+    model = write_tiny(tmp_path / "model")
     assert not load_model(model).tokenizer.chat_template
     (model / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     tokenizer = load_model(model).tokenizer

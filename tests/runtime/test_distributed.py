@@ -16,7 +16,7 @@ import pytest
 import worker
 from assets import data_path, model_path
 from ports import free_port
-from tiny import on_one_device, write_model, write_text
+from tiny import logged, on_one_device, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.models import load_model
@@ -81,11 +81,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     write_model(folder / "model", hidden_size=12)
     return folder
-
-
-def logged(directory):
-    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
 
 
 def assert_close(one, other, bound=1e-5):

@@ -1,7 +1,6 @@
 """Training for the long horizon: its loss, its state, its meshes, its resuming, its samples and its conditions."""
 
 import dataclasses
-import json
 import shutil
 
 import chex
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interrupt import killed_at_step
-from tiny import at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
+from tiny import at_targets, dense_log_probs, logged, make_lm, make_sequences, ragged, silent
 
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
@@ -28,11 +27,6 @@ def fit(directory, *, sequences=None, mesh=None, method="lhts", **options):
     lm = make_lm()
     chosen = LhtsOptions(**{**SETTINGS, **options})
     return fit_lhts(lm, sequences, chosen, context=silent(directory, mesh=mesh), method=method)
-
-
-def logged(directory):
-    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
 
 
 def student_of(lm):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
+from tiny import logged, make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import hold_back, load_sequences, read_source
@@ -163,11 +163,6 @@ def fit(directory, lm=None, *, mesh=None, sequences=None, log=lambda line: None,
     sequences = ragged(make_sequences(48)) if sequences is None else sequences
     chosen = SftOptions(**{"epochs": 2, "batch_size": 16, "learning_rate": 1e-2, "remat": "none"} | options)
     return fit_sft(lm, sequences, chosen, context=silent(directory, mesh=mesh, log=log))
-
-
-def logged(directory):
-    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
-    return np.array([row.get("loss", row.get("validation_nll")) for row in rows])
 
 
 def test_adapters_of_a_bfloat16_model():
