@@ -1,6 +1,7 @@
 """Models, sequences and files small enough that a test costs seconds: random, and the same on every machine."""
 
 import contextlib
+import gzip
 import json
 import os
 from pathlib import Path
@@ -216,6 +217,14 @@ def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
         lines.append(json.dumps({column: " ".join(WORDS[i] for i in row)}))
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+def write_questions(folder: Path, name: str, rows) -> None:
+    """Rows of a benchmark, as `--assets` has them below `folder`."""
+    file = folder / "data" / f"{name}.jsonl.gz"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def silent(directory=None, *, log=lambda line: None, **given):

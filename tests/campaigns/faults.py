@@ -11,8 +11,8 @@ JSON line for each case.
 import argparse
 import contextlib
 import ctypes
-import gzip
 import io
+import itertools
 import json
 import os
 import shutil
@@ -39,9 +39,7 @@ def preload(script, arguments):
     if not hasattr(library, "fault_arm"):
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             shim = Path(folder) / "faults.so"
-            subprocess.run(
-                ["cc", "-O1", "-shared", "-fPIC", "-o", str(shim), str(HERE / "faults.c"), "-ldl"], check=True
-            )
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", shim, HERE / "faults.c", "-ldl"], check=True)
             environment = {**os.environ, "LD_PRELOAD": str(shim)}
             sys.exit(subprocess.run([sys.executable, script, *arguments], env=environment, check=False).returncode)
     library.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
@@ -84,12 +82,7 @@ class Files:
 
 
 class Command:
-    """A command of calibjax.
-
-    Attributes:
-        arguments: `{inputs}` and `{out}` stand for directories.
-        results: what is compared with a run without faults, as patterns.
-    """
+    """A command of calibjax; `results` are patterns of what is compared with a run without faults."""
 
     def __init__(self, *arguments, results):
         self.arguments, self.results = arguments, results
@@ -179,14 +172,7 @@ def contents(out, patterns):
 
 
 class Whole(NamedTuple):
-    """What a run without faults leaves.
-
-    Attributes:
-        before: contents before it.
-        after: contents after it.
-        same: names of `after` that two such runs leave alike.
-        calls: number of calls that can fail.
-    """
+    """Contents before and after a run without faults, names that two such runs leave alike, calls that can fail."""
 
     before: dict[str, bytes]
     after: dict[str, bytes]
@@ -225,7 +211,7 @@ def differences(case, out, whole):
 def settle(out):
     """Waits for what threads of a command that failed still write; to a user they end with its process."""
     before = None
-    while before != (before := sorted(map(str, out.rglob("*")))):
+    while before != (before := sorted(out.rglob("*"))):
         time.sleep(0.1)
 
 
@@ -248,34 +234,25 @@ def check(case, out, inputs, whole, code, printed):
     return problems + differences(case, out, whole)
 
 
-def try_calls(case, library, folder, inputs, whole, stride, in_turn):
-    """Every fault, or each `stride`-th one; yields its name, the outcome, and what is wrong."""
-    for turn, n in enumerate(range(1, whole.calls + stride, stride)):
-        for mode, name in enumerate(MODES):
-            if in_turn and mode != turn % len(MODES):
-                continue
-            out = fresh(case, folder)
-            library.fault_arm(os.fsencode(out), n, mode)
-            code, printed = run(case, out, inputs)
-            reached = library.fault_disarm() >= n
-            fault = f"{name} {n} {library.fault_failed().decode()}"
-            ended = f"exit code {code}" if code in (1, 2) else "succeeded" if code == 0 else "traceback"
-            outcome = ended if reached else "not reached"
-            yield fault, outcome, check(case, out, inputs, whole, code, printed)
-
-
-def try_case(case, library, folder, inputs, *, stride, in_turn, seconds):
-    """Tries faults for so long at most; returns counts."""
+def try_case(case, library, folder, inputs, given):
+    """Every fault, or each `stride`-th one, for so long at most; returns counts of the outcomes."""
     began = time.monotonic()
     whole = whole_run(case, library, folder, inputs)
     counts, wrong = Counter(), 0
-    for fault, outcome, problems in try_calls(case, library, folder, inputs, whole, stride, in_turn):
-        counts[outcome] += 1
-        if problems:
+    faults = itertools.product(enumerate(range(1, whole.calls + given.stride, given.stride)), range(len(MODES)))
+    for (turn, n), mode in faults:
+        if time.monotonic() - began > given.seconds or (given.in_turn and mode != turn % len(MODES)):
+            continue
+        out = fresh(case, folder)
+        library.fault_arm(os.fsencode(out), n, mode)
+        code, printed = run(case, out, inputs)
+        reached = library.fault_disarm() >= n
+        fault = f"{MODES[mode]} {n} {library.fault_failed().decode()}"
+        ended = f"exit code {code}" if code in (1, 2) else "succeeded" if code == 0 else "traceback"
+        counts[ended if reached else "not reached"] += 1
+        if problems := check(case, out, inputs, whole, code, printed):
             wrong += 1
             print(json.dumps({"fault": fault, "problems": problems}), file=sys.stderr, flush=True)
-        if time.monotonic() - began > seconds:
-            break
     return {"calls": whole.calls, **counts, "wrong": wrong, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -293,33 +270,24 @@ def main():
         if given.cases != ["files"]:
             make_inputs(inputs)
         for case in given.cases:
-            limits = {"stride": given.stride, "in_turn": given.in_turn, "seconds": given.seconds}
-            found = try_case(CASES[case], library, folder, inputs, **limits)
+            found = try_case(CASES[case], library, folder, inputs, given)
             print(json.dumps({"case": case, **found}), flush=True)
             lost += found["wrong"]
     return 1 if lost else 0
 
 
 def make_inputs(inputs):
-    from tiny import WORDS, write_model, write_text
+    from tiny import WORDS, write_model, write_questions, write_text
 
     write_model(inputs / "model")
     write_text(inputs / "data.jsonl", rows=40, words=16)
-    write_text(inputs / "more.jsonl", rows=40, words=16, seed=1)
+
     pairs = [f"{0.2 + 0.01 * row},{int(row % 3 == 0)}" for row in range(60)]
     (inputs / "pairs.csv").write_text("\n".join(["confidence,correct", *pairs]) + "\n")
-    questions = inputs / "data" / "llm_foundry_eval" / "arc_easy.jsonl.gz"
-    questions.parent.mkdir(parents=True)
-    with gzip.open(questions, "wt") as file:
-        for row in range(6):
-            query = {"query": f"Question: {WORDS[row]}", "choices": WORDS[row : row + 3], "gold": row % 3}
-            file.write(json.dumps(query) + "\n")
-    written = inputs / "data" / "triviaqa" / "triviaqa_sm_sub.jsonl.gz"
-    written.parent.mkdir()
-    with gzip.open(written, "wt") as file:
-        for row in range(20):
-            query = {"context": f"Question: {WORDS[row]}\nAnswer:", "answer": WORDS[row], "aliases": [WORDS[row + 1]]}
-            file.write(json.dumps(query) + "\n")
+    options = [{"query": f"Question: {WORDS[n]}", "choices": WORDS[n : n + 3], "gold": n % 3} for n in range(6)]
+    write_questions(inputs, "llm_foundry_eval/arc_easy", options)
+    written = [{"context": f"Question: {w}\nAnswer:", "answer": w, "aliases": [w]} for w in WORDS[:20]]
+    write_questions(inputs, "triviaqa/triviaqa_sm_sub", written)
     for case in ("train ats", "compare"):  # what report, export and apply read
         assert run(CASES[case], inputs, inputs)[0] == 0
     orbax = Command("convert", *MODEL, "--out", "{out}/orbax", results=())

@@ -39,12 +39,9 @@ BATCH = 2000
 
 
 class Target(NamedTuple):
-    """What reads a kind of file.
+    """A kind of file: how often it is drawn, its names below the corpus, and what reads it.
 
-    Attributes:
-        weight: relative number of cases.
-        files: names below the corpus that are mutated, with their directory first.
-        read: reads the directory, whose file of this name was mutated; asserts what holds of every result.
+    `read` gets the directory and the name of the mutated file, and asserts what holds of every result.
     """
 
     weight: int
@@ -70,9 +67,8 @@ def read_config(directory: Path, name: str) -> None:
 def read_model(directory: Path, name: str) -> None:
     from calibjax.models import load_model
 
-    del name
     lm = load_model(directory)
-    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(lm.params))
+    assert_finite(lm.params)
     if lm.has_tokenizer:
         ids = lm.tokenizer("w1 w2 w3")["input_ids"]
         assert max(ids, default=0) < lm.config.vocab_size
@@ -83,24 +79,20 @@ def read_gguf(directory: Path, name: str) -> None:
     from calibjax.models.orbax_checkpoint import save_checkpoint
 
     lm = load_model(directory / name)
-    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(lm.params))
+    assert_finite(lm.params)
     save_checkpoint(directory / "converted", lm, dtype="float32")
 
 
 def read_adapter(directory: Path, name: str) -> None:
     from calibjax.models import load_model
 
-    del name
-    lm = load_model(directory / "base", adapter=directory)
-    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(lm.params))
+    assert_finite(load_model(directory / "base", adapter=directory).params)
 
 
 def read_head(directory: Path, name: str) -> None:
     from calibjax.train.saved import load_head
 
-    del name
-    head = load_head(directory)
-    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(head.params))
+    assert_finite(load_head(directory).params)
 
 
 def read_probe(directory: Path, name: str) -> None:
@@ -108,7 +100,6 @@ def read_probe(directory: Path, name: str) -> None:
 
     from calibjax.train.probes import load_probe
 
-    del name
     for found, expected in zip(_leaves(load_probe(directory, PROBE)), _leaves(probe_params()), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -140,7 +131,6 @@ def read_checkpoint(directory: Path, name: str) -> None:
 
     from calibjax.train.checkpoint import Checkpoints
 
-    del name
     checkpoints = Checkpoints(directory, checkpoint_run())
     try:
         restored = checkpoints.restore(new_state())
@@ -157,9 +147,8 @@ def read_rows(directory: Path, name: str) -> None:
     from calibjax.data import read_source
     from calibjax.data.load import load_sequences
 
-    sequences, _ = load_sequences(
-        read_source(directory / name), character_tokenizer(), seq_len=16, layout="pack", max_sequences=50
-    )
+    options = {"seq_len": 16, "layout": "pack", "max_sequences": 50}
+    sequences, _ = load_sequences(read_source(directory / name), character_tokenizer(), **options)
     assert sequences.tokens.min() >= 0
     assert sequences.where.any()
 
@@ -196,6 +185,10 @@ def _leaves(tree: Any) -> list[np.ndarray]:
     import jax
 
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_finite(tree: Any) -> None:
+    assert all(bool(np.isfinite(leaf).all()) for leaf in _leaves(tree))
 
 
 TARGETS = {
@@ -281,13 +274,12 @@ def work(numbers: range, options: argparse.Namespace) -> None:
     tempfile.tempdir = None
     outside: list[str] = []
     sys.addaudithook(lambda event, arguments: _watch(event, arguments, str(options.directory), outside))
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for target in ("config", "rows", "head"):  # what they import and start is no part of a case's memory
         with contextlib.suppress(Exception):
             number = next(n for n in range(10**6) if draw_case(0, n, corpus, list(TARGETS))[0].target == target)
             try_case(*draw_case(0, number, corpus, list(TARGETS)), place / "first")
         shutil.rmtree(place / "first", ignore_errors=True)
-    used = max(used, int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize())
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
 
     def stop(*_: Any) -> None:
@@ -383,12 +375,8 @@ def campaign(options: argparse.Namespace) -> Iterator[str]:
     yield f"{'target':<12}{'tried':>8}{'refused':>9}{'read':>8}{'lost':>6}{'seconds':>9}{'slowest':>9}"
     for target, of_target in [*counts.items(), ("all", sum(counts.values(), collections.Counter()))]:
         taken = [float(row[4]) for row in rows if target in (row[1], "all")]
-        figures = (of_target[name] for name in ("refused", "read", "lost"))
-        yield (
-            f"{target:<12}{of_target.total():>8}"
-            + "{:>9}{:>8}{:>6}".format(*figures)
-            + f"{sum(taken):>9.0f}{max(taken):>9.1f}"
-        )
+        figures = "{:>8}{:>9}{:>8}{:>6}".format(of_target.total(), *(of_target[x] for x in ("refused", "read", "lost")))
+        yield f"{target:<12}{figures}{sum(taken):>9.0f}{max(taken):>9.1f}"
     reasons = collections.defaultdict(list)
     for row in rows:
         if row[3] == "lost":

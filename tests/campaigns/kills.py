@@ -9,7 +9,6 @@ killed. Prints one JSON line for each run, and the totals.
 
 import argparse
 import contextlib
-import gzip
 import importlib
 import json
 import os
@@ -29,20 +28,18 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 from ports import free_port
-from tiny import WORDS, write_model, write_text
+from tiny import WORDS, write_model, write_questions, write_text
 
-SHARED = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "3", "--checkpoint-every", "2")
-SHARED += ("--learning-rate", "0.01", "--quiet")
-TASKS = ("--tasks", "arc_easy", "triviaqa", "--confidence", "consistency", "--samples", "3", "--max-new-tokens", "4")
+TRAIN = "--model {folder}/model --data {folder}/data.jsonl --out {out} --seq-len 13 --full-sequences --batch-size 6"
+TRAIN += " --epochs 3 --checkpoint-every 2 --learning-rate 0.01 --quiet"
+TASKS = "--model {folder}/model --assets {folder} --out {out} --tasks arc_easy triviaqa --confidence consistency"
+LHTS = "--temperatures 0.9 --samples 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
 OPTIONS = {
-    "train ats": [*SHARED, "--loss", "joint", "--no-refit-temperature", "--head-kind", "mlp"],
-    "train sft": [*SHARED],
-    "eval tasks": [*TASKS, "--temperature", "2", "--batch-size", "8", "--quiet"],
-    "decide": ["--risk", "0.2"],
-    "train lhts": [
-        *(*SHARED, "--temperatures", "0.9", "--samples", "0.5", "--no-partition"),
-        *("--texts", "4", "--text-prompt-tokens", "2", "--myopic", "1"),
-    ],
+    "train ats": f"{TRAIN} --loss joint --no-refit-temperature --head-kind mlp",
+    "train sft": TRAIN,
+    "eval tasks": f"{TASKS} --samples 3 --max-new-tokens 4 --temperature 2 --batch-size 8 --quiet",
+    "decide": "--table {folder}/table.csv --risk 0.2 --out {out}/decisions.json",
+    "train lhts": f"{TRAIN} {LHTS}",
 }
 WRITING = re.compile(r"orbax-checkpoint-tmp|\.[0-9a-f]{16}\.(new|old)$|calibjax\.lock$")
 RESULTS = ("metrics.json", "tokens.json", "*.safetensors", "train.jsonl", "head.json", "checksums.json")
@@ -55,18 +52,7 @@ def start(folder, out, command, number, processes, port):
     child = os.fork()
     if child:
         return child
-    arguments = [
-        *command.split(),
-        *OPTIONS[command],
-        "--out",
-        str(out / "decisions.json" if command == "decide" else out),
-    ]
-    if command == "decide":
-        arguments += ["--table", str(folder / "table.csv")]
-    else:
-        arguments += ["--model", str(folder / "model")]
-        arguments += ["--assets" if command == "eval tasks" else "--data"]
-        arguments += [str(folder if command == "eval tasks" else folder / "data.jsonl")]
+    arguments = [word.format(folder=folder, out=out) for word in f"{command} {OPTIONS[command]}".split()]
     if processes > 1:
         arguments += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(processes), "--process-id", str(number)]
         arguments += ["--heartbeat-timeout", "10"]
@@ -87,14 +73,8 @@ def import_all():
     """What a start would import, once for all forks. JAX starts its threads only when it is used."""
     for name in ("train_ats", "train_sft", "train_lhts", "eval_tasks", "decide", "parser"):
         importlib.import_module(f"calibjax.commands.{name}")
-    for name in (
-        "lm_eval",
-        "lm_eval.tasks",
-        "transformers.models.auto",
-        "tokenizers",
-        "matplotlib.pyplot",
-        "tensorboardX.event_file_writer",
-    ):
+    others = "lm_eval.tasks transformers.models.auto tokenizers matplotlib.pyplot tensorboardX.event_file_writer"
+    for name in others.split():
         importlib.import_module(name)
 
 
@@ -209,8 +189,10 @@ def killed_run(folder, out, command, processes, whole, changes, rng, kills):
     return moments, different, sorted(writing(files(out), out))
 
 
-def write_questions(folder):
-    """Local files of two tasks, one of options and one of written answers, and a table of answers."""
+def write_inputs(folder):
+    """A model, text, local files of two tasks, one of options and one of written answers, and a table of answers."""
+    write_model(folder / "model")
+    write_text(folder / "data.jsonl", rows=60, words=16)
     draw = random.Random(0)
 
     def words(low, high):
@@ -224,11 +206,8 @@ def write_questions(folder):
         {"context": f"Question: {words(1, 6)}\nAnswer:", "answer": words(1, 1), "aliases": [words(1, 1)]}
         for _ in range(30)
     ]
-    for name, rows in (("llm_foundry_eval/arc_easy", options), ("triviaqa/triviaqa_sm_sub", written)):
-        file = folder / "data" / f"{name}.jsonl.gz"
-        file.parent.mkdir(parents=True)
-        with gzip.open(file, "wt") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+    write_questions(folder, "llm_foundry_eval/arc_easy", options)
+    write_questions(folder, "triviaqa/triviaqa_sm_sub", written)
     rows = [(draw.random(), draw.random()) for _ in range(3000)]
     lines = [f"{confidence},{int(other < confidence)}\n" for confidence, other in rows]
     (folder / "table.csv").write_text("confidence,correct\n" + "".join(lines))
@@ -248,9 +227,7 @@ def main():
     totals, lost = Counter(), []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
-        write_model(folder / "model")
-        write_text(folder / "data.jsonl", rows=60, words=16)
-        write_questions(folder)
+        write_inputs(folder)
         whole = {}
         kinds = [(command, n) for n in given.processes for command in given.commands if n == 1 or "train" in command]
         for number in range(10**6):
@@ -264,9 +241,8 @@ def main():
                 whole[command, processes] = contents(out), changes
             expected, changes = whole[command, processes]
             out = folder / f"run{number}"
-            moments, different, left = killed_run(
-                folder, out, command, processes, expected, changes, rng, given.per_run
-            )
+            found = killed_run(folder, out, command, processes, expected, changes, rng, given.per_run)
+            moments, different, left = found
             for moment in moments:
                 totals[f"{command}, {processes} process{'es' * (processes > 1)}: {moment}"] += 1
             row = {"command": command, "processes": processes, "kills": moments, "different": different, "left": left}

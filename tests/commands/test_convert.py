@@ -12,15 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import model_tensors, write_model
 
-from calibjax import (
-    FittedHead,
-    HeadConfig,
-    UserError,
-    calibrated_confidence,
-    load_head,
-    load_model,
-    save_head,
-)
+from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, load_head, load_model, save_head
 from calibjax.cli import main
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import copy_settings, settings_files
@@ -61,8 +53,7 @@ def test_restored_on_any_mesh(source, converted, shape):
             assert leaf.sharding.device_set == {jax.devices()[0]}
         else:
             assert leaf.sharding.is_equivalent_to(param_sharding(mesh, path, leaf.shape), leaf.ndim), path
-    if mesh is not None:
-        assert not after.params["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
+    assert after.params["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated == (mesh is None)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["fp32", "bf16", "fp16"])
@@ -73,7 +64,7 @@ def test_there_and_back(tmp_path, capsys, dtype):
     model = write_model(tmp_path / "model", tensors)
     assert main(["convert", "--model", str(model), "--out", str(there)]) == 0
     assert main(["convert", "--model", str(there), "--out", str(back), "--to", "safetensors", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out.split("for --model", 1)[1].split("\n", 1)[1])
+    document = json.loads(capsys.readouterr().out.partition("for --model")[2].partition("\n")[2])
     assert (document["format"], document["dtype"]) == ("safetensors", np.dtype(dtype).name)
     assert {load_model(path).fingerprint for path in (model, there, back)} == {document["fingerprint"]}
     assert not (back / "calibjax.json").exists()
@@ -85,38 +76,34 @@ def test_there_and_back(tmp_path, capsys, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
-def test_checkpoints_that_cannot_be_read(tmp_path, converted, capsys):
+def test_checkpoints_that_cannot_be_read(tmp_path, converted):
     copy = tmp_path / "copy"
     shutil.copytree(converted, copy)
+    arrays = json.loads((copy / "checksums.json").read_text())["arrays"]
     (copy / "checksums.json").unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
         load_model(copy)
-    shutil.copy(converted / "checksums.json", copy)
-    arrays = json.loads((copy / "checksums.json").read_text())["arrays"]
 
     def edit(name, content, message):
         (copy / name).write_text(content)
-        with pytest.raises(UserError, match="checksum differs"):
-            load_model(copy)
-        (copy / "checksums.json").unlink()
+        (copy / "checksums.json").unlink(missing_ok=True)
         write_checksums(copy, arrays)
         with pytest.raises(UserError, match=message):
             load_model(copy)
-        for original in (name, "checksums.json"):
-            shutil.copy(converted / original, copy)
+        shutil.copy(converted / name, copy)
 
     stored = json.loads((copy / "calibjax.json").read_text())
     for content in ("{", "[1]", json.dumps(stored | {"schema": 9}), json.dumps({"schema": 4})):
         edit("calibjax.json", content, "not a checkpoint's description")
     settings = json.loads((copy / "config.json").read_text())
     edit("config.json", json.dumps(settings | {"rms_norm_eps": 1e-3}), r"config\.json is not the one")
-    data = max((copy / "params").rglob("*"), key=lambda f: f.stat().st_size if f.is_file() else -1)
+    data = max((f for f in (copy / "params").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     data.write_bytes(data.read_bytes()[:20])
+    (copy / "checksums.json").unlink()
+    write_checksums(copy, arrays)
     with pytest.raises(UserError, match=r"params: cannot be read"):
         load_model(copy)
     gc.collect()  # its warnings belong here
-    assert main(["convert", "--model", str(converted), "--out", str(copy)]) == 2
-    assert "expected a new or an empty directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
@@ -142,10 +129,8 @@ def test_paths_below_which_orbax_loses_what_it_writes(tmp_path, source, capsys, 
         assert main([*command, "--model", model, "--out", str(out)]) == 2
         assert "Orbax cannot write below a path with" in capsys.readouterr().err
     config = HeadConfig(kind="constant", hidden_size=8)
-    for write in (
-        lambda: save_head(out, FittedHead(config, config.init(jax.random.key(0)), 0.0, "")),
-        lambda: Checkpoints(out, {}),
-    ):
+    head = FittedHead(config, config.init(jax.random.key(0)), 0.0, "")
+    for write in (lambda: save_head(out, head), lambda: Checkpoints(out, {})):
         with pytest.raises(UserError, match="Orbax cannot write below"):
             write()
     assert list(tmp_path.iterdir()) == [data]
@@ -194,13 +179,14 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path, source):
 @pytest.mark.parametrize(
     ("name", "place", "target"),
     [
-        *[(name, "model", "secret") for name in ("config.json", "merges.txt", "vocab.txt", "x.model", "x.jinja")],
-        *[("loop.json", "model", "loop.json"), ("x.json", "model", "loop.json"), ("x.json", "model", "nowhere")],
+        *[(name, "model", "secret") for name in ("config.json", "merges.txt", "x.model", "x.jinja")],
+        *[("loop.json", "model", "loop.json"), ("x.json", "model", "nowhere")],
         *[("x.json", "models--x/snapshots/model", f"models--x/{file}") for file in ("secret", "blobs2/secret")],
         ("x.json", "x/snapshots/model", "x/blobs/secret"),
     ],
 )
-def test_links_out_of_the_model_are_not_copied(tmp_path, source, name, place, target):
+def test_links_out_of_the_model_are_not_copied(tmp_path, source, capsys, name, place, target):
+    """Nor is anything read before they are refused."""
     for folder in ("models--x/blobs2", "x/blobs", "out"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("secret", "models--x/secret", "models--x/blobs2/secret", "x/blobs/secret"):
@@ -212,21 +198,13 @@ def test_links_out_of_the_model_are_not_copied(tmp_path, source, name, place, ta
     assert inside in settings_files(model)
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to(target if target == "loop.json" else tmp_path / target)
-    with pytest.raises(UserError, match="is a symbolic link to") as caught:
+    with pytest.raises(UserError, match=f"{name} is a symbolic link to"):
         copy_settings(model, tmp_path / "out", "float32")
-    assert name in str(caught.value)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_links_out_of_the_model_are_refused_before_it_is_read(tmp_path, source, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(source, model)
     (model / "model.safetensors").write_bytes(b"not read")
-    (tmp_path / "secret").write_text("{}")
-    (model / "added.json").symlink_to("../secret")
-    assert main(["convert", "--model", str(model), "--out", str(tmp_path / "out")]) == 2
-    assert "added.json is a symbolic link to" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    if name != "config.json":
+        assert main(["convert", "--model", str(model), "--out", str(tmp_path / "out")]) == 2
+        assert f"{name} is a symbolic link to" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_checkpoint_must_be_finite(tmp_path, source):
@@ -247,18 +225,16 @@ def test_generate(tmp_path, source, converted, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["fingerprint"] == lm.fingerprint
     first = document["texts"][0]
-    ids = [token["id"] for token in first["tokens"]]
+    ids, confidence = ([token[name] for token in first["tokens"]] for name in ("id", "confidence"))
     assert first["text"] == lm.tokenizer.decode(ids, skip_special_tokens=True)
     prompt = lm.tokenizer("w3 w1")["input_ids"]
     expected = calibrated_confidence(lm, load_head(tmp_path / "run", lm), np.array([[*prompt, *ids]]))
-    confidence = [token["confidence"] for token in first["tokens"]]
     np.testing.assert_allclose(confidence, expected.confidence[0, len(prompt) - 1 : -1], rtol=1e-5)
 
     assert main([*arguments, "--model", str(converted)]) == 0
     shown = capsys.readouterr().out
     assert f"w3 w1 → {first['text']}" in shown
-    for token in first["tokens"]:
-        assert f"{token['confidence']:.3f}" in shown
+    assert all(f"{value:.3f}" in shown for value in confidence)
     texts = []
     for seed in "445":
         drawn = ["--temperature", "1.5", "--top-k", "9", "--seed", seed, "--json"]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
@@ -24,13 +25,7 @@ from calibjax.eval.layers.directions import (
     null_space,
     sweep,
 )
-from calibjax.eval.layers.layers import (
-    correction_phase,
-    correction_test,
-    layer_outputs,
-    layers_json,
-    make_readout,
-)
+from calibjax.eval.layers.layers import correction_phase, correction_test, layer_outputs, layers_json, make_readout
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
 from calibjax.runtime.errors import UserError
@@ -41,26 +36,21 @@ LETTERS = (7, 2, 11)
 run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers"))
 
 
+def states(lm, sequences=SEQUENCES, **options):
+    packed = {"segment_ids": sequences.segment_ids, "positions": sequences.positions}
+    return run_hidden(lm.config, lm.params, sequences.tokens, **packed, **options)
+
+
 def dense_states(lm, sequences=SEQUENCES, edit=None):
-    """Residual streams `[M, S, T, D]` and the final norm's output, both float64."""
-    residual = run_hidden(
-        lm.config,
-        lm.params,
-        sequences.tokens,
-        segment_ids=sequences.segment_ids,
-        positions=sequences.positions,
-        layers="residual",
-        edit=edit,
-    )
-    residual = np.asarray(residual, np.float64)
+    """Residual streams `[M, S, T, D]`, float64."""
+    return np.asarray(states(lm, sequences, layers="residual", edit=edit), np.float64)
+
+
+def dense_log_p(lm, residual, rows=slice(None)):
+    """log p of residual streams, by the final norm and the rows of the unembedding, float64."""
     scale = np.asarray(lm.params["final_norm"]["scale"], np.float64)
     rms = np.sqrt((residual**2).mean(axis=-1, keepdims=True) + lm.config.norm_eps)
-    return residual, residual / rms * scale
-
-
-def log_softmax(z):
-    z = z - z.max(axis=-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    return log_softmax(residual / rms * scale @ np.asarray(lm.unembedding, np.float64)[rows].T, axis=-1)
 
 
 def with_letters(sequences):
@@ -73,9 +63,7 @@ def test_layers_equal_the_dense_formula(letters):
     sequences = SEQUENCES if letters is None else with_letters(SEQUENCES)
     outputs = layer_outputs(LM, sequences, make_readout(LM, letters), batch_size=8, context=silent())
     rows = slice(None) if letters is None else list(letters)
-    log_p = log_softmax(dense_states(LM, sequences)[1] @ np.asarray(LM.unembedding, np.float64)[rows].T)[
-        :, sequences.where
-    ]
+    log_p = dense_log_p(LM, dense_states(LM, sequences), rows)[:, sequences.where]
     targets = sequences.targets[sequences.where]
     places = targets if letters is None else np.array([letters.index(t) for t in targets])
     p = np.exp(log_p)
@@ -83,9 +71,7 @@ def test_layers_equal_the_dense_formula(letters):
         "confidence": p.max(-1),
         "argmax": p.argmax(-1),
         "correct": p.argmax(-1) == places[None],
-        "log_prob": np.take_along_axis(log_p, np.broadcast_to(places[None, :, None], (*log_p.shape[:2], 1)), -1)[
-            ..., 0
-        ],
+        "log_prob": log_p[:, np.arange(len(places)), places],
         "entropy": -(p * log_p).sum(-1),
         "kl": (p[-1:] * (log_p[-1:] - log_p)).sum(-1),
     }
@@ -135,21 +121,14 @@ def test_an_edit_in_the_null_space_is_a_temperature():
     lm, c = null_space_model(), 40.0
     edit = np.zeros((2, lm.config.hidden_size), np.float32)
     edit[1, 0] = c
-    residual, states = dense_states(lm)
+    residual = dense_states(lm)
     assert not residual[..., 0].any()
     length = np.linalg.norm(residual[-1], axis=-1)
     temperature = np.sqrt(1 + c**2 / length**2)
     assert temperature[SEQUENCES.where].max() > 1.5
-    log_p = log_softmax(states[-1] @ np.asarray(lm.unembedding, np.float64).T / temperature[..., None])
+    log_p = log_softmax(dense_log_p(lm, residual[-1]) / temperature[..., None], axis=-1)
 
-    hidden = run_hidden(
-        lm.config,
-        lm.params,
-        SEQUENCES.tokens,
-        segment_ids=SEQUENCES.segment_ids,
-        positions=SEQUENCES.positions,
-        edit=jnp.asarray(edit),
-    )
+    hidden = states(lm, edit=jnp.asarray(edit))
     stats = jax.device_get(jax.jit(vocab_stats)(hidden, lm.unembedding, SEQUENCES.targets))
     for name, got, value in (
         ("confidence", stats.confidence(), np.exp(log_p.max(-1))),
@@ -182,12 +161,17 @@ def test_no_edit_costs_nothing_and_zeros_change_nothing():
         run_hidden(LM.config, LM.params, tokens, edit=zeros[:2])
 
 
-def test_direction_is_the_difference_of_means():
+def found_directions(recipe):
+    """The two sets of predictions, and the directions between them."""
     read = make_readout(LM)
     outputs = layer_outputs(LM, SEQUENCES, read, batch_size=8, context=silent())
-    first, second = choose_sets("wrong", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, SEQUENCES, read, (first, second), batch_size=8, context=silent())
-    residual = dense_states(LM)[0][1:, SEQUENCES.where]
+    sets = choose_sets(recipe, outputs.confidence[-1], outputs.correct[-1])
+    return sets, find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
+
+
+def test_direction_is_the_difference_of_means():
+    (first, second), directions = found_directions("wrong")
+    residual = dense_states(LM)[1:, SEQUENCES.where]
     difference = residual[:, first].mean(axis=1) - residual[:, second].mean(axis=1)
     gap = np.linalg.norm(difference, axis=-1)
     np.testing.assert_allclose(directions.vectors, difference / gap[:, None], rtol=1e-4, atol=1e-5)
@@ -214,16 +198,13 @@ def test_sets():
 
 
 def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
-    read = make_readout(LM)
-    outputs = layer_outputs(LM, SEQUENCES, read, batch_size=8, context=silent())
-    sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    directions = find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
+    directions = found_directions("confident")[1]
     options = {"batch_size": 8, "bins": 5, "context": silent()}
-    done = sweep(LM, SEQUENCES, read, directions, (1, 3), (-0.5, 0.0, 0.5), **options)
+    done = sweep(LM, SEQUENCES, make_readout(LM), directions, (1, 3), (-0.5, 0.0, 0.5), **options)
     assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
     # Dense, for one of them.
-    states = dense_states(LM, edit=jnp.asarray(edit_array(directions, Edit(1, 0.5))))[1][-1]
-    p = np.exp(log_softmax(states @ np.asarray(LM.unembedding, np.float64).T))[SEQUENCES.where]
+    residual = dense_states(LM, edit=jnp.asarray(edit_array(directions, Edit(1, 0.5))))[-1]
+    p = np.exp(dense_log_p(LM, residual))[SEQUENCES.where]
     whole = metrics.total(done[Edit(1, 0.5)])
     np.testing.assert_allclose(whole.confidence.sum(), p.max(-1).sum(), rtol=1e-5)
     assert whole.correct.sum() == (p.argmax(-1) == SEQUENCES.targets[SEQUENCES.where]).sum()
@@ -269,28 +250,23 @@ def drawn_layers(rng, gaps, noise=0.15, groups=80, tokens=10):
 def test_level_and_power_of_the_correction_test():
     """Of layers with one calibration error about 5% reject, however many there are; a drop of 0.1 is found."""
     rng, draws = np.random.default_rng(0), 30
-    options = {"resamples": 200}
     for gaps in ((0.1,) * 8, (0.0,) * 8):
-        rejected = np.mean([correction_test(drawn_layers(rng, gaps), **options) < 0.05 for _ in range(draws)])
+        rejected = np.mean([correction_test(drawn_layers(rng, gaps), resamples=200) < 0.05 for _ in range(draws)])
         assert rejected <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
-    assert all(correction_test(drawn_layers(rng, (0.1, 0.2, 0.1)), **options) < 0.05 for _ in range(10))
+    assert all(correction_test(drawn_layers(rng, (0.1, 0.2, 0.1)), resamples=200) < 0.05 for _ in range(10))
     same = drawn_layers(rng, (0.1,))
-    assert correction_test(same * 3, **options) == correction_test(same, **options) == 1.0
+    assert correction_test(same * 3, resamples=200) == correction_test(same, resamples=200) == 1.0
 
 
 def test_curves_as_json():
     outputs = layer_outputs(LM, SEQUENCES, make_readout(LM), batch_size=8, context=silent())
     document = layers_json(outputs, bins=10)
+    fields = {"accuracy": outputs.correct, "confidence": outputs.confidence, "nll": -outputs.log_prob}
+    fields |= {"entropy": outputs.entropy, "kl": outputs.kl}
     for layer, row in enumerate(document["curves"]):
-        ece = float(metrics.expected_calibration_error(outputs.confidence[layer], outputs.correct[layer], bins=10))
-        expected = {
-            "accuracy": outputs.correct[layer].mean(),
-            "confidence": outputs.confidence[layer].mean(dtype=np.float64),
-            "ece": ece,
-            "nll": -outputs.log_prob[layer].mean(dtype=np.float64),
-            "entropy": outputs.entropy[layer].mean(dtype=np.float64),
-            "kl": outputs.kl[layer].mean(dtype=np.float64),
-        }
+        expected = {name: x[layer].mean(dtype=np.float64) for name, x in fields.items()}
+        confidence, correct = outputs.confidence[layer], outputs.correct[layer]
+        expected["ece"] = float(metrics.expected_calibration_error(confidence, correct, bins=10))
         for name, value in expected.items():
             assert math.isclose(row[name]["value"], value, rel_tol=1e-5, abs_tol=1e-7), (layer, name)
             assert row[name]["low"] <= row[name]["high"]
@@ -298,10 +274,12 @@ def test_curves_as_json():
     assert document["curves"][-1]["agreement"] == 1
 
 
-def with_output_weights(lm, change):
-    """The model with other output weights of its last MLP; `change` of a copy of them."""
+def writing_only(lm, *place):
+    """The model with one output weight of its last MLP, 1 at (neuron, channel); without a place none."""
     params = jax.tree.map(np.array, lm.params)
-    change(params["layers"]["mlp"]["down"]["kernel"][-1])
+    params["layers"]["mlp"]["down"]["kernel"][-1] = 0
+    if place:
+        params["layers"]["mlp"]["down"]["kernel"][(-1, *place)] = 1
     return dataclasses.replace(lm, params=jax.tree.map(jnp.asarray, params))
 
 
@@ -315,34 +293,20 @@ def test_ablation_equals_the_dense_formula():
 
     weights = np.asarray(LM.params["layers"]["mlp"]["down"]["kernel"][-1], np.float64)
     own = [neuron.index for neuron in neurons]
-    silent_lm = with_output_weights(LM, lambda kernel: kernel.fill(0.0))
 
     def activations(sequences):
-        out = []
-        for number, index in enumerate(own):
-
-            def write(kernel, at=(index, number)):
-                kernel.fill(0.0)
-                kernel[at] = 1.0
-
-            probe = with_output_weights(LM, write)
-            out.append((dense_states(probe, sequences)[0][-1] - dense_states(silent_lm, sequences)[0][-1])[..., number])
-        return np.stack(out, axis=-1)
+        written = [dense_states(writing_only(LM, index, 0), sequences) for index in own]
+        none = dense_states(writing_only(LM), sequences)
+        return np.stack([(each - none)[-1, ..., 0] for each in written], axis=-1)
 
     mean = activations(fit)[fit.where].mean(axis=0)
     outside = np.eye(16) - space.basis @ space.basis.T
     turned = weights[own] @ outside
     turned *= np.linalg.norm(weights[own], axis=1, keepdims=True) / np.linalg.norm(turned, axis=1, keepdims=True)
-    a, residual = activations(held_out), dense_states(LM, held_out)[0][-1]
-    scale = np.asarray(LM.params["final_norm"]["scale"], np.float64)
-    for name, written in {
-        "none": 0.0,
-        "mean-ablated": (mean - a) @ weights[own],
-        "rotated": a @ (turned - weights[own]),
-    }.items():
-        h = residual + written
-        normed = h / np.sqrt((h**2).mean(axis=-1, keepdims=True) + LM.config.norm_eps) * scale
-        log_p = log_softmax(normed @ np.asarray(LM.unembedding, np.float64).T)[held_out.where]
+    a, residual = activations(held_out), dense_states(LM, held_out)[-1]
+    changes = {"none": 0.0, "mean-ablated": (mean - a) @ weights[own], "rotated": a @ (turned - weights[own])}
+    for name, written in changes.items():
+        log_p = dense_log_p(LM, residual + written)[held_out.where]
         p, targets = np.exp(log_p), held_out.targets[held_out.where]
         expected = {
             "entropy": -(p * log_p).sum(-1).mean(),

@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-import gzip
+import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from assets import data_path, model_path
-from tiny import WORDS, model_tensors, write_model, write_tokenizer
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+from tiny import WORDS, model_tensors, write_model, write_questions, write_tokenizer
 
 from calibjax.cli import main
 from calibjax.commands import eval_tasks as benchmarks
@@ -18,6 +19,7 @@ from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
 from calibjax.eval.tasks.options import TasksOptions
+from calibjax.eval.tokens import identity_head
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.context import RunContext
@@ -27,13 +29,6 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install cal
 TEMPERATURE = 2.5
 BINS = 10
 COUNT = 20  # of every task: one compilation of each metric
-
-
-def write(folder: Path, name: str, rows) -> None:
-    file = folder / "data" / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(file, "wt") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def trivia_prompt(lm, context):
@@ -76,9 +71,9 @@ def material(tmp_path_factory):
         {"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]}
         for n, (context, found) in enumerate(zip(contexts, texts, strict=True))
     ]
-    write(folder, "llm_foundry_eval/arc_easy.jsonl.gz", arc)
-    write(folder, "truthfulqa/truthfulqa.jsonl.gz", truthful)
-    write(folder, "triviaqa/triviaqa_sm_sub.jsonl.gz", trivia)
+    write_questions(folder, "llm_foundry_eval/arc_easy", arc)
+    write_questions(folder, "truthfulqa/truthfulqa", truthful)
+    write_questions(folder, "triviaqa/triviaqa_sm_sub", trivia)
     return folder, lm, arc, truthful, trivia
 
 
@@ -102,10 +97,14 @@ def log_probs(lm, before, after, temperature):
     """Of each token of the continuation, float64; texts or ids."""
     first, last = (lm.tokenizer.encode(x) if isinstance(x, str) else list(x) for x in (before, after))
     ids = first + last  # a tokenizer of words: the whole is its parts
-    z = logits(lm, tuple(ids)) / temperature
-    z = z - z.max(-1, keepdims=True)
-    z = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    z = log_softmax(logits(lm, tuple(ids)) / temperature, axis=-1)
     return z[np.arange(len(first) - 1, len(ids) - 1), last]
+
+
+def scores_of(lm, arc, temperature=1.0):
+    """Log-probabilities of the tokens of every option, by question."""
+    asked = [(f"{row['query']}\nAnswer:", [f" {choice}" for choice in row["choices"]]) for row in arc]
+    return [[log_probs(lm, query, choice, temperature) for choice in choices] for query, choices in asked]
 
 
 def ece(confidence, correct):
@@ -132,25 +131,25 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
         confidence = np.array([np.exp(values.mean()) for values in each])
         correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])
     else:
-        confidence, correct = np.zeros((2, len(arc)))
-        for n, row in enumerate(arc):
-            pairs = [(row["query"] + "\nAnswer:", f" {choice}") for choice in row["choices"]]
-            totals = np.array([log_probs(lm, *pair, temperature).sum() for pair in pairs])
-            p = np.exp(totals - totals.max())
-            confidence[n], correct[n] = p.max() / p.sum(), totals.argmax() == row["gold"]
-    row = run[1]["tasks"][task]["methods"][method]
-    assert run[1]["tasks"][task]["tokens"] == len(confidence)
-    assert row["accuracy"] == pytest.approx(correct.mean(), abs=1e-9)
+        totals = np.array([[each.sum() for each in row] for row in scores_of(lm, arc, temperature)])
+        confidence = softmax(totals, axis=1).max(axis=1)
+        correct = totals.argmax(axis=1) == [row["gold"] for row in arc]
+    found = run[1]["tasks"][task]
+    row = found["methods"][method]
+    assert found["tokens"] == len(confidence)
     assert 0 < row["accuracy"] < 1
-    assert row["confidence"] == pytest.approx(confidence.mean(), abs=1e-5)
-    assert row["ece"]["value"] == pytest.approx(ece(confidence, correct), abs=1e-5)
-    assert row["brier"] == pytest.approx(((confidence - correct) ** 2).mean(), abs=1e-5)
-    assert row["auroc"] == pytest.approx(roc_auc_score(correct, confidence), abs=1e-5)
-    assert row["ece"]["low"] <= row["ece"]["value"] + 0.05
+    for value, wanted in (
+        (row["accuracy"], correct.mean()),
+        (row["confidence"], confidence.mean()),
+        (row["ece"]["value"], ece(confidence, correct)),
+        (row["brier"], ((confidence - correct) ** 2).mean()),
+        (row["auroc"], roc_auc_score(correct, confidence)),
+    ):
+        assert value == pytest.approx(wanted, abs=1e-5)
     ends = row["accuracy_interval"]
     assert ends["low"] < row["accuracy"] < ends["high"]
-    own = run[1]["tasks"][task]["harness"]["acc" if task == "arc_easy" else "exact_match"]
     if method == "uncalibrated":
+        own = found["harness"]["acc" if task == "arc_easy" else "exact_match"]
         assert own == pytest.approx(row["accuracy"], abs=1e-9)
 
 
@@ -187,8 +186,7 @@ def test_the_answers_are_a_table(run, capsys):
         table = read_table(file)
         assert (table.predictions.logits is None) == (task in ("triviaqa", "truthfulqa_mc2"))
         if table.predictions.logits is not None:
-            logits = np.asarray(table.predictions.logits, np.float64)
-            p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).max(axis=1)
+            p = softmax(table.predictions.logits, axis=1).max(axis=1)
             np.testing.assert_allclose(p, [row["confidence"] for row in rows], rtol=1e-5)
         assert main(["decide", "--table", str(file), "--risk", "0.5"]) == 0
     capsys.readouterr()
@@ -210,18 +208,13 @@ def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
 
 
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
-    def never(*_, **__):
-        raise AssertionError("asked again")
-
-    monkeypatch.setattr(TaskEvaluator, "requests", never)
+    """Nor does it resume a run of other questions."""
+    monkeypatch.setattr(TaskEvaluator, "requests", None)
     again = benchmarks.run(run[0], log=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
-
-
-def test_a_run_does_not_go_on_with_other_questions(run, tmp_path):
     with pytest.raises(UserError, match=r"holds another run \(different: assets"):
-        benchmarks.run(dataclasses.replace(run[0], assets=tmp_path), log=lambda _: None)
+        benchmarks.run(dataclasses.replace(run[0], assets=run[0].out), log=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -252,27 +245,20 @@ def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
     out, err = capsys.readouterr()
     assert "says nothing" in err, "the probability of an option of several tokens is near 0"
     row = json.loads(out)["held_out"]["methods"]["uncalibrated"]
-    totals = [
-        [log_probs(lm, asked["query"] + "\nAnswer:", f" {choice}", 1.0).sum() for choice in asked["choices"]]
-        for asked in arc
-    ]
+    totals = np.array([[each.sum() for each in row] for row in scores_of(lm, arc)])
     assert row["confidence"] == pytest.approx(np.exp(np.max(totals, axis=1)).mean(), abs=1e-6)
-    right = np.array(totals)[np.arange(len(arc)), [asked["gold"] for asked in arc]]
+    right = totals[np.arange(len(arc)), [asked["gold"] for asked in arc]]
     assert row["nll"] == pytest.approx(-right.mean(), abs=1e-4)
 
 
 def test_fit_is_temperature_scaling_over_the_options(material, tmp_path):
     """The factor by scipy on the questions set aside; all figures on the others, by hand."""
-    from scipy.optimize import minimize_scalar
-    from scipy.special import log_softmax
-
     folder, lm, arc, *_ = material
     options = {"assets": folder, "bins": BINS, "quiet": True, "batch_size": 8, "seed": 3, "out": tmp_path / "out"}
     options |= {"model": str(folder / "model"), "tasks": ("arc_easy",), "fit": True, "options": "options_per_token"}
     run = EvalTasksOptions(**options)
     document = benchmarks.run(run, log=lambda _: None)
-    each = [[log_probs(lm, row["query"] + "\nAnswer:", f" {choice}", 1.0) for choice in row["choices"]] for row in arc]
-    scores = np.array([[np.mean(values) for values in row] for row in each])
+    scores = np.array([[each.mean() for each in row] for row in scores_of(lm, arc)])
     gold = np.array([row["gold"] for row in arc])
     aside = np.zeros(len(arc), bool)
     aside[_set_aside(len(arc), 3)] = True
@@ -339,7 +325,6 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     from calibjax.eval.tasks.harness import Chat, HarnessLM
     from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
     from calibjax.eval.tasks.scoring import Continuation
-    from calibjax.eval.tokens import identity_head
 
     folder, lm, *_ = material
     assets = data_path("mmlu").parents[1] if task == "mmlu" else folder
@@ -349,18 +334,15 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     tokenizer.chat_template = CHAT_TEMPLATE
 
     def rendered(messages, add_generation_prompt=True):
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     loaded.set_config("num_fewshot", shots)
     loaded.set_fewshot_seed(0)
     options = {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": system}
     loaded.build_all_requests(limit=5, chat_template=rendered, tokenizer_name="", **options)
-    theirs = [[tuple(map(str, request.args)) for request in group] for group in _by_document(loaded.instances)]
+    by_question = itertools.groupby(loaded.instances, lambda request: request.doc_id)
+    theirs = [[tuple(map(str, request.args)) for request in group] for _, group in by_question]
 
     asking = HarnessLM(lm, {"uncalibrated": identity_head(lm)}, chat=Chat(system))
     encoded = []
@@ -381,23 +363,14 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     assert asked.prompts[0].count("<assistant> ") == shots + 1
 
 
-def _by_document(instances):
-    groups = {}
-    for instance in instances:
-        groups.setdefault(instance.doc_id, []).append(instance)
-    return groups.values()
-
-
 def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
     """Said in a line; the tokens are those of the template typed by hand with --no-chat."""
     model = write_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("<", "w1 ").replace(">", ""))
     given = ["generate", "--model", str(model), "--max-new-tokens", "3", "--json"]
     results = []
-    for options in (
-        ["--prompt", "w3 w4", "--system", "w5"],
-        ["--no-chat", "--prompt", "w1 system w5 w1 /s w1 user w3 w4 w1 /s w1 assistant"],
-    ):
+    by_hand = ["--no-chat", "--prompt", "w1 system w5 w1 /s w1 user w3 w4 w1 /s w1 assistant"]
+    for options in (["--prompt", "w3 w4", "--system", "w5"], by_hand):
         assert main([*given, *options]) == 0
         printed = capsys.readouterr()
         assert ("chat: prompts are messages" in printed.err + printed.out) == ("--no-chat" not in options)
@@ -418,7 +391,6 @@ def test_all_subjects_of_mmlu(tmp_path):
     """57 subjects of real questions: what is set aside for a fit, and the figures over all of them."""
     from calibjax.eval.tasks.harness import HarnessLM
     from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
-    from calibjax.eval.tokens import identity_head
 
     assets = data_path("mmlu").parents[1]
     loaded = task_manager(["mmlu_local"], assets).load(["mmlu_local"])["tasks"]

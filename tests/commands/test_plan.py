@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from published_sizes import PUBLISHED
-from tiny import make_lm, write_model
+from tiny import CONFIG_JSON, make_lm, model_tensors, write_model
 
 from calibjax.cli import main
 from calibjax.commands.plan import (
@@ -36,9 +36,7 @@ from calibjax.runtime.sharding import make_mesh
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.sft import SftOptions
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
-)
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, seq=1024, head="linear", **sft):
@@ -64,19 +62,15 @@ def test_bytes_of_fine_tuning(mesh, divided):
     assert device_bytes(program.optimizer) == 2 * expected + 2 * 4
 
 
-def test_bytes_of_frozen_models():
+def test_bytes_of_frozen_models_and_adapters():
+    """In bfloat16; adapters of rank 8, beside the seven kernels of 32 blocks, in float32."""
     job = make_job("gemma-2-9b", mesh=(1, 8, 2))
     program, norms = build(job, job.abstract_mesh()), (4 * 42 + 1) * 3584
     assert device_bytes(program.parameters) == 2 * ((PUBLISHED["gemma-2-9b"] - norms) // 16 + norms)
     assert program.optimizer is None
-
-
-def test_bytes_of_adapters():
-    """Of rank 8, beside the seven kernels of 32 blocks, float32; the model is bfloat16."""
     job = make_job(objective="sft", mesh=(16, 1, 1), lora_rank=8)
     program = build(job, job.abstract_mesh())
-    kernels = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)]
-    adapters = 4 * 32 * 8 * sum(a + b for a, b in kernels)
+    adapters = 4 * 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert device_bytes(program.parameters) == 2 * PUBLISHED["llama-3.1-8b"] + adapters
     assert device_bytes(program.optimizer) == 2 * adapters + 2 * 4
 
@@ -168,8 +162,7 @@ def test_operations_as_xla_counts_them():
     assert flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
     branches = jax.make_jaxpr(lambda x, w: jax.lax.cond(x[0, 0] > 0, straight, lambda x, w: x[:16] * 2, x, w))
     assert flops(branches(jnp.ones((32, 32)), w)) > 0
-    mesh = make_mesh()
-    divided = jax.shard_map(straight, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    divided = jax.shard_map(straight, mesh=make_mesh(), in_specs=(P("data"), P()), out_specs=P("data"))
     assert flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
 
 
@@ -234,7 +227,7 @@ replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, frontend_attributes
   %copy.1 = u32[]{:T(128)} copy(%get-tuple-element.2)
   %add.1 = u32[]{:T(128)} add(%copy.1, %constant.2)
   %collective-permute-start.1 = (bf16[32,8]{1,0}, bf16[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) \
-collective-permute-start(%get-tuple-element.1), channel_id=10, source_target_pairs={{0,1},{1,0}}
+collective-permute-start(%get-tuple-element.1), source_target_pairs={{0,1},{1,0}}
   %collective-permute-done.1 = bf16[32,8]{1,0} collective-permute-done(%collective-permute-start.1)
   ROOT %tuple.1 = (bf16[32,8]{1,0}, u32[]{:T(128)}) tuple(%collective-permute-done.1, /*index=1*/%add.1)
 }
@@ -266,31 +259,20 @@ def test_collectives_of_a_tpu_module():
     assert executions(TPU_MODULE)["collective-permute-start.1"] == 8
     assert found["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
     # As jax 0.10.2 writes the metadata of a Pallas kernel: over several lines, before the rest of its computation.
-    kernel = (
-        '  %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
-    )
-    kernel += '"xprof_metadata":"{}"\n}}, metadata={op_name="jit(step)"}\n'
-    with_kernel = TPU_MODULE.replace("  %goes-on", kernel + "  %goes-on").replace("  %copy.1", kernel + "  %copy.1")
-    assert collectives(with_kernel) == (found, 0)
-    endless = TPU_MODULE.replace("direction=LT", "direction=NE")
-    assert collectives(endless)[1] == 1
+    kernel = '  %k = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}\n'
+    assert collectives(TPU_MODULE.replace("  %goes-on", f"{kernel}  %goes-on")) == (found, 0)
+    assert collectives(TPU_MODULE.replace("  %copy.1", f"{kernel}  %copy.1")) == (found, 0)
+    assert collectives(TPU_MODULE.replace("direction=LT", "direction=NE"))[1] == 1, "an endless loop"
 
 
 # --- the compiler's process ---
 
 
-def test_what_does_not_fit_is_read():
-    """The compiler's own words, of libtpu 0.0.51."""
-    message = (
-        "JaxRuntimeError: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
-        "required for HLO temporaries (29.50G) exceeds available HBM (15.75G). HLO module: jit__lambda.\nSee"
-    )
-    assert needed_bytes(message) == int(29.5 * GIB)
+def test_what_libtpu_writes_is_read_or_reported():
+    """The words of libtpu 0.0.51; and its programs for v5p and v6e, of which jaxlib reads the memory alone."""
+    message = "the total memory required for HLO temporaries (29.50G) exceeds available HBM (15.75G). HLO module: jit"
+    assert needed_bytes(f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee") == int(29.5 * GIB)
     assert needed_bytes("RESOURCE_EXHAUSTED") is None
-
-
-def test_what_jaxlib_cannot_read_is_reported():
-    """libtpu 0.0.51 writes such programs for v5p and v6e: their memory is known, what they move is not."""
     found = Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
     assert "jaxlib cannot read libtpu's program" in _note(found, parse_topology("v5p:2x2x1"))
 
@@ -314,22 +296,16 @@ def plan(capsys, *arguments):
 
 
 def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
-    """Of a directory with a configuration: parameters as they are counted by hand, and nothing is compiled."""
+    """Of a directory with a configuration and no weights; nothing is compiled."""
     folder = write_model(tmp_path / "model")
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
     options = ["--objective", "sft", "--topology", "h100:4", "--batch-size", "8", "--seq-len", "16", "--no-compile"]
     options += ["--dtype", "bfloat16"]
     found = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
-    config = json.loads((folder / "config.json").read_text())
-    width, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    head_dim = width // config["num_attention_heads"]
-    attention = 2 * width * width + 2 * width * config["num_key_value_heads"] * head_dim
-    count = layers * (attention + 3 * width * inner + 2 * width) + width
-    count += (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * width
     sizes = found["bytes_per_device"]
-    assert sizes["parameters"] == sizes["gradients"] == 4 * count
-    assert sizes["block_inputs"] == layers * 2 * 16 * width * 2
+    assert sizes["parameters"] == sizes["gradients"] == 4 * sum(tensor.size for tensor in model_tensors().values())
+    assert sizes["block_inputs"] == 2 * 16 * CONFIG_JSON["hidden_size"] * 2  # of one block
     assert sizes["total"] == sum(sizes[name] for name in sizes if name not in ("total", "available"))
     assert (found["fits"], found["compiler"], found["collectives"]) == (None, None, None)
     assert found["margin_bytes"] == sizes["available"] - sizes["total"]
@@ -344,27 +320,24 @@ def test_json_of_what_cannot_fit(capsys):
     assert found["margin_bytes"] < -40 * GIB
 
 
-def test_duration_of_fine_tuning(capsys):
-    """Steps of all epochs but for the rows of validation, each of the bound, at the given fractions of it."""
-    options = ["--objective", "sft", "--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--no-compile"]
-    run = ["--tokens", "64000", "--epochs", "3"]
-    found = plan(capsys, "--model", "gpt2", *options, *run)
-    steps, bound = 3 * (1000 - 50) // 4, found["roofline_seconds"]["bound"]
-    assert (found["run"]["sequences"], found["run"]["steps"]) == (1000, steps)
-    assert found["run"]["seconds"] == pytest.approx([steps * bound / 0.6, steps * bound / 0.3])
-    assert found["run"]["stored_bytes"] is None
+@pytest.mark.parametrize(
+    ("options", "steps", "stored"),
+    [
+        (["--objective", "sft", "--epochs", "3"], 3 * (1000 - 50) // 4, None),
+        (["--head-kind", "linear"], 250, 768 * 2 + 4 * (3 * len(SCALES) + 4) + 2),
+    ],
+)
+def test_duration_of_a_run(capsys, options, steps, stored):
+    """Steps of all epochs but for the rows of validation, each of the bound, at the given fractions of it.
 
-
-def test_duration_of_temperatures(capsys):
-    """The frozen pass: its products by hand, and what it keeps of a token: the hidden state and its curves."""
-    options = ["--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--head-kind", "linear", "--no-compile"]
-    found = plan(capsys, "--model", "gpt2", *options, "--tokens", "64000")
-    run = found["run"]
-    assert found["stored_bytes_per_token"] == 768 * 2 + 4 * (3 * len(SCALES) + 4) + 2
-    assert run["stored_bytes"] == 64000 * found["stored_bytes_per_token"]
-    assert run["steps"] == 250
-    seconds = found["roofline_seconds"]["bound"] * 250
+    A head takes one frozen pass, which keeps the hidden state of a token and its curves.
+    """
+    sizes = ["--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--no-compile", "--tokens", "64000"]
+    found = plan(capsys, "--model", "gpt2", *sizes, *options)
+    run, seconds = found["run"], steps * found["roofline_seconds"]["bound"]
+    assert (run["sequences"], run["steps"]) == (1000, steps)
     assert run["seconds"] == pytest.approx([seconds / each for each in reversed(run["utilisation"])])
+    assert run["stored_bytes"] == (None if stored is None else 64000 * stored)
 
 
 def test_without_the_compiler(monkeypatch, capsys):
@@ -396,9 +369,7 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys):
     [
         ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-8", "v5e:2x4", 8),
-        ("v6e-32", "v6e:4x8", 32),
         ("v5p-16", "v5p:2x2x2", 8),
-        ("v5p-8", "v5p:2x2x1", 4),
         ("v5p:4x4x2", "v5p:4x4x2", 32),
         ("h100-8", "h100:8", 8),
     ],
@@ -408,20 +379,16 @@ def test_topologies(text, name, devices):
 
 
 def test_hub_ids_are_published_models(capsys):
-    given = ("--topology", "v5e-4", "--batch-size", "4", "--seq-len", "64", "--no-compile")
     models = ("meta-llama/Llama-3.2-1B-Instruct", "llama-3.2-1b")
-    one, other = ({**plan(capsys, "--model", model, *given), "model": ""} for model in models)
-    assert one == other
+    one, other = (plan(capsys, "--model", model, "--topology", "v5e-4", "--no-compile") for model in models)
+    assert one | {"model": ""} == other | {"model": ""}
 
 
 # --- the real thing ---
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    compiler_version("gpu") is None,
-    reason="JAX's CUDA plugin, which holds the compiler for GPUs, is not installed",
-)
+@pytest.mark.skipif(compiler_version("gpu") is None, reason="JAX's CUDA plugin, with its compiler, is not installed")
 def test_a_step_compiles_for_gpus(capsys):
     """Adapters of gpt2 on eight H100, and on one: the arguments that are planned, and what moves between them."""
     options = ["--model", "gpt2", "--objective", "sft", "--lora-rank", "8", "--batch-size", "8", "--seq-len", "256"]
