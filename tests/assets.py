@@ -25,6 +25,12 @@ def model_path(name: str) -> Path:
     return require_asset(f"models/{name}")
 
 
+def tokenizer_of(name: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path(name))
+
+
 def data_path(relative: str) -> Path:
     """Returns a file or folder of the data sets, or skips the calling test."""
     return require_asset(f"data/{relative}")

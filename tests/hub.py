@@ -32,10 +32,6 @@ class Repository:
         self.commits[sha], self.refs["main"] = files, sha
         return sha
 
-    def resolve(self, revision: str) -> str | None:
-        sha = self.refs.get(revision, revision)
-        return sha if sha in self.commits else None
-
 
 class Request(NamedTuple):
     path: str
@@ -60,14 +56,12 @@ class Hub(ThreadingHTTPServer):
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
     hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
+    threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
-        hub.shutdown()
+        hub.shutdown()  # returns when the loop has ended
         hub.server_close()
-        thread.join()
 
 
 def is_large(name: str) -> bool:
@@ -82,11 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self._answer()
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
-    def _answer(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(Request(path, {k.lower(): v for k, v in self.headers.items()}))
         self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -94,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
             if found := re.fullmatch(pattern, path):
                 return answer(self, *found.groups())
         self._error(404, "EntryNotFound", "Entry not found")
+
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, sent: int | None = None):
         self.send_response(status)
@@ -117,25 +108,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._error(401, "Unauthorized", "Invalid credentials")
         return False
 
-    def _repository(self, kind: str | None, name: str) -> Repository | None:
+    def _commit(self, kind, name, revision) -> tuple[Repository, str] | None:
+        """A repository and a commit of it; None where an error was sent."""
         found = (self.server.data if kind and kind.startswith("datasets") else self.server.models).get(name)
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if found is None or (found.private and not allowed):
-            self._error(404 if allowed else 401, "RepoNotFound", "Repository not found")
-        elif found.gated and not allowed and "/resolve/" in self.path:
-            self._error(403, "GatedRepo", f"Access to model {name} is restricted")
-            return None
-        return None if found is None or (found.private and not allowed) else found
-
-    def _commit(self, kind, name, revision) -> tuple[Repository, str] | None:
-        repository = self._repository(kind, name)
-        if repository is None:
-            return None
-        sha = repository.resolve(revision or "main")
-        if sha is None:
-            self._error(404, "RevisionNotFound", "Revision not found")
-            return None
-        return repository, sha
+            return self._error(404 if allowed else 401, "RepoNotFound", "Repository not found")
+        if found.gated and not allowed and "/resolve/" in self.path:
+            return self._error(403, "GatedRepo", f"Access to model {name} is restricted")
+        sha = found.refs.get(revision or "main", revision)
+        return (found, sha) if sha in found.commits else self._error(404, "RevisionNotFound", "Revision not found")
 
     # --- reading ---
 
@@ -144,8 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             repository, sha = found
             files = [{"rfilename": path} for path in sorted(repository.commits[sha])]
             known = {"id": name, "sha": sha, "private": repository.private, "gated": repository.gated, "tags": []}
-            dates = {"downloads": 0, "likes": 0, "lastModified": "2026-11-22T00:00:00.000Z"}
-            self._json(known | {"siblings": files} | dates)
+            self._json(known | {"siblings": files, "downloads": 0, "likes": 0})
 
     def tree(self, kind, name, revision, folder=None):
         if found := self._commit(kind, name, revision):
@@ -163,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = found[0].commits[found[1]].get(path)
         if content is None:
             return self._error(404, "EntryNotFound", "Entry not found")
-        headers = {"X-Repo-Commit": found[1], "ETag": f'"{_git_hash(content)}"'}
+        headers = {"X-Repo-Commit": found[1], "ETag": f'"{_entry(path, content)["oid"]}"'}
         if not is_large(path):
             return self._content(path, content, headers)
         sha = hashlib.sha256(content).hexdigest()
@@ -255,12 +236,10 @@ _ROUTES = {
 }
 
 
-def _git_hash(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 def _entry(path: str, content: bytes) -> dict:
-    entry = {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+    """As `tree` and `paths-info` describe a file; its oid is Git's hash."""
+    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    entry = {"type": "file", "path": path, "size": len(content), "oid": oid}
     if is_large(path):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return entry

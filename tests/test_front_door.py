@@ -34,19 +34,16 @@ def test_names():
     assert sorted(dir(calibjax)) == sorted(expected)
     declared = [alias.asname for node in ast.parse(STUB.read_text()).body for alias in node.names]
     assert sorted(declared) == sorted(expected)  # what type checkers see: names that are exported under themselves
-    for name in expected:
-        assert getattr(calibjax, name) is not None
+    assert all(getattr(calibjax, name) is not None for name in expected)
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     """Without a directory: with a temporary one, of which nothing is left."""
     parent = tmp_path_factory.mktemp("temporary")
-    before, tempfile.tempdir = tempfile.tempdir, str(parent)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(parent))
         found = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent())
-    finally:
-        tempfile.tempdir = before
     assert not list(parent.iterdir())
     return found
 
@@ -77,9 +74,8 @@ def test_evaluation_against_float64(fitted):
     assert f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]" in text
     assert text.count("\n") == 3
     # Resampled sequences: the interval is that of the mean, so about 4 standard errors wide.
-    per_sequence = -np.where(SEQUENCES.where, _log_prob(0.0), 0.0).sum(axis=1)
-    counts = SEQUENCES.where.sum(axis=1)
-    mean = per_sequence.sum() / counts.sum()
+    counts, nll = SEQUENCES.where.sum(axis=1), -at_targets(dense_log_probs(LM, SEQUENCES), SEQUENCES)
+    per_sequence, mean = np.add.reduceat(nll, np.cumsum(counts) - counts), nll.mean()
     error = np.sqrt(np.square(per_sequence - mean * counts).sum()) / counts.sum()
     uncalibrated = found.figures["uncalibrated"]["nll"]
     assert 0.8 < (uncalibrated.high - uncalibrated.low) / (2 * 1.96 * error) < 1.2
@@ -102,15 +98,8 @@ def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
     np.testing.assert_allclose(-at_targets(log_probs, SEQUENCES).mean(), row["nll"], rtol=1e-5)
     with pytest.raises(calibjax.UserError, match="sequences have their own"):
         LM.hidden_states(SEQUENCES, segment_ids=SEQUENCES.segment_ids)
-
-
-def test_a_mean_over_no_token_is_zero():
-    stats = LM.vocab_stats(LM.hidden_states(SEQUENCES), SEQUENCES._replace(where=np.zeros_like(SEQUENCES.where)))
-    assert float(stats.mean(jnp.full(SEQUENCES.where.shape, jnp.nan))) == 0.0
-
-
-def _log_prob(log_scale):
-    return np.take_along_axis(dense_log_probs(LM, SEQUENCES, log_scale), SEQUENCES.targets[..., None], axis=-1)[..., 0]
+    none = LM.vocab_stats(LM.hidden_states(SEQUENCES), SEQUENCES._replace(where=np.zeros_like(SEQUENCES.where)))
+    assert float(none.mean(jnp.full(SEQUENCES.where.shape, jnp.nan))) == 0.0
 
 
 def test_token_ids_as_data():
@@ -131,11 +120,6 @@ def test_evaluate_reads_texts_in_sequences_that_the_model_takes():
     assert found.figures == want.figures
 
 
-def test_a_head_of_another_model(fitted):
-    with pytest.raises(calibjax.UserError, match="fitted on another base model"):
-        calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -147,18 +131,17 @@ def test_a_head_of_another_model(fitted):
 )
 def test_sequences_of_another_vocabulary(fitted, change, message):
     wrong = SEQUENCES._replace(**change(SEQUENCES))
-    with pytest.raises(calibjax.UserError, match=message):
-        calibjax.evaluate(LM, wrong, fitted.head, context=silent())
-    with pytest.raises(calibjax.UserError, match=message):
-        calibjax.fit_ats(LM, wrong, QUICK, silent())
+    for call in (lambda: calibjax.evaluate(LM, wrong, fitted.head), lambda: calibjax.fit_ats(LM, wrong, QUICK)):
+        with pytest.raises(calibjax.UserError, match=message):
+            call()
+    with pytest.raises(calibjax.UserError, match="fitted on another base model"):
+        calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
 
 
 def test_sequences_as_jax_arrays(fitted):
-    got, want = (
-        calibjax.evaluate(LM, data, fitted.head, context=silent(), batch_size=16)
-        for data in (jax.tree.map(jnp.asarray, SEQUENCES), SEQUENCES)
-    )
-    assert got.document == want.document
+    forms = (SEQUENCES, jax.tree.map(jnp.asarray, SEQUENCES))
+    want, got = (calibjax.evaluate(LM, data, fitted.head, context=silent()).document for data in forms)
+    assert got == want
 
 
 def test_short_reprs(fitted):

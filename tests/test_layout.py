@@ -157,9 +157,6 @@ def test_packages_only_re_export():
                 or (isinstance(node, ast.FunctionDef) and node.name == "__dir__")
             )
             assert fine, f"{module}: {ast.unparse(node)}"
-
-
-def test_top_folders_are_no_packages():
     assert not [name for name in ("kernels", "train", "eval", "tests") if (ROOT / name / "__init__.py").exists()]
 
 
@@ -216,28 +213,24 @@ def test_signatures_and_lengths():
     assert not {name for name, (_, long) in measured().items() if long > LONGEST}
 
 
-def figures():
-    """The figures of CONTRIBUTING.md; `python tests/test_layout.py` prints them."""
+def print_figures():
+    """The figures of CONTRIBUTING.md."""
     rooms, found = arrows_of_rooms(), measured()
-    width = {name: wide for name, (wide, _) in found.items() if name not in WIDE}
-    length = {name: long for name, (_, long) in found.items()}
-    return {
-        "rooms": f"{len(rooms) - (PUBLIC in rooms)} (at most {ROOMS})",
-        "floors": f"{1 + max(depths(rooms).values())} (at most {DEPTH})",
-        "arrows between rooms": str(sum(map(len, rooms.values()))),
-        "lines of code": f"{sum(len(file.read_text().splitlines()) for file in FILES.values()):,}",
-        "longest function": f"{max(length.values())} lines of at most {LONGEST} ({max(length, key=length.get)})",
-        "widest signature": f"{max(width.values())} parameters of at most {WIDEST} ({max(width, key=width.get)})",
-    }
-
-
-WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
+    wide = max((wide, name) for name, (wide, _) in found.items() if name not in WIDE)
+    long = max((long, name) for name, (_, long) in found.items())
+    print(f"rooms: {len(rooms) - (PUBLIC in rooms)} (at most {ROOMS})")
+    print(f"floors: {1 + max(depths(rooms).values())} (at most {DEPTH})")
+    print(f"arrows between rooms: {sum(map(len, rooms.values()))}")
+    print(f"lines of code: {sum(len(file.read_text().splitlines()) for file in FILES.values()):,}")
+    print(f"longest function: {long[0]} lines of at most {LONGEST} ({long[1]})")
+    print(f"widest signature: {wide[0]} parameters of at most {WIDEST} ({wide[1]})")
 
 
 def test_mutations_fit_the_sources():
     mutate.check()
 
 
+WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
 HEAVY = ("calibjax.train", "calibjax.eval", "calibjax.metrics.scores", "calibjax.nn")
 """Rooms whose examples train or compile for seconds."""
 
@@ -252,4 +245,4 @@ def test_examples_in_docstrings(module):
 
 
 if __name__ == "__main__":
-    print("\n".join(f"{name}: {value}" for name, value in figures().items()))
+    print_figures()

@@ -37,14 +37,13 @@ def test_curve_is_kernel_regression_with_the_reflected_kernel(points):
     shown = ~np.isnan(curve.accuracy)
     assert shown.sum() > 90
     error = np.abs(curve.accuracy - expected)[shown].max()
-    print(f"largest error {error:.1e}")
     assert error < (1 / 256) ** 2 / sigma**2 / 8  # linear interpolation on the grid
     np.testing.assert_allclose(curve.density, weight.mean(axis=1), rtol=0.02)
     assert ((curve.low <= curve.accuracy) & (curve.accuracy <= curve.high))[shown].all()
     assert metrics.smooth_ece(confidence, correct) > sigma == 0.05
 
 
-def test_band_covers():
+def test_band_covers_and_groups_widen_it():
     """Of calibrated predictions, whose accuracy by confidence is known: 95% at each point, so 90% of a dozen draws."""
     inside = []
     for seed in range(12):
@@ -54,9 +53,6 @@ def test_band_covers():
         middle = slice(20, 81, 10)  # away from the ends, where smoothing has a bias
         inside += list((curve.low <= curve.confidence)[middle] & (curve.confidence <= curve.high)[middle])
     assert np.mean(inside) > 0.85
-
-
-def test_groups_widen_the_band():
     rng = np.random.default_rng(0)
     group = np.repeat(np.arange(100), 40)
     confidence = rng.random(4000)
@@ -67,18 +63,14 @@ def test_groups_widen_the_band():
 
 def test_reliability(ax, points):
     plot.reliability(*points, bins=10, label="x", ax=ax)
-    curve = metrics.reliability_curve(*points)
     drawn = next(line for line in ax.lines if line.get_label() == "x")
-    np.testing.assert_array_equal(drawn.get_ydata(), curve.accuracy)
+    np.testing.assert_array_equal(drawn.get_ydata(), metrics.reliability_curve(*points).accuracy)
     assert len(ax.containers[0].lines[0].get_xdata()) == 10
     assert ax.get_ylabel() == "accuracy"
-
-
-def test_reliability_of_results(ax):
     results = document()
     for given in (results, results["held_out"], results["held_out"]["methods"]["ats"]):
         plot.reliability(given, method="ats", ax=ax)
-    np.testing.assert_array_equal(ax.containers[2].lines[0].get_ydata(), [0.25, 0.75])
+    np.testing.assert_array_equal(ax.containers[3].lines[0].get_ydata(), [0.25, 0.75])
     with pytest.raises(UserError, match="method: expected one of uncalibrated, temperature, ats"):
         plot.reliability(results, method="platt", ax=ax)
     for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1])):
@@ -130,7 +122,6 @@ def test_the_page_of_plots(tmp_path, monkeypatch):
     (tmp_path / "runs" / "quickstart" / "metrics.json").write_text(json.dumps(document()))
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(block, scope)
+    exec("".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)), scope)
     assert all(ax.get_xlabel() for ax in scope["axes"])
     plt.close(scope["figure"])

@@ -29,15 +29,8 @@ from calibjax.train.sft import SftOptions, fit_sft
 SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
 SEQUENCES = ragged(make_sequences(44, vocab_size=43))
 TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none"}
-FITTED = {
-    "epochs": 12,
-    "batch_size": 8,
-    "learning_rate": 1e-2,
-    "loss": "joint",
-    "folds": 2,
-    "head": "mlp",
-    "checkpoint_every": 10,
-}
+FITTED = {"epochs": 12, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "folds": 2, "head": "mlp"}
+FITTED |= {"checkpoint_every": 10}
 
 
 def ats(folder: Path, out: Path, mesh):
@@ -73,43 +66,28 @@ def evaluate(out: Path, announce):
     """Both commands that run a model to look at it, on the default mesh of all devices."""
     model = str(model_path("stories260K"))
     tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
-    asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS}
-    eval_tasks.run(
-        eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks", quiet=True), announce
-    )
+    asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS, "quiet": True}
+    eval_tasks.run(eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks"), announce)
     text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=256, examples=24)}
-    edits = {"strengths": (0.25,), "sweep_layers": (4,)}
-    document = eval_layers.run(
-        eval_layers.EvalLayersOptions(model=model, **text, **edits, batch_size=8, quiet=True), announce
-    )
+    edits = {"strengths": (0.25,), "sweep_layers": (4,), "batch_size": 8, "quiet": True}
+    document = eval_layers.run(eval_layers.EvalLayersOptions(model=model, **text, **edits), announce)
     (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))
 
 
 def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
-    """`compare`, `train ats`, `generate` and `eval bounds` of a model and text in a folder; name -> document.
-
-    Heads are fitted with one loss, in few steps.
-    """
-    model, text = str(folder / "model"), {"data": str(folder / "data.jsonl"), "text": DataOptions(seq_len=12)}
+    """`compare`, `train ats`, `generate` and `eval bounds` of a model and text in a folder; name -> document."""
+    model, data = str(folder / "model"), str(folder / "data.jsonl")
     shared = {"model": model, "devices": devices}
+    text = {**shared, "text": DataOptions(seq_len=12), "quiet": True}
     quick = AtsOptions(head="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
     methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
-    with (
-        mock.patch.object(compare_text, "AtsOptions", return_value=quick),
-        mock.patch.object(optimize, "STEPS", 100),
-    ):
-        compared = compare.run(
-            compare.CompareOptions(
-                **shared, **text, methods=methods, out=out / "compare", save=out / "saved", quiet=True, max_tokens=300
-            ),
-            announce,
-        )
-    of_text = {"data": (text["data"],), "text": text["text"], "ats": quick}
-    trained = train_ats.run(
-        train_ats.TrainAtsOptions(**shared, **of_text, out=out / "ats", quiet=True, fit_fraction=0.5), announce
-    )
-    head = out / "ats"
-    prompts = {"prompt": ("w1 w2", "w3", "w4 w5 w6"), "max_new_tokens": 5, "head": head}
+    kept = {"out": out / "compare", "save": out / "saved", "max_tokens": 300}
+    few = mock.patch.object(optimize, "STEPS", 100)
+    with few, mock.patch.object(compare_text, "AtsOptions", return_value=quick):
+        compared = compare.run(compare.CompareOptions(**text, data=data, methods=methods, **kept), announce)
+    fit = {"data": (data,), "ats": quick, "out": out / "ats", "fit_fraction": 0.5}
+    trained = train_ats.run(train_ats.TrainAtsOptions(**text, **fit), announce)
+    prompts = {"prompt": ("w1 w2", "w3", "w4 w5 w6"), "max_new_tokens": 5, "head": out / "ats"}
     drawn = {"temperature": 1.0, "top_k": 9, "sample_calibrated": True, "seed": 2}
     return {
         "compare": {name: compared["held_out"][name] for name in ("methods", "tokens", "failed")},
@@ -132,22 +110,17 @@ class WorkerOptions:
 def work(run, announce):
     if run.work == "eval":
         evaluate(run.out, announce)
-        announce("done, says the first")
-        return {}
-    if run.work == "commands":
+    elif run.work == "commands":
         found = commands(run.folder, run.out, DeviceOptions(), announce)
         (run.out / f"documents{jax.process_index()}.json").write_text(json.dumps(found))
-        announce("done, says the first")
-        return {}
-    mesh = make_mesh(SHAPES[run.work])
-    if run.work == "sft":
-        found = sft(run.folder, run.out, mesh)
+    elif run.work == "sft":
+        found = sft(run.folder, run.out, make_mesh(SHAPES["sft"]))
+        np.savez(run.out / f"process{jax.process_index()}.npz", **found)
     else:  # twice the same, so that one can be killed; of a second start only what is not finished yet
         for name in ("whole", "killed"):
             if not (run.out / name / "head").exists():
-                found = ats(run.folder, run.out / name, mesh)
+                found = ats(run.folder, run.out / name, make_mesh(SHAPES["ats"]))
                 np.savez(run.out / f"{name}{jax.process_index()}.npz", **found)
-    np.savez(run.out / f"process{jax.process_index()}.npz", **found)
     announce("done, says the first")
     return {}
 

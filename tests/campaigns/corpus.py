@@ -47,7 +47,7 @@ PROBE = "0" * 64
 
 def probe_params() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    return {"weights": rng.normal(size=12).astype(np.float32), "bias": np.float32(rng.normal())}
+    return {"weights": rng.normal(size=12).astype(np.float32), "bias": rng.normal(size=()).astype(np.float32)}
 
 
 def kept_answers() -> Any:
@@ -66,17 +66,8 @@ def new_state(step: int = 0) -> TrainState:
     return TrainState(jnp.asarray(step, jnp.int32), params, OptimizerConfig().build(10).init(params))
 
 
-@functools.cache
-def character_tokenizer() -> Any:
-    """Characters as tokens, with an end of sequence and a chat template."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["?!", "</s>", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?!"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?!", eos_token="</s>", chat_template=template)
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+character_tokenizer = functools.cache(functools.partial(tiny.character_tokenizer, CHAT))
 
 
 def _write_models(directory: Path) -> None:
@@ -113,19 +104,16 @@ def _write_gguf_and_adapter(directory: Path, tensors: dict[str, np.ndarray]) -> 
     (directory / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     name = "model.layers.0.self_attn.q_proj"
     rows, columns = tensors[f"{name}.weight"].shape
-    matrices = {"A": np.ones((2, columns), np.float32), "B": np.ones((rows, 2), np.float32)}
-    save_file(
-        {f"base_model.model.{name}.lora_{side}.weight": matrix for side, matrix in matrices.items()},
-        directory / "adapter" / "adapter_model.safetensors",
-    )
+    shapes = {"A": (2, columns), "B": (rows, 2)}
+    adapter = {f"base_model.model.{name}.lora_{side}.weight": np.ones(s, np.float32) for side, s in shapes.items()}
+    save_file(adapter, directory / "adapter" / "adapter_model.safetensors")
 
 
 def _write_answers(directory: Path) -> None:
     from calibjax.eval.tasks.answer_files import claim_answers, write_answers
     from calibjax.train.probes import save_probe
 
-    params = {name: np.asarray(value) for name, value in probe_params().items()}
-    save_probe(directory / "probe", params, name="probe_correct_answer", fingerprint=PROBE)
+    save_probe(directory / "probe", probe_params(), name="probe_correct_answer", fingerprint=PROBE)
     folder = directory / "answers"
     rows = [[["a", -1.25, 0.25, 0.5], ["b", -2.5, 0.1, 0.1]], [["a", -0.5, 0.6, 0.6], ["", -3e-05, 1.0, 1.0]]]
     (folder / "part-4.json").write_text(json.dumps(seal({"samples": rows})))
@@ -134,8 +122,7 @@ def _write_answers(directory: Path) -> None:
 
 
 def _write_reports(directory: Path) -> None:
-    documents = report_documents.documents()
-    for name, document in documents.items():
+    for name, document in report_documents.documents().items():
         (directory / f"{name}-metrics.json").write_text(json.dumps(document))
     (directory / "tokens.json").write_text(json.dumps(report_documents.sample()))
 
@@ -149,7 +136,7 @@ def _write_rows(directory: Path) -> None:
         "chat": [{"messages": turns}] * 3,
     }
     for kind, rows in kinds.items():
-        (directory / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (directory / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (directory / "list.json").write_text(json.dumps(kinds["prompt"]))
     (directory / "some.csv").write_text("prompt,completion\n" + "".join(f"ask {n},say {n}\n" for n in range(5)))
     (directory / "words.txt").write_text("all the words of a text\n" * 5)

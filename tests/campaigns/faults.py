@@ -29,8 +29,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 MODES = ("once", "full", "read-only")
-TRAIN = ("--seq-len", "13", "--full-sequences", "--batch-size", "6", "--epochs", "1", "--checkpoint-every", "3")
-TRAIN += ("--learning-rate", "0.01", "--quiet")
 
 
 def preload(script, arguments):
@@ -84,8 +82,8 @@ class Files:
 class Command:
     """A command of calibjax; `results` are patterns of what is compared with a run without faults."""
 
-    def __init__(self, *arguments, results):
-        self.arguments, self.results = arguments, results
+    def __init__(self, line, results=""):
+        self.arguments, self.results = line.split(), results.split()
 
     def prepare(self, out):
         pass
@@ -99,57 +97,38 @@ class Command:
             return ended.code
 
 
-MODEL = ("--model", "{inputs}/model")
-DATA = (*MODEL, "--data", "{inputs}/data.jsonl", "--out", "{out}/run")
-HEAD = ("metrics.json", "tokens.json", "head.json", "checksums.json")
+MODEL = "--model {inputs}/model"
+TRAIN = MODEL + " --data {inputs}/data.jsonl --out {out}/run --seq-len 13 --full-sequences --quiet --batch-size 6"
+TRAIN += " --epochs 1 --checkpoint-every 3 --learning-rate 0.01"
+LHTS = " --temperatures 0.9 --samples 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
+LAYERS = MODEL + " --data {inputs}/data.jsonl --out {out}/run --seq-len 13 --full-sequences --quiet --batch-size 8"
+TASKS = MODEL + " --assets {inputs} --out {out}/run --quiet --tasks "
+SAMPLES = " --max-new-tokens 2 --confidence consistency probe_correct_answer --samples 2"
+HEAD = "metrics.json tokens.json head.json checksums.json"
+TABLE = "--table {inputs}/pairs.csv"
 CASES = {
     "files": Files(),
-    "eval bounds": Command("eval", "bounds", *MODEL, "--out", "{out}/bounds.json", results=("bounds.json",)),
-    "convert": Command("convert", *MODEL, "--out", "{out}/model", results=("*.json",)),
+    "eval bounds": Command("eval bounds " + MODEL + " --out {out}/bounds.json", "bounds.json"),
+    "convert": Command("convert " + MODEL + " --out {out}/model", "*.json"),
     "convert back": Command(
-        *("convert", "--model", "{inputs}/orbax", "--out", "{out}/model", "--to", "safetensors"),
-        results=("*.json", "*.safetensors"),
+        "convert --model {inputs}/orbax --out {out}/model --to safetensors", "*.json *.safetensors"
     ),
-    "report": Command("report", "{inputs}/run", "--out", "{out}/page", results=("report.html",)),
-    "train ats": Command(
-        *("train", "ats", *DATA, *TRAIN, "--loss", "joint", "--no-refit-temperature", "--head-kind", "mlp"),
-        results=HEAD,
-    ),
-    "train sft": Command("train", "sft", *DATA, *TRAIN, results=("metrics.json", "*.safetensors")),
-    "train lhts": Command(
-        *("train", "lhts", *DATA, *TRAIN, "--temperatures", "0.9", "--samples", "0.5", "--no-partition"),
-        *("--texts", "4", "--text-prompt-tokens", "2", "--myopic", "1"),
-        results=("metrics.json", "*.safetensors"),
-    ),
-    "eval layers": Command(
-        *("eval", "layers", *DATA, "--seq-len", "13", "--full-sequences", "--batch-size", "8", "--quiet"),
-        *("--strengths", "0.5", "--direction", "confident"),
-        results=("metrics.json",),
-    ),
-    "eval tasks": Command(
-        *("eval", "tasks", *MODEL, "--assets", "{inputs}", "--tasks", "arc_easy", "--temperature", "2", "--quiet"),
-        *("--out", "{out}/run"),
-        results=("metrics.json",),
-    ),
+    "report": Command("report {inputs}/run --out {out}/page", "report.html"),
+    "train ats": Command("train ats " + TRAIN + " --loss joint --no-refit-temperature --head-kind mlp", HEAD),
+    "train sft": Command("train sft " + TRAIN, "metrics.json *.safetensors"),
+    "train lhts": Command("train lhts " + TRAIN + LHTS, "metrics.json *.safetensors"),
+    "eval layers": Command("eval layers " + LAYERS + " --strengths 0.5 --direction confident", "metrics.json"),
+    "eval tasks": Command("eval tasks " + TASKS + "arc_easy --temperature 2", "metrics.json"),
     "eval tasks, samples and probes": Command(
-        *("eval", "tasks", *MODEL, "--assets", "{inputs}", "--tasks", "triviaqa", "--max-new-tokens", "2", "--quiet"),
-        *("--confidence", "consistency", "probe_correct_answer", "--samples", "2", "--out", "{out}/run"),
-        results=("metrics.json", "*.csv", "probe.json", "checksums.json"),
+        "eval tasks " + TASKS + "triviaqa" + SAMPLES, "metrics.json *.csv probe.json checksums.json"
     ),
     "compare": Command(
-        *("compare", "--table", "{inputs}/pairs.csv", "--methods", "platt", "isotonic", "--quiet"),
-        *("--out", "{out}/comparison", "--save", "{out}/method"),
-        results=("metrics.json", "method"),
+        "compare " + TABLE + " --methods platt isotonic --quiet --out {out}/comparison --save {out}/method",
+        "metrics.json method",
     ),
-    "apply": Command(
-        *("apply", "--table", "{inputs}/pairs.csv", "--method", "{inputs}/method", "--out", "{out}/new.csv"),
-        results=("new.csv",),
-    ),
-    "export": Command(
-        *("export", "{inputs}/run", "--model", "{inputs}/model", "--out", "{out}/head"),
-        results=("head.*", "*.safetensors"),
-    ),
-    "quickstart": Command("quickstart", "--epochs", "1", "--out", "{out}/run", "--quiet", results=HEAD),
+    "apply": Command("apply " + TABLE + " --method {inputs}/method --out {out}/new.csv", "new.csv"),
+    "export": Command("export {inputs}/run --model {inputs}/model --out {out}/head", "head.* *.safetensors"),
+    "quickstart": Command("quickstart --epochs 1 --out {out}/run --quiet", HEAD),
 }
 
 
@@ -258,7 +237,7 @@ def try_case(case, library, folder, inputs, given):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES), choices=[[], *CASES])
+    parser.add_argument("cases", nargs="*", default=[], choices=[[], *CASES])
     parser.add_argument("--stride", type=int, default=1, help="every so many-th fault")
     parser.add_argument("--in-turn", action="store_true", help="each call fails in one of the three ways")
     parser.add_argument("--seconds", type=float, default=1e9, help="of one case, at most")
@@ -269,7 +248,7 @@ def main():
         folder, inputs = Path(name), Path(name) / "inputs"
         if given.cases != ["files"]:
             make_inputs(inputs)
-        for case in given.cases:
+        for case in given.cases or CASES:
             found = try_case(CASES[case], library, folder, inputs, given)
             print(json.dumps({"case": case, **found}), flush=True)
             lost += found["wrong"]
@@ -290,8 +269,7 @@ def make_inputs(inputs):
     write_questions(inputs, "triviaqa/triviaqa_sm_sub", written)
     for case in ("train ats", "compare"):  # what report, export and apply read
         assert run(CASES[case], inputs, inputs)[0] == 0
-    orbax = Command("convert", *MODEL, "--out", "{out}/orbax", results=())
-    assert run(orbax, inputs, inputs)[0] == 0
+    assert run(Command("convert " + MODEL + " --out {out}/orbax"), inputs, inputs)[0] == 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import functools
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -37,6 +36,7 @@ TOKENS = (2, 20)
 YES_NO = [False, True]
 BIAS = {"attention_bias": YES_NO}
 WINDOW = {"sliding_window": [None, 3, 7]}
+QWEN_WINDOW = {"use_sliding_window": YES_NO, "sliding_window": [4], "max_window_layers": [0, 1]}
 TYPES = {"layer_types": ["draw"], "sliding_window": [3, 7]}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
@@ -58,18 +58,16 @@ PARTIAL = {
     ],
     "head_dim": [8, 16],
 }
-LONGROPE = [
-    {"rope_type": "longrope", **THETA, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
-    | {"short_factor": [1.0, 1.1, 1.7, 2.5], "long_factor": [2.0, 9.0, 9.0, 9.0]}
-]
+LONG = {"rope_type": "longrope", **THETA, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0, 1.1, 1.7, 2.5], "long_factor": [2.0, 9.0, 9.0, 9.0]}
 KINDS = {
     "rope_parameters": [
-        {"full_attention": {"rope_type": "default", **THETA}, "sliding_attention": {"rope_type": "default", **THETA}},
-        {"full_attention": YARN | THETA, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}},
-        {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, **THETA},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        },
+        {"full_attention": full | THETA, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+        for full, theta in (
+            ({"rope_type": "default"}, 500.0),
+            (YARN, 90.0),
+            ({"rope_type": "linear", "factor": 8.0}, 50.0),
+        )
     ]
 }
 EXPERTS = {
@@ -90,11 +88,8 @@ DRAWN = {
     | {"rope_parameters": [r | {"llama_4_scaling_beta": 0.1} for r in ROPES["rope_parameters"][4:]]},
     "smollm3": BIAS | ROPES | {"mlp_bias": YES_NO, "no_rope_layer_interval": [2, 3]},
     "qwen": EQUAL | {"num_key_value_heads": ["heads"], "tie_word_embeddings": [False]},
-    "qwen2": ROPES
-    | WINDOW
-    | {"use_sliding_window": YES_NO, "sliding_window": [4], "max_window_layers": [0, 1]}
-    | EQUAL,
-    "qwen3": BIAS | ROPES | {"use_sliding_window": YES_NO, "sliding_window": [4], "max_window_layers": [0, 1]},
+    "qwen2": ROPES | QWEN_WINDOW | EQUAL,
+    "qwen3": BIAS | ROPES | QWEN_WINDOW,
     "gemma": BIAS | ROPES | {"hidden_activation": ["gelu_pytorch_tanh", "gelu"]},
     "gemma2": GEMMA | CAPS | ROPES,
     "gemma3_text": GEMMA | KINDS | {"final_logit_softcapping": [None, 3.0], "query_pre_attn_scalar": [40]},
@@ -109,27 +104,15 @@ DRAWN = {
     "phi": PARTIAL | {"head_dim": [None], "hidden_size": [32], "num_attention_heads": [2, 4]},
     "phi3": WINDOW
     | {"head_dim": [None], "hidden_size": [32], "num_attention_heads": [4]}
-    | {
-        "rope_parameters": [{"rope_type": "default", **THETA, "partial_rotary_factor": f} for f in (1.0, 0.5)]
-        + LONGROPE
-    },
-    "gpt_neox": BIAS
-    | PARTIAL
-    | EQUAL
+    | {"rope_parameters": [*({"rope_type": "default", **THETA, "partial_rotary_factor": f} for f in (1.0, 0.5)), LONG]},
+    "gpt_neox": (BIAS | PARTIAL | EQUAL)
     | {"hidden_size": [32], "num_key_value_heads": [None], "use_parallel_residual": YES_NO},
     "mixtral": EXPERTS | WINDOW | ROPES,
     "qwen3_moe": EXPERTS | BIAS | ROPES,
     "olmoe": EXPERTS | BIAS | ROPES | {"head_dim": [None], "clip_qkv": [None, 0.5]},
     "gpt_oss": EXPERTS | BIAS | ROPES | TYPES | {"swiglu_limit": [0.5, 7.0]},
-    "gpt2": {
-        "n_embd": [12, 24],
-        "n_head": [2, 3],
-        "n_layer": [1, 2],
-        "n_inner": [None, 17],
-        "n_positions": [64],
-        "activation_function": ["gelu_new", "gelu", "relu"],
-        "scale_attn_weights": YES_NO,
-    },
+    "gpt2": {"n_embd": [12, 24], "n_head": [2, 3], "n_layer": [1, 2], "n_inner": [None, 17], "n_positions": [64]}
+    | {"activation_function": ["gelu_new", "gelu", "relu"], "scale_attn_weights": YES_NO},
 }
 """By family: the values of its options that a configuration is drawn from."""
 
@@ -146,9 +129,7 @@ def draw(family, seed, number):
         "model_type": "qwen2" if family == "qwen" else family,
         "vocab_size": int(rng.integers(20, 60)),
         "tie_word_embeddings": bool(rng.integers(2)),
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     }
     if family != "gpt2":
         chosen |= {
@@ -163,10 +144,9 @@ def draw(family, seed, number):
         }
     chosen |= {name: one(values) for name, values in DRAWN[family].items()}
     heads = chosen.get("num_attention_heads")
-    if chosen.get("num_key_value_heads") == "divisor":
-        chosen["num_key_value_heads"] = int(one([n for n in (1, 2, 3, 4, 6) if heads % n == 0]))
-    elif chosen.get("num_key_value_heads") == "heads":
-        chosen["num_key_value_heads"] = heads
+    if chosen.get("num_key_value_heads") in ("divisor", "heads"):
+        divisors = [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
+        chosen["num_key_value_heads"] = int(one(divisors)) if chosen["num_key_value_heads"] == "divisor" else heads
     if chosen.get("layer_types") == "draw":
         kinds = ["sliding_attention", "full_attention"]
         chosen["layer_types"] = [one(kinds) for _ in range(chosen["num_hidden_layers"])]
@@ -231,8 +211,7 @@ def measure(family, seed, number):
     tokens = rng.integers(0, settings["vocab_size"], TOKENS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        fields = {key: value for key, value in json.loads(json.dumps(settings)).items() if key != "model_type"}
-        config = transformers.AutoConfig.for_model(settings["model_type"], **fields)
+        config = transformers.AutoConfig.for_model(**json.loads(json.dumps(settings)))
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         file = folder / "model.safetensors"
         with safe_open(file, "numpy") as stored:
@@ -270,7 +249,6 @@ def quiet():
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def main():

@@ -314,19 +314,17 @@ def work(numbers: range, options: argparse.Namespace) -> None:
 
 def _watch(event: str, arguments: tuple[Any, ...], allowed: str, outside: list[str]) -> None:
     """Audit hook: collects the paths outside of `allowed` that are written, moved, linked or removed."""
+    paths, at = [], -1
     if event == "open":
         path, mode, flags = arguments
-        if not (set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR)):
-            return
-        paths, at = [path], -1
+        if set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR):
+            paths = [path]
     elif event in ("os.rename", "os.link"):
         paths, at = list(arguments[:2]), arguments[2]
     elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
         paths, at = [arguments[0]], arguments[-1] if event != "os.truncate" else -1
     elif event == "os.symlink":
         paths, at = [arguments[1]], arguments[2]
-    else:
-        return
     for path in paths:
         if isinstance(path, str | bytes | os.PathLike):
             directory, name = os.path.split(os.fsdecode(path))
@@ -372,11 +370,9 @@ def campaign(options: argparse.Namespace) -> Iterator[str]:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for _, target, _, result, *_ in rows:
         counts[target][result] += 1
-    yield f"{'target':<12}{'tried':>8}{'refused':>9}{'read':>8}{'lost':>6}{'seconds':>9}{'slowest':>9}"
     for target, of_target in [*counts.items(), ("all", sum(counts.values(), collections.Counter()))]:
-        taken = [float(row[4]) for row in rows if target in (row[1], "all")]
-        figures = "{:>8}{:>9}{:>8}{:>6}".format(of_target.total(), *(of_target[x] for x in ("refused", "read", "lost")))
-        yield f"{target:<12}{figures}{sum(taken):>9.0f}{max(taken):>9.1f}"
+        slowest = max(float(row[4]) for row in rows if target in (row[1], "all"))
+        yield f"{target}: {of_target.total()} tried, {dict(of_target)}, the slowest {slowest:.1f} s"
     reasons = collections.defaultdict(list)
     for row in rows:
         if row[3] == "lost":

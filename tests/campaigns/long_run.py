@@ -48,45 +48,30 @@ def main():
     head = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size, features=("logit_statistics",))
     optimizer = OptimizerConfig(learning_rate=1e-3).build(given.steps)
     step_fn = make_train_step(AtsObjective(head, "joint", tokens.scales), optimizer)
-    taken, first = 0, 0
+    count, every, taken = given.steps, given.checkpoint_every, 0
 
     def step(*arguments):
-        nonlocal taken, first
+        nonlocal taken
         taken += 1
-        if taken == given.checkpoint_every + 2:
-            first = len(compiled)
-        if taken % (given.steps // 10) == 0:
+        if taken == every + 2:
+            compiled.clear()
+        if taken % (count // 10) == 0:
             memory.append(resident())
         return step_fn(*arguments)
 
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:
-        context = silent(Path(name))
+        context, state = silent(Path(name)), create_state(head.init(jax.random.key(0)), optimizer)
+        data = batches(tokens.arrays, 16, seed=0, epochs=count // 4)
+        options = {"steps": count, "context": context, "identity": {}, "checkpoint_every": every}
         with jax.set_mesh(context.mesh):
-            train(
-                step,
-                create_state(head.init(jax.random.key(0)), optimizer),
-                (),
-                {"alpha": jnp.float32(1)},
-                batches(tokens.arrays, 16, seed=0, epochs=given.steps // 4),
-                steps=given.steps,
-                context=context,
-                identity={},
-                checkpoint_every=given.checkpoint_every,
-            )
+            train(step, state, (), {"alpha": jnp.float32(1)}, data, **options)
         kept = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())
-    found = {
-        "steps": taken,
-        "checkpoints": given.steps // given.checkpoint_every,
-        "kept": kept,
-        "programs of the step": step_fn._cache_size(),
-        "compiled after the first checkpoint": len(compiled) - first,
-        "MiB": memory,
-        "seconds": round(time.monotonic() - began),
-    }
+    programs, seconds = step_fn._cache_size(), round(time.monotonic() - began)
+    found = {"steps": taken, "checkpoints": count // every, "kept": kept, "programs of the step": programs}
+    found |= {"compiled after the first checkpoint": len(compiled), "MiB": memory, "seconds": seconds}
     print(json.dumps(found))
     flat = memory[-1] - memory[4] < 0.02 * memory[4]
-    fine = flat and found["programs of the step"] == 1 and kept == [given.steps - given.checkpoint_every, given.steps]
-    return 0 if fine and not found["compiled after the first checkpoint"] else 1
+    return 0 if flat and programs == 1 and not compiled and kept == [count - every, count] else 1
 
 
 if __name__ == "__main__":

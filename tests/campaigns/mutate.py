@@ -149,7 +149,7 @@ def lines(data: bytes, draw: random.Random) -> bytes:
     """Lines of text (CSV, JSON lines) with a cell or a row replaced, removed or doubled."""
     if draw.random() < 0.2:
         return some_bytes(data, draw)
-    rows = data.decode().splitlines()
+    rows = data.decode(errors="replace").splitlines()
     for _ in range(draw.choice((1, 2))):
         number = draw.randrange(len(rows)) if draw.random() < 0.8 else 0
         with contextlib.suppress(ValueError, RecursionError):

@@ -30,7 +30,6 @@ from calibjax.train.saved import export_head
 MULTIMODAL = {"gemma3": ("gemma3_text", "scaled-rope-own-pattern"), "mistral3": ("mistral", "untied-no-window")}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
-NEW = 6
 
 
 def multimodal(folder: Path, family: str):
@@ -50,16 +49,13 @@ def greedy_is_equal(theirs, lm, head, folder: Path) -> bool:
     from calibjax.torch import attach
 
     prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
-    ours = generate(lm, prompts, head=head, max_new_tokens=NEW, sampling=Sampling(temperature=0.0), stop_tokens=())
+    ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
     tokens = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     export_head(folder, head, lm)
     attached = attach(theirs, folder)
-    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-    try:
-        found = theirs.generate(tokens, attention_mask=mask, **options)
-    finally:
-        attached.detach()
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    found = theirs.generate(tokens, attention_mask=(tokens > 0).int(), **options)
+    attached.detach()
     return np.array_equal(found[:, 5:].numpy(), np.asarray(ours.tokens))
 
 
@@ -73,10 +69,8 @@ def main(families: list[str], kinds: list[str]) -> int:
             else:
                 theirs, _ = torch_model(folder, settings_of(family, next(iter(VARIANTS[family]))))
             lm = load_model(folder)
-            heads = {
-                kind: random_head(lm, kind, ("hidden_states",) if kind == "constant" else tuple(FEATURES))
-                for kind in kinds
-            }
+            features = {kind: ("hidden_states",) if kind == "constant" else tuple(FEATURES) for kind in kinds}
+            heads = {kind: random_head(lm, kind, names) for kind, names in features.items()}
             errors = {kind: max(compare(theirs, lm, head, folder / kind)) for kind, head in heads.items()}
             is_equal = greedy_is_equal(theirs, lm, heads[kinds[-1]], folder / "greedy")
         failures += not (max(errors.values()) <= 1e-5 and is_equal)

@@ -10,8 +10,6 @@ from calibjax.commands.compare import CompareOptions
 from calibjax.commands.parser import list_options, parse, with_config, write_config
 from calibjax.commands.train_lhts import TrainLhtsOptions
 
-ARGS = ["--model", "m", "--data", "d é.txt", "--out", "o"]
-
 
 def read_again(command, options, tmp_path, *more):
     write_config(tmp_path, command, options)
@@ -28,16 +26,13 @@ def test_every_command_reads_what_it_wrote(name, tmp_path):
 
 
 def test_values_that_are_not_defaults(tmp_path):
-    more = ["--no-packing", "--seq-len", "33", "--myopic", "0.5", "0.0", "--alphas", "0.1"]
-    known = {option.flag for option in list_options(TrainLhtsOptions)}
-    more = more if "--alphas" in known else more[:-2]
-    options = parse(TrainLhtsOptions, [*ARGS, *more], prog="x")
+    given = ["--model", "m", "--data", "d é.txt", "--out", "o", "--no-packing", "--seq-len", "33"]
+    options = parse(TrainLhtsOptions, [*given, "--myopic", "0.5", "0.0"], prog="x")
     assert read_again("train lhts", options, tmp_path) == options
     text = (tmp_path / "run.yaml").read_text()
     assert text.startswith("# To run it again: calibjax train lhts --config ")
     content = yaml.safe_load(text)
-    assert content["command"] == "train lhts"
-    assert content["seq-len"] == 33
+    assert (content["command"], content["seq-len"]) == ("train lhts", 33)
     assert not {"json", "quiet"} & content.keys()
 
 
@@ -63,19 +58,15 @@ def test_mistakes(tmp_path, capsys, content, message):
     file = tmp_path / "x.yaml"
     if content is not None:
         file.write_text(content)
-    code = main(["compare", "--table", "x.csv", "--config", str(file)])
+    assert main(["compare", "--table", "x.csv", "--config", str(file)]) == 2
     error = capsys.readouterr().err
-    assert code == 2
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_run_leaves_the_file_that_repeats_it(tmp_path, capsys):
+def test_a_run_leaves_the_file_that_repeats_it(tmp_path):
     table = tmp_path / "x.csv"
     table.write_text("confidence,correct\n" + "".join(f"0.{k % 9 + 1},{k % 2}\n" for k in range(40)))
     assert main(["compare", "--table", str(table), "--methods", "histogram", "--out", str(tmp_path / "a")]) == 0
-    again = ["compare", "--config", str(tmp_path / "a" / "run.yaml"), "--out", str(tmp_path / "b")]
-    assert main(again) == 0
-    first, second = ((tmp_path / name / "run.json").read_text() for name in "ab")
-    assert first == second
-    capsys.readouterr()
+    assert main(["compare", "--config", str(tmp_path / "a" / "run.yaml"), "--out", str(tmp_path / "b")]) == 0
+    assert len({(tmp_path / name / "run.json").read_text() for name in "ab"}) == 1

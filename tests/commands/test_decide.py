@@ -21,13 +21,16 @@ def table(tmp_path_factory):
     kind = rng.integers(0, 2, ROWS)
     correct = (rng.random(ROWS) < np.where(kind == 1, confidence**4, confidence**0.1)).astype(int)
     file = tmp_path_factory.mktemp("table") / "answers.csv"
-    with file.open("w", newline="") as out:
-        rows = csv.writer(out)
-        rows.writerow(["question", "confidence", "consistency", "category", "correct"])
-        rows.writerows(
-            [f"q{n}", confidence[n], round(confidence[n] * 8) / 8, f"kind {kind[n]}", correct[n]] for n in range(ROWS)
-        )
+    columns = {"question": [f"q{n}" for n in range(ROWS)], "confidence": confidence}
+    columns |= {"consistency": np.round(confidence * 8) / 8, "category": [f"kind {k}" for k in kind]}
+    write_csv(file, columns | {"correct": correct})
     return file, confidence, kind, correct
+
+
+def write_csv(path, columns):
+    columns = {name: np.asarray(column).tolist() for name, column in columns.items()}
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
 
 
 def decided(capsys, *args):
@@ -63,12 +66,9 @@ def test_a_column_of_the_table(capsys, table, tmp_path):
 
 def test_claims_of_answers(capsys, table, tmp_path):
     """Five rows are the claims of an answer."""
-    rows = list(csv.reader(table[0].open(newline="")))
-    file = tmp_path / "claims.csv"
-    with file.open("w", newline="") as out:
-        csv.writer(out).writerows([[*row, "group" if not n else f"a{n // 5}"] for n, row in enumerate(rows)])
+    confidence, correct, answer, file = table[1], table[3], np.arange(ROWS) // 5, tmp_path / "claims.csv"
+    write_csv(file, {"confidence": confidence, "correct": correct, "group": [f"a{n}" for n in answer]})
     found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["categories"][""]["claims of an answer"]
-    confidence, correct, answer = table[1], table[3], (np.arange(ROWS) + 1) // 5
     kept = confidence > found["threshold"]
     false, count = (np.bincount(answer, weights=x) for x in (kept & (correct == 0), kept))
     assert found["wrong_of_answered"] == pytest.approx((false / np.maximum(count, 1)).mean())
@@ -91,9 +91,8 @@ def test_what_is_printed(capsys, table, monkeypatch):
     few = table[0].with_name("few.csv")
     few.write_text("".join(table[0].read_text().splitlines(keepends=True)[:13]))
     assert main(["decide", "--table", str(few)]) == 0
-    assert "no threshold is known to keep at most 0.05 of the answers wrong" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no threshold is known to keep at most 0.05 of the answers wrong" in printed
 
 
 SCORES = {
@@ -120,7 +119,7 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
     columns = {"confidence": confidence, "correct": correct, "group": np.arange(n) // 3, "category": category}
     np.savez(tmp_path / "t.npz", **columns)
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
-    write_csv(tmp_path / "t.csv", {name: column.tolist() for name, column in columns.items()})
+    write_csv(tmp_path / "t.csv", columns)
     for suffix, risk, flags in (
         *(("npz", risk, []) for risk in (0.05, 0.1, 0.15, 0.2, 0.25)),
         *(("csv", 0.1, []), ("csv", 0.2, ["--claims"]), ("parquet", 0.2, ["--by-category"])),
@@ -148,25 +147,20 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
     assert finite > 5
 
 
-def write_csv(path, columns):
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([list(columns), *zip(*columns.values(), strict=True)])
-
-
 @pytest.mark.parametrize("columns", ["p", "logit"])
 def test_sets_of_options(capsys, tmp_path, columns):
     rng = np.random.default_rng(1)
     p = rng.dirichlet(np.full(4, 0.5), ROWS)
     label = (p.cumsum(axis=1) < rng.random((ROWS, 1))).sum(axis=1).clip(0, 3)
     values = np.log(p + 1e-300) + rng.normal(size=(ROWS, 1)) if columns == "logit" else p
-    table = {f"{columns}_{k}": values[:, k].tolist() for k in range(4)} | {"label": label.tolist()}
-    write_csv(tmp_path / "t.csv", table)
-    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]["options"]
+    write_csv(tmp_path / "t.csv", {f"{columns}_{k}": values[:, k] for k in range(4)} | {"label": label})
+    found = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]
+    row = found["options"]
     of_right = p[np.arange(ROWS), label]
     assert row["right_in_set"] == (of_right >= np.sort(of_right)[int(0.1 * (ROWS + 1)) - 1]).mean()
     assert row["right_in_set"] == (of_right >= row["threshold"]).mean()
     assert row["mean_size"] == (p >= row["threshold"]).sum(axis=1).mean()
-    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]["options_aps"]
+    row = found["options_aps"]
     scores = 1 - (p[:, None, :] * (p[:, None, :] > p[:, :, None])).sum(axis=2)
     assert row["right_in_set"] == (scores[np.arange(ROWS), label] >= row["threshold"]).mean()
     assert row["mean_size"] == (scores >= row["threshold"]).sum(axis=1).mean()
@@ -182,7 +176,7 @@ def test_sets_with_tied_probabilities(capsys, tmp_path):
         return np.take_along_axis(p, order, axis=1), (order == 0).argmax(axis=1)
 
     p, label = draw(800)
-    write_csv(tmp_path / "t.csv", {f"p_{k}": p[:, k].tolist() for k in range(3)} | {"label": label.tolist()})
+    write_csv(tmp_path / "t.csv", {f"p_{k}": p[:, k] for k in range(3)} | {"label": label})
     row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]
     assert row["options"]["threshold"] == 0.2
     assert row["options"]["right_in_set"] == 1
@@ -191,12 +185,12 @@ def test_sets_with_tied_probabilities(capsys, tmp_path):
     assert (new >= row["options"]["threshold"])[np.arange(20_000), right].mean() >= 0.9
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
-def test_every_answer_right(capsys, tmp_path, rows):
+def test_every_answer_right(capsys, tmp_path):
     """Nothing is fitted: few rows, and rows of one kind, have thresholds too."""
-    write_csv(tmp_path / "t.csv", {"confidence": np.linspace(0.5, 1, rows).tolist(), "correct": [1] * rows})
-    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.2)["categories"][""]["of all questions"]
-    assert row["answers"] == ("all" if (rows + 1) * 0.2 >= 1 else "none")
+    for rows in (1, 5, 40):
+        write_csv(tmp_path / "t.csv", {"confidence": np.linspace(0.5, 1, rows), "correct": [1] * rows})
+        row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.2)["categories"][""]["of all questions"]
+        assert row["answers"] == ("all" if (rows + 1) * 0.2 >= 1 else "none")
 
 
 def test_categories_in_compare_and_apply(capsys, table, tmp_path):

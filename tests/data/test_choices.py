@@ -29,21 +29,21 @@ QUESTIONS = [
 ROWS = Rows(QUESTIONS, "made")
 
 
-def test_what_is_asked():
-    tokenizer = character_tokenizer()
+@pytest.mark.parametrize(("merges", "cue"), [((), "Answer: "), ((" B",), "Answer:")])
+def test_what_is_asked(merges, cue):
+    """With another cue where a letter melts into the space."""
+    tokenizer = character_tokenizer(merges)
     asked = choice_sequences(ROWS, tokenizer, 200)
     vocabulary = tokenizer.get_vocab()
-    assert asked.letters == tuple(vocabulary[letter] for letter in "ABC")
-    assert asked.cue == "Answer: "
+    assert (asked.letters, asked.cue) == (tuple(vocabulary[letter] for letter in "ABC"), cue)
     assert asked.subjects == ("places", "", "people")
     assert asked.too_long == 0
     sequences = asked.sequences
     np.testing.assert_array_equal(sequences.where.sum(axis=1), 1)
     np.testing.assert_array_equal(sequences.targets[sequences.where], [vocabulary[letter] for letter in "CAB"])
-    names = {number: piece for piece, number in vocabulary.items()}
-    text = "".join(names[i] for i in sequences.tokens[0][sequences.segment_ids[0] > 0])
-    assert text == "Where?\nA. here\nB. there\nC. no\nAnswer: "
-    assert np.flatnonzero(sequences.where[0]).tolist() == [len(text) - 1]
+    tokens = sequences.tokens[0][sequences.segment_ids[0] > 0]
+    assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == f"Where?\nA. here\nB. there\nC. no\n{cue}"
+    assert np.flatnonzero(sequences.where[0]).tolist() == [len(tokens) - 1]
 
 
 def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
@@ -58,13 +58,6 @@ def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
     assert set(drawn) == {0, 1, 2}
     with pytest.raises(UserError, match=r"every question is longer than the model.s context of 5 tokens"):
         choice_sequences(ROWS, tokenizer, 5)
-
-
-def test_another_cue_where_a_letter_melts_into_the_space():
-    tokenizer = character_tokenizer(merges=(" B",))
-    asked = choice_sequences(ROWS, tokenizer, 200)
-    assert asked.cue == "Answer:"
-    assert asked.letters == tuple(tokenizer.get_vocab()[letter] for letter in "ABC")
 
 
 def test_what_is_no_question():

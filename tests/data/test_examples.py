@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 import pytest
-from assets import model_path
+from assets import tokenizer_of
 from tiny import CHATML, character_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -25,12 +25,6 @@ TURNS = [
 ]
 
 
-def tokenizer_of(name):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path(name))
-
-
 def tokenize(rows, tokenizer, text_column=None, **options):
     return list(tokenize_rows(rows, recognise(rows, text_column, **options), tokenizer))
 
@@ -49,49 +43,40 @@ def test_plain_text_is_the_tokenizers_own(caplog):
         logging.getLogger("transformers").addHandler(caplog.handler)
         examples = tokenize([{"text": text} for text in texts], tokenizer)
     assert caplog.text == ""  # no "sequence length is longer than the maximum"
-    for index, (text, example) in enumerate(zip(texts, examples, strict=True)):
-        assert example.row == index
+    assert [example.row for example in examples] == list(range(len(texts)))
+    for text, example in zip(texts, examples, strict=True):
         assert example.tokens.dtype == np.int32
         assert example.tokens.tolist() == tokenizer(text, verbose=False)["input_ids"]
         assert example.loss_mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
+ADD = {"instruction": "Add", "input": "1+1", "output": "two"}
+
+
 @pytest.mark.parametrize(
-    ("row", "options", "expected"),
+    ("row", "template", "eos", "expected"),
     [
-        ({"instruction": "Add", "input": "1+1", "output": "two"}, {}, "Add\n\n1+1\n\n[two</s>]"),
-        ({"instruction": "Sing", "input": None, "output": "la"}, {}, "Sing\n\n[la</s>]"),
-        (
-            {"instruction": "Add", "input": "1+1", "output": "two", "tone": "dry"},
-            {"prompt_template": "({tone}) {instruction}: {input}\n"},
-            "(dry) Add: 1+1\n[two</s>]",
-        ),
-        ({"messages": [{"role": "assistant", "content": "la"}]}, {}, "l[a</s>]"),
-        ({"messages": TURNS}, {}, "be kind\n\nhello you\n\n[hi\nthere</s>]bye\n\n[so long</s>]"),
+        (ADD, None, "</s>", "Add\n\n1+1\n\n[two</s>]"),
+        ({"instruction": "Sing", "input": None, "output": "la"}, None, "</s>", "Sing\n\n[la</s>]"),
+        (ADD | {"tone": "dry"}, "({tone}) {instruction}: {input}\n", "</s>", "(dry) Add: 1+1\n[two</s>]"),
+        ({"messages": [{"role": "assistant", "content": "la"}]}, None, "</s>", "l[a</s>]"),
+        ({"messages": TURNS}, None, "</s>", "be kind\n\nhello you\n\n[hi\nthere</s>]bye\n\n[so long</s>]"),
+        ({"messages": TURNS[1:]}, None, None, "hello you\n\n[hi\nthere]\n\nbye\n\n[so long]"),
     ],
 )
-def test_without_chat_template(row, options, expected):
-    tokenizer = character_tokenizer()
-    (example,) = tokenize([row], tokenizer, **options)
+def test_without_chat_template(row, template, eos, expected):
+    tokenizer = character_tokenizer(eos=eos)
+    (example,) = tokenize([row], tokenizer, prompt_template=template)
     assert show(example, tokenizer) == expected
-
-
-def test_without_end_of_sequence():
-    tokenizer = character_tokenizer(eos=None)
-    (example,) = tokenize([{"messages": TURNS[1:]}], tokenizer)
-    assert show(example, tokenizer) == "hello you\n\n[hi\nthere]\n\nbye\n\n[so long]"
 
 
 def test_with_chat_template():
     """An answer without a question, an instruction with its input, and a prompt template in place of the chat's."""
     tokenizer = character_tokenizer(CHATML)
     answer = {"instruction": "Add", "input": "1", "output": " x "}
+    chat = "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n"
     for row, options, expected in (
-        (
-            {"messages": TURNS[2:4]},
-            {},
-            "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n",
-        ),
+        ({"messages": TURNS[2:4]}, {}, chat),
         (answer, {}, "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n"),
         (answer, {"prompt_template": "{instruction}="}, "Add=[ x </s>]"),
     ):
@@ -151,18 +136,19 @@ def test_bad_rows(row, template, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "message"),
+    ("template", "message"),
     [
-        ({"text": "a"}, "{text}", "rows are plain text"),
-        ({"prompt": "a", "response": "b"}, "{prompt", "not a format string"),
-        ({"prompt": "a", "response": "b"}, "{}", "expected column names in braces, such as '{prompt}'"),
-        ({"prompt": "a", "response": "b"}, "{prompt}{response}", "contains the response"),
-        ({"prompt": "a", "response": "b"}, "{question}", "row 0 .* has no column question. It has: prompt, response"),
+        ("{prompt", "not a format string"),
+        ("{}", "expected column names in braces, such as '{prompt}'"),
+        ("{prompt}{response}", "contains the response"),
+        ("{question}", "row 0 .* has no column question. It has: prompt, response"),
     ],
 )
-def test_bad_prompt_template(row, template, message):
+def test_bad_prompt_template(template, message):
     with pytest.raises(UserError, match=message):
-        tokenize([row], character_tokenizer(), prompt_template=template)
+        tokenize([{"prompt": "a", "response": "b"}], character_tokenizer(), prompt_template=template)
+    with pytest.raises(UserError, match="rows are plain text"):
+        tokenize([{"text": "a"}], character_tokenizer(), prompt_template="{text}")
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])
@@ -174,13 +160,13 @@ def test_long_texts_are_tokenised_in_parts(name, monkeypatch):
     monkeypatch.setattr("calibjax.data.examples._PART", 4096)
     monkeypatch.setattr("calibjax.data.examples._OVERLAP", 256)
     whole = tokenizer(text, verbose=False)["input_ids"]
-    calls = []
-    monkeypatch.setattr(
-        "calibjax.data.examples._encode",
-        lambda rendered, *args, real=examples_module._encode, **options: (
-            calls.append(max(len(item.text) for item in rendered)) or real(rendered, *args, **options)
-        ),
-    )
+    calls, real = [], examples_module._encode
+
+    def encode(rendered, *args, **options):
+        calls.extend(len(item.text) for item in rendered)
+        return real(rendered, *args, **options)
+
+    monkeypatch.setattr(examples_module, "_encode", encode)
     (example,) = tokenize([{"text": text}], tokenizer)
     assert example.tokens.tolist() == whole
     assert max(calls) <= 4096

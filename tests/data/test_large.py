@@ -31,10 +31,8 @@ def tokenizer(model):
 
 
 def measured(model, source, **options):
-    """Sequences of a source, read in a process of its own: (shape, description, MB of memory at the most).
-
-    getrusage would give the larger one of this process and of the one that started it.
-    """
+    """Sequences of a source, read in a process of its own: (shape, description, MB of memory at the most)."""
+    # getrusage would give the larger one of this process and of the one that started it.
     code = f"""
         import json, re
         from pathlib import Path
@@ -45,12 +43,8 @@ def measured(model, source, **options):
         peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
         print(json.dumps([sequences.tokens.shape, text, peak]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -61,8 +55,7 @@ def test_a_line_of_200_mb(model, tmp_path):
     words = " ".join(f"w{i % 40}" for i in range(1000)) + " "
     file = tmp_path / "line.jsonl"
     file.write_text(json.dumps({"text": words * (209_000_000 // len(words))}) + "\n")
-    shape, description, peak = measured(model, file, layout="pack", max_sequences=50)
-    print(f"{peak} MB, {description}")
+    shape, _, peak = measured(model, file, layout="pack", max_sequences=50)
     assert shape == [50, 63]
     assert peak < 1800
 
@@ -87,14 +80,6 @@ def test_memory_does_not_follow_the_file(model, tmp_path):
     assert peaks[1] - peaks[0] < 50
 
 
-@pytest.mark.parametrize("layout", ["pack", "pad", "full"])
-def test_nothing_to_predict(layout, tokenizer):
-    """One token and empty texts: an error, and no empty batch."""
-    for text in ("w1", "", " "):
-        with pytest.raises(UserError, match="has anything to predict"):
-            load_sequences(Rows([{"text": text}], "made"), tokenizer, seq_len=4, layout=layout)
-
-
 @pytest.mark.parametrize("layout", ["pack", "pad"])
 def test_broken_rows(layout, tokenizer, tmp_path):
     """Mixed types and rows that are no rows: named by file and line; left out and counted only if asked."""
@@ -108,12 +93,18 @@ def test_broken_rows(layout, tokenizer, tmp_path):
     assert f"; 4 broken rows skipped, the first: {file}, line 3, column 'text'" in text
 
 
-def test_repeats_between_parts_are_counted(tokenizer):
+@pytest.mark.parametrize("layout", ["pack", "pad", "full"])
+def test_repeats_between_parts_are_counted(layout, tokenizer):
+    """And where there is nothing to predict, one token or an empty text, no batch is empty."""
+
+    def load(texts):
+        rows = Rows([{"text": text} for text in texts], "made")
+        return load_sequences(rows, tokenizer, seq_len=12, layout=layout)[0]
+
     texts = [" ".join(f"w{(7 * i + j) % 40}" for j in range(12)) for i in range(40)]
-    for layout in ("pack", "pad", "full"):
-        options = {"seq_len": 12, "layout": layout}
-        sequences, _ = load_sequences(Rows([{"text": text} for text in texts[:20]], "made"), tokenizer, **options)
-        assert count_repeats(*split_sequences(sequences, 0.5))[0] == 0
-        doubled = [*texts[:10], *texts[:3], *texts[20:27]]
-        sequences, _ = load_sequences(Rows([{"text": text} for text in doubled], "made"), tokenizer, **options)
-        assert count_repeats(*split_sequences(sequences, 0.5)) == (3, 10)
+    assert count_repeats(*split_sequences(load(texts[:20]), 0.5))[0] == 0
+    doubled = load([*texts[:10], *texts[:3], *texts[20:27]])
+    assert count_repeats(*split_sequences(doubled, 0.5)) == (3, 10)
+    for text in ("w1", "", " "):
+        with pytest.raises(UserError, match="has anything to predict"):
+            load([text])

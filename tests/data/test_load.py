@@ -4,36 +4,20 @@ import gzip
 import json
 
 import pytest
-from assets import data_path, model_path
+from assets import data_path, tokenizer_of
 
-from calibjax.data import (
-    Rows,
-    choose_seq_len,
-    load_sequences,
-    read_source,
-    recognise,
-    split_sequences,
-    tokenize_rows,
-)
-
-
-def tokenizer_of(name):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path(name))
+from calibjax.data import Rows, choose_seq_len, load_sequences, read_source, recognise, split_sequences, tokenize_rows
 
 
 def test_alpaca_outputs_cut_to_128_tokens():
     tokenizer = tokenizer_of("stories260K")
     file = data_path("alpaca_cleaned/alpaca_cleaned.jsonl.gz")
     rows = read_source(file, rows=6000)
-    sequences, description = load_sequences(
-        rows, tokenizer, seq_len=128, layout="full", format=recognise(rows, "output"), max_sequences=1600
-    )
+    options = {"seq_len": 128, "layout": "full", "format": recognise(rows, "output"), "max_sequences": 1600}
+    sequences, description = load_sequences(rows, tokenizer, **options)
     assert sequences.tokens.shape == (1600, 127)
     assert sequences.where.all()
-    fit, held_out = split_sequences(sequences, 0.6)
-    assert (len(fit.tokens), len(held_out.tokens)) == (960, 640)
+    assert [len(part.tokens) for part in split_sequences(sequences, 0.6)] == [960, 640]
 
     with gzip.open(file, "rt") as lines:
         texts = [json.loads(line)["output"] for line, _ in zip(lines, range(sequences.source[-1] + 1), strict=False)]
@@ -41,10 +25,7 @@ def test_alpaca_outputs_cut_to_128_tokens():
     assert len(ids) == 1600
     for sequence in (0, 1, 777, 1599):
         assert [*sequences.tokens[sequence], sequences.targets[sequence, -1]] == ids[sequence][:128]
-    assert description == (
-        f"{file}: plain text (column output), 3,569 rows read, 1,969 of them dropped (too short); "
-        "1,600 sequences of 128 tokens (full), 203,200 tokens to predict"
-    )
+    assert "3,569 rows read, 1,969 of them dropped (too short); 1,600 sequences of 128 tokens (full)" in description
 
 
 @pytest.mark.parametrize("layout", ["pad", "pack"])

@@ -28,18 +28,14 @@ def test_files_of_rows(tmp_path, name, suffix):
     rows = read_source(write(tmp_path / (name + suffix), FILES[name]))
     expected = [{"text": row["text"], "n": str(row["n"])} for row in ROWS] if name == "a.csv" else ROWS
     assert list(rows) == list(rows) == expected  # read anew
-    assert rows.first == expected[0]
-    assert not rows.documents
+    assert (rows.first, rows.documents) == (expected[0], False)
     assert list(read_source(tmp_path / (name + suffix), rows=2)) == expected[:2]
 
 
-def test_text_file_is_one_document(tmp_path):
+def test_a_document_and_a_table_with_hostile_names(tmp_path):
+    """A file of text is one document; words that look like nulls are kept, and columns of one name told apart."""
     rows = read_source(write(tmp_path / "a.txt.gz", b"\xef\xbb\xbf" + "one\n\ntwo é\n".encode()))
-    assert list(rows) == [{"text": "one\n\ntwo é\n"}]
-    assert rows.documents
-
-
-def test_csv_keeps_words_that_look_like_nulls_and_tells_columns_of_one_name_apart(tmp_path):
+    assert (list(rows), rows.documents) == ([{"text": "one\n\ntwo é\n"}], True)
     rows = read_source(write(tmp_path / "a.csv", b"text,n,n,,\nNA,1,2,,\n"))
     assert list(rows) == [{"text": "NA", "n (2)": "1", "n (3)": "2", " (4)": "", " (5)": ""}]
 
@@ -50,10 +46,9 @@ def test_directory(tmp_path):
     (tmp_path / "SOURCE.md").write_text("where it came from")
     assert list(read_source(tmp_path, split="train")) == ROWS[:2]
     assert list(read_source(tmp_path, split="train", rows=1)) == ROWS[:1]
-    with pytest.raises(UserError, match=r"split='test'.*valid\.jsonl"):
-        read_source(tmp_path, split="test")
-    with pytest.raises(UserError, match=r"several splits: .*valid\.jsonl\. Choose one"):
-        read_source(tmp_path)
+    for split, message in (("test", r"split='test'.*valid\.jsonl"), (None, r"several splits: .*valid\.jsonl\. Choose")):
+        with pytest.raises(UserError, match=message):
+            read_source(tmp_path, split=split)
     (tmp_path / "valid.jsonl").rename(tmp_path / "valuable.jsonl")
     assert list(read_source(tmp_path)) == ROWS
 
@@ -127,8 +122,8 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
         ("a.csv", b"text,n\none,1\ntwo\n", r"line 3: expected 2 cells separated by ',', as in the first line, got 1"),
         ("a.csv", b'text,n\n"one\n\n",1\n\xff,2\n', r"line 5: invalid UTF-8"),
         ("a.parquet", b"no parquet", r"a\.parquet cannot be read as parquet"),
-        ("cut.jsonl", gzip.compress(JSONL * 1000)[:-40], "cannot be read as gzipped json"),
-        ("plain.jsonl", JSONL, "cannot be read as gzipped json"),
+        ("cut.jsonl.gz", gzip.compress(JSONL * 1000)[:-40], "cannot be read as gzipped json"),
+        ("plain.jsonl.gz", JSONL, "cannot be read as gzipped json"),
         ("a.txt", "é".encode("latin1"), "cannot be read as text"),
         ("a.jsonl", b"", "holds no rows"),
         ("a.csv", b"text,n\n", "holds no rows"),
@@ -136,31 +131,25 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
     ],
 )
 def test_bad_contents(tmp_path, name, content, message):
-    file = tmp_path / name
-    if "gzipped" in message:
-        file = file.with_suffix(".jsonl.gz")
-        file.write_bytes(content)
-    else:
-        write(file, content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        list(read_source(file))
+        list(read_source(tmp_path / name))
 
 
 def test_bad_options(tmp_path):
     file = write(tmp_path / "a.jsonl", JSONL + b"null\n")
     assert list(read_source(file, rows=3)) == ROWS  # what follows is not read
-    with pytest.raises(UserError, match="does not exist"):
-        read_source(tmp_path / "b.jsonl")
-    with pytest.raises(UserError, match="has no splits"):
-        read_source(file, split="train")
-    with pytest.raises(UserError, match="rows: expected at least 1"):
-        read_source(file, rows=0)
     (tmp_path / "b.txt").write_text("a document")
-    with pytest.raises(UserError, match="mixes whole documents"):
-        read_source(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no data file"):
-        read_source(tmp_path / "empty")
+    for path, options, message in (
+        (tmp_path / "b.jsonl", {}, "does not exist"),
+        (file, {"split": "train"}, "has no splits"),
+        (file, {"rows": 0}, "rows: expected at least 1"),
+        (tmp_path, {}, "mixes whole documents"),
+        (tmp_path / "empty", {}, "holds no data file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_source(path, **options)
 
 
 def test_the_hub(monkeypatch):

@@ -10,9 +10,8 @@ from calibjax.runtime.errors import UserError
 def make_sequences(source):
     source = np.asarray(source, np.int32)
     tokens = np.arange(len(source), dtype=np.int32)[:, None]
-    return Sequences(
-        tokens, tokens + 1, np.ones_like(tokens, bool), np.ones_like(tokens), np.zeros_like(tokens), source
-    )
+    ones = np.ones_like(tokens)
+    return Sequences(tokens, tokens + 1, ones > 0, ones, np.zeros_like(tokens), source)
 
 
 @pytest.mark.parametrize(

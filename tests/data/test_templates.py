@@ -52,14 +52,11 @@ SHAPES = {
     "chatml": Shape(turns("<|im_start|>{{ m.role }}\n" + C + "<|im_end|>\n", "<|im_start|>assistant\n"), IM),
     "vicuna": Shape(either("USER: " + C + " ", "ASSISTANT: " + C + "</s>"), "</s>"),
     "role and colon": Shape(turns("{{ m.role + ': ' + m.content }}\n"), "\n"),
-    "llama 2": Shape(
-        either("<s>[INST] {{ m.content | trim }} [/INST]", " {{ m.content | trim }} </s>"), " </s>", "strip"
-    ),
+    "llama 2": Shape(either("<s>[INST] {{ m.content }} [/INST]", " {{ m.content | trim }} </s>"), " </s>", "strip"),
     "nothing but text": Shape(either(C + "\n", C + "</s>"), "</s>"),
     "json": Shape(turns('{"{{ m.role }}": {{ m.content | tojson }}}</s>'), '"}</s>', "json"),
     "an end before the next header": Shape(
-        turns("{% if not loop.first %}<|endoftext|>{% endif %}{{ m.role }}>" + C) + "<|endoftext|>",
-        "<|endoftext|>",
+        turns("{% if not loop.first %}<|endoftext|>{% endif %}{{ m.role }}>" + C) + "<|endoftext|>", "<|endoftext|>"
     ),
     "numbered turns": Shape(turns("[{{ m.role }}] " + C + " [end of {{ m.role }}]</s>"), " [end of assistant]</s>"),
     "qwen 3": Shape(QWEN3, IM, empty_thinking=True),
@@ -68,8 +65,7 @@ SHAPES = {
         "<|end|>",
     ),
     "last message without end": Shape(
-        turns("{{ m.role }}: {{ m.content }}{% if not loop.last %}</s>{% endif %}", "assistant: "),
-        "</s>",
+        turns("{{ m.role }}: {{ m.content }}{% if not loop.last %}</s>{% endif %}", "assistant: "), "</s>"
     ),
     "spaces around": Shape(
         either("<|user|>  {{ m.content }}\n\n", "<|assistant|>  {{ m.content.rstrip() }}  </s>\n", "<|assistant|>  "),
@@ -151,11 +147,20 @@ MISTRAL_CALLS = either(
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]</s>'
     "{% else %} {{ m.content }}</s>{% endif %}",
 )
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}
 CALL = {"name": "weather", "arguments": {"city": 'Paris "sur Seine"'}}
 WRITTEN_CALL = '{"name": "weather", "arguments": {"city": "Paris \\"sur Seine\\""}}'
 
 
-@pytest.mark.parametrize("form", ["object", "JSON string", "ShareGPT", "old", "of a column"])
+FORMS = {
+    "object": {"tool_calls": [{"type": "function", "function": CALL}]},
+    "JSON string": {"tool_calls": [{"id": "1", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]},
+    "old": {"function_call": CALL},
+    "of a column": {"tool_calls": [{"id": None, "function": CALL | {"arguments": {"day": None} | CALL["arguments"]}}]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -165,45 +170,24 @@ WRITTEN_CALL = '{"name": "weather", "arguments": {"city": "Paris \\"sur Seine\\"
     ],
 )
 def test_tool_calls_are_scored_as_the_template_writes_them(template, expected, form):
-    user = {"role": "user", "content": "What is the weather?"}
-    assistant = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
-    row = {"messages": [user, assistant, {"role": "user", "content": "And now?"}, {**assistant, "weight": 0}]}
-    if form == "JSON string":
-        assistant["tool_calls"] = [
-            {"id": "call_1", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}
-        ]
-    elif form == "ShareGPT":
-        first, second = {"from": "human", "value": "What?"}, {"from": "function_call", "value": json.dumps(CALL)}
-        row = {"conversations": [first, second, {"from": "human", "value": "now?"}, {**second, "weight": 0}]}
-    elif form == "old":
-        assistant |= {"function_call": CALL}
-        del assistant["tool_calls"]
-    elif form == "of a column":  # as columnar files fill what is absent
-        user |= {"tool_calls": None, "weight": None}
-        assistant["tool_calls"] = [
-            {"id": None, "type": "function", "function": CALL | {"arguments": {"day": None} | CALL["arguments"]}}
-        ]
+    absent = {"tool_calls": None, "weight": None} if form == "of a column" else {}  # as columnar files fill it
+    user, assistant = {"role": "user", "content": "now?", **absent}, {"role": "assistant", "content": None}
+    assistant |= FORMS[form]
     tokenizer = character_tokenizer(template)
-    (example,) = tokenize([row], tokenizer)
+    (example,) = tokenize([{"messages": [user, assistant, user, {**assistant, "weight": 0}]}], tokenizer)
     assert scored_runs(example, tokenizer) == [expected]
 
 
 def test_reasoning_is_scored_where_the_template_writes_it():
-    thought = "I think, therefore"
-    answer = {"role": "assistant", "content": "so it is"}
-    user = {"role": "user", "content": "q"}
     tokenizer = character_tokenizer(QWEN3)
-    expected = f"<think>\n{thought}\n</think>\n\nso it is<|im_end|>"
-    for message in (
-        {**answer, "reasoning_content": thought},
-        {**answer, "content": f"<think>{thought}</think>so it is"},
-    ):
-        (example,) = tokenize([{"messages": [user, message]}], tokenizer)
-        assert scored_runs(example, tokenizer) == [expected]
+    for change in ({"reasoning_content": "I think"}, {"content": "<think>I think</think>yes"}):
+        message = ANSWER | change
+        (example,) = tokenize([{"messages": [USER, message]}], tokenizer)
+        assert scored_runs(example, tokenizer) == ["<think>\nI think\n</think>\n\nyes<|im_end|>"]
         with pytest.raises(UserError, match=r"does not write message 1 .*(reasoning_content|content).*weight 0"):
-            tokenize([{"messages": [user, message, user, answer]}], tokenizer)
-        (example,) = tokenize([{"messages": [user, {**message, "weight": 0}, user, answer]}], tokenizer)
-        assert scored_runs(example, tokenizer) == ["so it is<|im_end|>"]
+            tokenize([{"messages": [USER, message, USER, ANSWER]}], tokenizer)
+        (example,) = tokenize([{"messages": [USER, {**message, "weight": 0}, USER, ANSWER]}], tokenizer)
+        assert scored_runs(example, tokenizer) == ["yes<|im_end|>"]
 
 
 def test_text_of_the_template_before_an_answer():
@@ -229,20 +213,22 @@ def test_parts_system_and_variables_of_the_template():
     assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
 
 
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}
-CALLS = {"tool_calls": [{"function": CALL}]}
+CALLS = FORMS["object"]
 
 
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": [USER, ANSWER | CALLS]}, QWEN3.replace("tool_calls", "no_calls"), "rewrites the tool_calls"),
+        (
+            {"messages": [USER, ANSWER | CALLS]},
+            QWEN3.replace("tool_calls", "no_calls"),
+            "rewrites the tool_calls",
+        ),
         ({"messages": [USER, ANSWER | {"thinking": "hm"}]}, HERMES, "rewrites the thinking"),
         ({"messages": [USER, ANSWER], "tools": [{"name": "weather"}]}, HERMES, "does not write the tools"),
         ({"messages": [USER, ANSWER | CALLS]}, None, "tool_calls: only a chat template can write this"),
         ({"messages": [USER, ANSWER | {"content": [{"type": "image"}]}]}, HERMES, "message 1: .*Only text is read"),
         ({"messages": [USER | {"weight": 1}, ANSWER]}, HERMES, "1 only for the assistant, got 1 for 'user'"),
-        ({"messages": [USER, ANSWER | {"tool_calls": "[{"}]}, HERMES, "message 1: expected JSON"),
         ({"messages": [USER, ANSWER], "tools": "3"}, HERMES, "column 'tools': expected a list of objects"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"messages": 1}}, HERMES, "chat_template_kwargs"),
         ({"messages": [USER, ANSWER]}, turns("{{ m.content * 2 }}</s>"), "message 1 .*changes the text around it"),

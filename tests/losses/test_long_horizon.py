@@ -1,6 +1,5 @@
 """The long-horizon objective against p_T itself: a Markov source of which all 46,656 sequences are enumerated."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -56,13 +55,10 @@ class Source:
         """KL(p_T ‖ q), q given by the log-probability of every token."""
         return float(self.scaled @ (np.log(self.scaled) - np.asarray(log_q, np.float64).sum(axis=1)))
 
-    def baseline(self, kind):
-        return {"none": np.zeros(LENGTH), "scalar": np.full(LENGTH, self.mean.mean()), "position": self.mean}[kind]
-
-    def weights(self, objective):
-        baseline = self.baseline(objective.baseline).astype(np.float32)
-        program = dataclasses.replace(objective, baseline="none")  # one for all baselines: this field is not read
-        return weights_of(self.log_p.astype(np.float32), TEMPERATURE, program, baseline=baseline)
+    def weights(self, form, kind):
+        baseline = {"none": np.zeros(LENGTH), "scalar": np.full(LENGTH, self.mean.mean()), "position": self.mean}[kind]
+        objective = Horizon(form=form, baseline="none")  # one program for all baselines: this field is not read
+        return weights_of(self.log_p.astype("f"), TEMPERATURE, objective, baseline=baseline.astype("f"))
 
     def table(self, mass):
         """Next-symbol distributions [position, symbol before, symbol] of tokens with a mass each, `[S, LENGTH]`."""
@@ -80,18 +76,12 @@ def source():
     return Source()
 
 
-def log_q(table, before, x):
-    """Tokens' log-probabilities under a student that is a table of logits [position, symbol before, symbol]."""
-    positions = jnp.broadcast_to(jnp.arange(LENGTH)[None, :], x.shape)
-    return jax.nn.log_softmax(table)[positions, before, x]
-
-
 @jax.jit
+@jax.grad
 def expected_gradient(table, source_p, before, x, weights):
-    def loss(table):
-        return source_p @ long_horizon_loss(log_q(table, before, x), weights).sum(axis=1)
-
-    return jax.grad(loss)(table)
+    """Of the loss of a student that is a table of logits [position, symbol before, symbol]."""
+    log_q = jax.nn.log_softmax(table)[jnp.broadcast_to(jnp.arange(LENGTH)[None, :], x.shape), before, x]
+    return source_p @ long_horizon_loss(log_q, weights).sum(axis=1)
 
 
 # --- weights ---
@@ -119,16 +109,10 @@ def test_weights_are_those_of_the_definition(form, horizon):
     where, segments = rng.random((4, 12)) < 0.8, np.sort(rng.integers(1, 4, (4, 12)), axis=1)
     temperature = np.array([0.5, 0.9, 1.0, 1.5])
     objective = Horizon(horizon=horizon, clip=0.5, form=form)
-    got = weights_of(
-        jnp.asarray(np.where(where, log_p, np.nan), jnp.float32),  # what does not count may hold anything
-        jnp.asarray(temperature, jnp.float32),
-        objective,
-        baseline=jnp.asarray(baseline, jnp.float32),
-        where=jnp.asarray(where),
-        segment_ids=jnp.asarray(segments),
-    )
+    held = np.where(where, log_p, np.nan).astype("f")  # what does not count may hold anything
+    options = {"baseline": baseline.astype("f"), "where": where, "segment_ids": segments}
+    got = weights_of(held, temperature.astype("f"), objective, **options)
     expected = by_loops(log_p, temperature, objective, baseline, where, segments)
-    print(f"largest error {np.abs(got - expected).max():.1e}")
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert (expected[where] > 0).all()
 
@@ -137,6 +121,8 @@ def test_no_gradient_flows_through_the_weights():
     log_p = np.log(np.linspace(0.1, 0.9, 10, dtype=np.float32)).reshape(2, 5)
     gradient = jax.jit(jax.grad(lambda x: token_weights(x, TEMPERATURE, Horizon()).sum()))(log_p)
     np.testing.assert_array_equal(gradient, 0.0)
+    with pytest.raises(UserError, match="positive"):
+        token_weights(log_p, float("nan"), Horizon())
 
 
 def test_official_weights_are_those_of_the_authors_formula():
@@ -186,11 +172,6 @@ def test_reverse_kl_is_scipys():
     np.testing.assert_allclose(jax.jit(reverse_kl)(*z), want, rtol=1e-5)
 
 
-def test_a_temperature_is_positive():
-    with pytest.raises(UserError, match="positive"):
-        token_weights(jnp.zeros((1, 3)), float("nan"), Horizon())
-
-
 # --- the minimiser ---
 
 
@@ -198,14 +179,13 @@ def test_a_temperature_is_positive():
 @pytest.mark.parametrize("form", ["suffix", "next_token"])
 def test_the_minimiser_is_the_scaled_joint(source, form, baseline):
     """The expected loss is convex in the logits; its gradient vanishes at p_T, and nowhere near the best myopic one."""
-    weights = source.weights(Horizon(form=form, baseline=baseline))
+    weights = source.weights(form, baseline)
     tables = [source.table(source.scaled[:, None]), source.table(np.exp(source.myopic(0.5)).prod(axis=1)[:, None])]
     sizes, p = [], jnp.asarray(source.p, jnp.float32)
     for table in tables:
         logits = jnp.log(jnp.maximum(jnp.asarray(table, jnp.float32), 1e-30))
         gradient = expected_gradient(logits, p, source.before, source.x, weights)
         sizes.append(float(jnp.abs(gradient).max()) / float(source.p @ np.asarray(weights).max(axis=1)))
-    print(f"largest gradient at p_T {sizes[0]:.1e}, at myopic temperature {sizes[1]:.1e}")
     assert sizes[0] < 2e-6
     assert sizes[1] > 1e-3
     log_minimiser = np.log(source.at(source.table(source.p[:, None] * np.asarray(weights, np.float64))))

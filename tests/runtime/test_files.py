@@ -14,14 +14,24 @@ from calibjax.runtime.files import check_new_directory, new_directory, new_file,
 
 def tree(folder):
     """Every path below a folder, with what it is: the contents of a file, the target of a link, None."""
-    return {
-        str(path.relative_to(folder)): os.readlink(path)
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else None
-        for path in sorted(folder.rglob("*"))
-    }
+
+    def content(path):
+        return os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {str(path.relative_to(folder)): content(path) for path in folder.rglob("*")}
+
+
+def ends_with(error, context, write, message=""):
+    """Runs `write` in a context, then Ctrl-C where that is the error."""
+
+    def run():
+        with context as fresh:
+            write(fresh)
+            if error is KeyboardInterrupt:
+                raise KeyboardInterrupt
+
+    with pytest.raises(error, match=message):
+        run()
 
 
 @pytest.fixture
@@ -39,14 +49,7 @@ def test_a_file_is_written_as_a_whole(tmp_path, umask):
     write_file(file, b"\xff")
     assert tree(tmp_path) == {"a.json": b"\xff"}
 
-    def interrupted():
-        with new_file(file) as fresh:
-            fresh.write(b"half")
-            assert file.read_bytes() == b"\xff"
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    ends_with(KeyboardInterrupt, new_file(file), lambda fresh: fresh.write(b"half"))
     assert tree(tmp_path) == {"a.json": b"\xff"}
 
 
@@ -69,8 +72,7 @@ def test_a_file_is_not_written_through_a_link(tmp_path):
     for name, target in (("link", "mine"), ("dangling", "nowhere"), ("loop", "loop")):
         (tmp_path / name).symlink_to(target)
         write_file(tmp_path / name, name)
-    expected = {"mine": b"mine", "link": b"link", "dangling": b"dangling", "loop": b"loop"}
-    assert tree(tmp_path) == expected
+    assert tree(tmp_path) == {name: name.encode() for name in ("mine", "link", "dangling", "loop")}
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):
@@ -101,17 +103,15 @@ def fill(path, names=("a",), **options):
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_directory_is_written_as_a_whole(tmp_path, monkeypatch, umask, existing):
     monkeypatch.chdir(tmp_path)
-    foreign = tmp_path / "x" / "model.new"
-    foreign.mkdir(parents=True)
-    (foreign / "weights").write_text("mine")
+    (tmp_path / "model.new").mkdir()
+    (tmp_path / "model.new" / "weights").write_text("mine")
     if existing:
-        (tmp_path / "x" / "model").mkdir()
-    fill(Path("x/model"))
-    assert tree(tmp_path) == {"x": None, "x/model": None, "x/model/a": b"new", "x/model.new": None} | {
-        "x/model.new/weights": b"mine"
-    }
+        (tmp_path / "model").mkdir()
+    fill(Path("model"))
+    foreign = {"model.new": None, "model.new/weights": b"mine"}
+    assert tree(tmp_path) == {"model": None, "model/a": b"new"} | foreign
     if not existing:
-        assert stat.S_IMODE((tmp_path / "x" / "model").stat().st_mode) == 0o777 & ~umask
+        assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o777 & ~umask
 
 
 def test_a_directory_is_replaced_only_by_its_like(tmp_path):
@@ -128,14 +128,12 @@ def test_a_directory_is_replaced_only_by_its_like(tmp_path):
 
 
 def test_what_came_meanwhile_is_kept(tmp_path):
-    def write():
-        with new_directory(tmp_path / "d") as fresh:
-            (fresh / "a").write_text("new")
-            (tmp_path / "d").mkdir()
-            (tmp_path / "d" / "mine").write_text("mine")
+    def write(fresh):
+        (fresh / "a").write_text("new")
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d" / "mine").write_text("mine")
 
-    with pytest.raises(UserError, match="holds mine"):
-        write()
+    ends_with(UserError, new_directory(tmp_path / "d"), write, "holds mine")
     assert tree(tmp_path) == {"d": None, "d/mine": b"mine"}
 
 
@@ -170,13 +168,7 @@ def test_directories_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="cannot write there"):
         fill(tmp_path / "file" / "x")
 
-    def interrupted():
-        with new_directory(tmp_path / "new") as fresh:
-            (fresh / "a").write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    ends_with(KeyboardInterrupt, new_directory(tmp_path / "new"), lambda fresh: (fresh / "a").write_text("half"))
     assert tree(tmp_path) == before
 
 

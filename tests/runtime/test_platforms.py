@@ -9,8 +9,6 @@ import pytest
 
 from calibjax.runtime.platforms import compilation_cache, platforms_without_tpu
 
-INSTALLED = importlib.util.find_spec("libtpu") is not None
-
 
 @pytest.fixture
 def installed(monkeypatch):
@@ -26,19 +24,19 @@ def test_without_a_tpu(installed, tmp_path):
     assert platforms_without_tpu({"PATH": "/bin", "TPU_LIBRARY_PATH": "x"}, tmp_path) in ("cpu", "cuda,cpu")
 
 
-@pytest.mark.parametrize("node", ["accel0", "accel_x", "vfio/0", "vfio/devices/vfio0"])
-@pytest.mark.parametrize("name", ["JAX_PLATFORMS", "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"])
-def test_a_tpu_and_what_the_user_sets_are_left_alone(installed, monkeypatch, tmp_path, node, name):
-    assert platforms_without_tpu({name: "1"}, tmp_path) is None
-    (tmp_path / node).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / node).touch()
-    assert platforms_without_tpu({}, tmp_path) is None
+def test_a_tpu_and_what_the_user_sets_are_left_alone(installed, monkeypatch, tmp_path):
+    for name in ("JAX_PLATFORMS", "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"):
+        assert platforms_without_tpu({name: "1"}, tmp_path) is None
+    for number, node in enumerate(("accel0", "accel_x", "vfio/0", "vfio/devices/vfio0")):
+        (tmp_path / str(number) / node).parent.mkdir(parents=True)
+        (tmp_path / str(number) / node).touch()
+        assert platforms_without_tpu({}, tmp_path / str(number)) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert platforms_without_tpu({}, tmp_path / "none") is None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="libtpu is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("first", ["", "import jax; "])
 def test_no_noise(first):
     """A notebook's first cell: nothing on standard error."""
@@ -66,6 +64,7 @@ def test_transformers_of_a_command_finds_no_torch():
 
 
 def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path):
+    """Where the user has configured no cache."""
     found = set()
     for flags in ("flags\t: sse avx", "flags\t: sse avx avx512f"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nflags\t: of another\n")
@@ -75,11 +74,8 @@ def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path):
     assert all(directory.startswith("/cache/calibjax/compiled/") for directory in found)
     home = compilation_cache({"HOME": "/home/me"}, tmp_path / "none")["JAX_COMPILATION_CACHE_DIR"]
     assert home.startswith("/home/me/.cache/calibjax/compiled/")
-
-
-@pytest.mark.parametrize("name", ["JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"])
-def test_a_cache_that_the_user_configured_is_left_alone(name):
-    assert compilation_cache({name: "0"}) == {}
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
+        assert compilation_cache({name: "0"}) == {}
 
 
 @pytest.mark.parametrize("first", ["", "import jax; "])
