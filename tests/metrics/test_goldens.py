@@ -16,44 +16,33 @@ GOLDEN = json.loads((HERE / "metric_goldens.json").read_text())
 PAGE = (HERE.parent / "docs" / "metrics.md").read_text()
 MILLIONTH = 1e-6
 
-CONTINUOUS = {
-    "expected_calibration_error": (
-        "torchmetrics l1",
-        "netcal ECE",
-        "uncertainty-calibration ece",
-        "relplot binnedECE",
-        "scikit-learn ECE",
-    ),
-    "root_mean_square_calibration_error": ("torchmetrics l2",),
-    "maximum_calibration_error": ("torchmetrics max", "netcal MCE"),
-    "adaptive_calibration_error": ("uncertainty-calibration ece_em",),
-    "debiased_calibration_error": ("uncertainty-calibration debiased",),
-    "auroc": ("torchmetrics auroc",),
-}
+CONTINUOUS, TIES = metric_data.continuous(), metric_data.gridded()
+ECE = ("torchmetrics l1", "netcal ECE", "uncertainty-calibration ece", "relplot binnedECE", "scikit-learn ECE")
+WIDTH = "uncertainty-calibration debiased width"
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_golden_values(name):
-    value = getattr(metrics, name)(*metric_data.continuous())
-    for golden in CONTINUOUS[name]:
-        assert_within(value, GOLDEN["values"][golden], MILLIONTH, golden)
+def debiased_from_sums(confidence, correct):
+    return metrics.debiased_from_sums(metrics.calibration_sums(confidence, correct))
 
 
-def test_golden_value_of_sums():
-    value = metrics.debiased_from_sums(metrics.calibration_sums(*metric_data.continuous()))
-    assert_within(value, GOLDEN["values"]["uncertainty-calibration debiased width"], MILLIONTH)
-
-
-def test_golden_values_with_ties():
-    c, y = metric_data.gridded()
-    assert_within(metrics.auroc(c, y), GOLDEN["values"]["torchmetrics auroc ties"], MILLIONTH, "AUROC")
-    adaptive = GOLDEN["values"]["uncertainty-calibration ece_em ties"]
-    assert_within(metrics.adaptive_calibration_error(c, y), adaptive, MILLIONTH, "equal mass")
-
-
-def test_golden_classwise():
-    value = metrics.classwise_calibration_error(*metric_data.classes())
-    assert_within(value, GOLDEN["values"]["uncertainty-calibration marginal"], MILLIONTH)
+@pytest.mark.parametrize(
+    ("metric", "data", "goldens"),
+    [
+        (metrics.expected_calibration_error, CONTINUOUS, ECE),
+        (metrics.root_mean_square_calibration_error, CONTINUOUS, ["torchmetrics l2"]),
+        (metrics.maximum_calibration_error, CONTINUOUS, ["torchmetrics max", "netcal MCE"]),
+        (metrics.adaptive_calibration_error, CONTINUOUS, ["uncertainty-calibration ece_em"]),
+        (metrics.adaptive_calibration_error, TIES, ["uncertainty-calibration ece_em ties"]),
+        (metrics.debiased_calibration_error, CONTINUOUS, ["uncertainty-calibration debiased"]),
+        (debiased_from_sums, CONTINUOUS, [WIDTH]),
+        (metrics.auroc, CONTINUOUS, ["torchmetrics auroc"]),
+        (metrics.auroc, TIES, ["torchmetrics auroc ties"]),
+        (metrics.classwise_calibration_error, metric_data.classes(), ["uncertainty-calibration marginal"]),
+    ],
+)
+def test_golden_values(metric, data, goldens):
+    for golden in goldens:
+        assert_within(metric(*data), GOLDEN["values"][golden], MILLIONTH, golden)
 
 
 def test_golden_smooth_ece():
@@ -62,7 +51,7 @@ def test_golden_smooth_ece():
     Linear interpolation in steps h of a function of curvature f/σ² is off by about f h²/(8 σ²): 3e-4 f at h = 1/1000,
     σ = 0.02, with either sign; of the integral less than a tenth of that remains.
     """
-    c, y = metric_data.gridded()
+    c, y = TIES
     value = metrics.smooth_ece(c, y)
     assert_within(value, GOLDEN["values"]["relplot smECE fine"], MILLIONTH, "automatic bandwidth")
     assert_within(value, GOLDEN["values"]["relplot smECE"], 2e-3 * float(value), "as relplot is installed")
