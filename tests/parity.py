@@ -85,7 +85,6 @@ VARIANTS = {
     "mistral": {
         "window": {"sliding_window": 5, "head_dim": 8},
         "untied-no-window": {"sliding_window": None, "vocab_size": 37, "num_key_value_heads": 2} | UNTIED,
-        "keys-of-other-families": KEYS,
     },
     "qwen": {
         "qkv-bias": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6} | UNTIED,
@@ -96,19 +95,16 @@ VARIANTS = {
         "windows-in-upper-layers": WINDOWS,
         "untied-mha-yarn": {"num_key_value_heads": 2, "sliding_window": 3, "intermediate_size": 17, "hidden_size": 32}
         | {"rope_scaling": YARN, "max_position_embeddings": 512, **UNTIED},
-        "keys-of-other-families": KEYS | WINDOWS,
     },
     "qwen3": {
         "gqa": {"head_dim": 8},
         "untied-biases-windows": WINDOWS | {"head_dim": 10, "attention_bias": True} | UNTIED,
-        "keys-of-other-families": KEYS | WINDOWS | {"head_dim": 8},
     },
     "gemma": {
         "mqa": GEMMA,
         "untied-biases-dynamic": GEMMA
         | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, **UNTIED}
         | {"attention_bias": True, "num_key_value_heads": 2, "vocab_size": 37},
-        "keys-of-other-families": KEYS | GEMMA | LOCAL_LAYERS,
         "stored-as-gelu": GEMMA | {"hidden_act": "gelu", "hidden_activation": None},
     },
     "gemma2": {
@@ -116,14 +112,12 @@ VARIANTS = {
         "odd-layers-no-caps": GEMMA2
         | {"num_hidden_layers": 3, "attn_logit_softcapping": None, "final_logit_softcapping": None},
         "untied-biases": GEMMA2 | {"attention_bias": True, "attn_logit_softcapping": 0.5} | UNTIED,
-        "keys-of-other-families": KEYS | GEMMA2 | {"attn_logit_softcapping": 2.0},
     },
     "gemma3_text": {
         "five-to-one": GEMMA3 | {"num_hidden_layers": 7},
         "scaled-rope-own-pattern": GEMMA3
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
         | {"rope_local_base_freq": 500.0, "rope_theta": 2000.0, "final_logit_softcapping": 2.0},
-        "keys-of-other-families": KEYS | GEMMA3,
     },
     "phi3": {
         "window-gqa": {"sliding_window": 5, **NO_BOS, **UNTIED},
@@ -136,30 +130,25 @@ VARIANTS = {
     "phi": {
         "partial-rotary": {"hidden_size": 20, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new"} | UNTIED,
         "gqa-half-rotary": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | UNTIED,
-        "keys-of-other-families": KEYS | {"hidden_size": 16} | UNTIED | LOCAL_LAYERS,
     },
     "gpt_neox": {
         "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"},
         "sequential-no-bias-tied": NEOX
         | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
-        "keys-of-other-families": NEOX | KEYS | {"num_key_value_heads": 1} | LOCAL_LAYERS,
     },
     "olmo2": {
         "mha": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **NO_BOS, **UNTIED},
         "gqa-tied-biases": {"attention_bias": True, **NO_BOS},
-        "keys-of-other-families": KEYS | NO_BOS | LOCAL_LAYERS,
     },
     "granite": {
         "scaled": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
         | {"residual_multiplier": 0.4, "logits_scaling": 2.5},
         "untied-biases": {"num_key_value_heads": 2, "logits_scaling": 8.0, **BIASES, **UNTIED},
-        "keys-of-other-families": KEYS | LOCAL_LAYERS,
     },
     "stablelm": {
         "partial-rotary": {"head_dim": None, "hidden_size": 32, **NO_BOS, **UNTIED},
         "parallel-biases-tied": {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
         | {"num_key_value_heads": 2, "hidden_size": 16, **NO_BOS},
-        "keys-of-other-families": KEYS | {"hidden_size": 16, **NO_BOS} | LOCAL_LAYERS,
     },
     "olmo3": {
         "yarn-on-global-layers": {"num_hidden_layers": 4, "sliding_window": 5, "head_dim": 8, **NO_BOS, **UNTIED}
@@ -172,7 +161,6 @@ VARIANTS = {
     "glm4": {
         "interleaved-partial": {"head_dim": 12, "num_key_value_heads": 1, **NO_BOS, **UNTIED},
         "no-biases-full-tied": {"attention_bias": False, "partial_rotary_factor": 1.0, "head_dim": 6, **NO_BOS},
-        "keys-of-other-families": KEYS | NO_BOS | {"head_dim": 8},
     },
     "smollm3": {
         "no-rope-layers": {"num_hidden_layers": 4, **NO_BOS},
@@ -183,7 +171,6 @@ VARIANTS = {
     "ministral": {
         "windows-in-some-layers": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
         | {"head_dim": 8},
-        "keys-of-other-families": KEYS | UNTIED | {"head_dim": 8},
     },
     "ministral3": {
         "yarn-mscale": {"head_dim": 8, "max_position_embeddings": 512, "rope_parameters": YARN | MINISTRAL3},
@@ -194,20 +181,17 @@ VARIANTS = {
     "mixtral": {
         "top-two": {"num_local_experts": 5, "num_experts_per_tok": 2, **UNTIED},
         "window-tied-one": {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5},
-        "keys-of-other-families": KEYS | MIXTURE | {"sliding_window": None},
     },
     "qwen3_moe": {
         "gqa": MIXTURE | {"head_dim": 8},
         "normalised-biases-window": MIXTURE
         | WINDOWS
         | {"head_dim": 10, "attention_bias": True, "norm_topk_prob": True, **UNTIED},
-        "keys-of-other-families": KEYS | MIXTURE | {"head_dim": 8},
     },
     "olmoe": {
         "mha": MIXTURE | {"num_key_value_heads": 2, **NO_BOS, **UNTIED},
         "clipped-biases-normalised": MIXTURE
         | {"clip_qkv": 0.6, "attention_bias": True, "norm_topk_prob": True, **NO_BOS},
-        "keys-of-other-families": KEYS | MIXTURE | NO_BOS,
     },
     "gpt_oss": {
         "sinks-yarn-window": MIXTURE | GPT_OSS | {"sliding_window": 5},
@@ -226,6 +210,12 @@ VARIANTS = {
         "keys-of-other-families": KEYS | GPT2_JSON | {"head_dim": 5, "num_key_value_heads": 1},
     },
 }
+ONE_KIND = ("gemma", "phi", "gpt_neox", "olmo2", "granite", "stablelm")
+"""Families that do not read kinds of layers."""
+for _family, _variants in VARIANTS.items():
+    if _family != "qwen" and "keys-of-other-families" not in _variants:
+        _own = next(iter(_variants.values()))
+        _variants["keys-of-other-families"] = KEYS | (LOCAL_LAYERS if _family in ONE_KIND else {}) | _own
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
 

@@ -16,6 +16,7 @@ from report_documents import document, sample
 import calibjax.eval.report
 from calibjax.eval.report import page as page_of
 from calibjax.eval.report.figures import Drawing, Panel, figures_of
+from calibjax.eval.report.notes import verdict
 from calibjax.eval.report.page import Run, page, save_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -98,6 +99,19 @@ def test_every_string_is_text(clean, hostile):
     data = json.loads(hostile.raw[1])
     assert data[1]["text"] == " word" + payload
     assert data[1]["top"][0][0] == " word" + payload
+
+
+def test_a_page_is_self_contained(benign):
+    assert not re.search(r"""https?://|//\w+\.\w+/|@import|url\(|(src|href)="(?!data:)""", benign)
+    names = re.findall(r'\sid="([^"]*)"', benign)
+    assert len(names) == len(set(names))
+    whole = document()
+    verdicts = re.findall(r'<p class="verdict[^>]*>(.*?)</p>', benign)
+    assert verdicts[0].endswith(verdict(whole)), "it stands first"
+    for row in whole["held_out"]["methods"].values():
+        ece = row["ece"]
+        for figure in (f">{row['nll']:.4f}<", f">{ece['value']:.4f}<", f"[{ece['low']:.4f}, {ece['high']:.4f}]"):
+            assert figure in benign
 
 
 def test_tokens_are_coloured_by_their_confidence(benign):

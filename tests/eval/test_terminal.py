@@ -72,12 +72,13 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_report_fits_a_pipe_of_80_columns(capsys, monkeypatch, kind):
     monkeypatch.delenv("COLUMNS", raising=False)
-    whole = report_documents.document()
+    whole = report_documents.document(lambda name: f"[/red] {name}")
     document = {name: value for name, value in whole.items() if name in (*KINDS[kind], "schema", "run")}
     print_report(document, files="results in x: report.html")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(cell_len, lines)) <= 80
     assert lines[-1] == "results in x: report.html"
+    assert any("[/red] " in line for line in lines), "names are no markup"
     if kind in ("tokens", "tasks"):
         table = held_out_table(document)
         assert sorted(table.order) == list(range(1, len(table.columns))), "every column has a rank"

@@ -6,51 +6,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assets import MODELS, model_path
+from tiny import make_lm
 
 from calibjax import models
-from calibjax.models import DecoderConfig, LanguageModel, load_model
+from calibjax.models import LanguageModel, load_model
+from calibjax.models.shapes import SHAPES
 from calibjax.nn.blocks import Rope
 from calibjax.runtime.errors import UserError
 
-LLAMA = DecoderConfig(
-    family="llama",
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    max_positions=16,
-)
-GPT2 = dataclasses.replace(
-    LLAMA,
-    family="gpt2",
-    intermediate_size=96,
-    num_layers=2,
-    num_kv_heads=4,
-    norm="layer",
-    activation="gelu_new",
-    gated_mlp=False,
-    rope=None,
-    qkv_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-    tie_embeddings=True,
-)
+SIZES = {"vocab_size": 37, "hidden_size": 24, "num_heads": 4, "max_positions": 16}
+LLAMA = make_lm(**SIZES, intermediate_size=40, num_layers=3, num_kv_heads=2, head_dim=6).config
+GPT2 = dataclasses.replace(SHAPES["gpt2"], **SIZES, intermediate_size=96, num_layers=2, num_kv_heads=4, head_dim=6)
 # Layers of two kinds: windows and rotary positions alternate, as in Gemma 3.
 MIXED = dataclasses.replace(
-    LLAMA,
-    family="gemma3_text",
+    SHAPES["gemma-3-1b"],
+    **SIZES,
+    intermediate_size=40,
     num_layers=4,
+    num_kv_heads=2,
+    head_dim=6,
     local_layers=(True, True, False, True),
     window=3,
-    local_rope=Rope(theta=100.0),
-    norm_offset=1.0,
-    norm_placement="both",
-    qk_norm="head",
     attention_softcap=2.0,
-    embedding_scale=24**0.5,
 )
 run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers", "dtype"))
 run_logits = jax.jit(models.logits, static_argnames=("config", "dtype"))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.sharding import make_mesh
 
 ALIKE = ("olmo3", "ministral", "ministral3", "mixtral", "olmoe")
 """Families whose blocks are those of others: by default, one of their random configurations is enough."""
@@ -99,6 +101,16 @@ def test_what_is_read_is_written_back(tmp_path, family):
     assert before.keys() == after.keys()
     for name in before:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen", "gpt2", "phi3", "mixtral", "gpt_oss"])
+def test_each_device_reads_its_part(tmp_path, family):
+    """Of joined and transposed tensors, of one for each expert, and of one for all experts whose columns alternate."""
+    read_golden(family, tmp_path)
+    whole, parts = load_model(tmp_path), load_model(tmp_path, mesh=make_mesh((2, 2, 2)))
+    chex.assert_trees_all_equal(whole.params, parts.params)
+    assert whole.fingerprint == parts.fingerprint
+    assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts.params))
 
 
 def test_another_softcap_is_written(tmp_path):

@@ -16,7 +16,7 @@ import calibjax
 from calibjax import LanguageModel, UserError, calibrated_confidence, generate, models
 from calibjax.heads import FEATURES
 from calibjax.models.decoder import extend
-from calibjax.models.generate import Sampling, default_stop_tokens, sampling_logits
+from calibjax.models.generate import Sampling, sampling_logits
 from calibjax.nn.kv_cache import fork
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
@@ -124,20 +124,6 @@ def test_stop_tokens():
         assert not got.confidence[row, length:].any()
         assert not got.base_log_probs[row, length:].any()
     assert got.where.sum() < got.where.size
-
-
-def test_default_stop_tokens(tmp_path):
-    lm = calibjax.load_model(model_path("stories260K"))
-    assert default_stop_tokens(lm) == (2,)
-    assert default_stop_tokens(the_lm()) == ()
-    golden = np.load(GOLDENS / "llama.npz")
-    write_files(tmp_path, "llama", json.loads(str(golden["settings"])), json.loads(str(golden["shapes"])))
-    for content, expected in (('{"eos_token_id": [5, 7]}', (5, 7)), ("{}", ())):
-        (tmp_path / "generation_config.json").write_text(content)
-        assert default_stop_tokens(calibjax.load_model(tmp_path)) == expected
-    (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(UserError, match=r"generation_config\.json: not a JSON object"):
-        generate(calibjax.load_model(tmp_path), [[1]])
 
 
 # --- draws ---

@@ -136,8 +136,12 @@ def test_settings_beside_the_configuration(tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
         with pytest.raises(UserError, match="eos_token_id: expected token ids"):
             default_stop_tokens(lm)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert default_stop_tokens(lm) == (1, 2)
+    for content, expected in (({"eos_token_id": [1, 2]}, (1, 2)), ({"eos_token_id": 5}, (5,)), ({}, ())):
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        assert default_stop_tokens(lm) == expected
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(UserError, match="not a JSON object"):
+        default_stop_tokens(lm)
     write_model(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for value in ([], "x", {}):

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from assets import GPT2_MODELS, LLAMA_MODELS, MODELS, model_path
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tiny import LLAMA_JSON, model_tensors
 from tiny import write_model as write_tiny
 from tokenizers import AddedToken
@@ -26,9 +26,6 @@ from calibjax.eval.tokens import identity_head
 from calibjax.models import DecoderConfig, LanguageModel, fingerprint, load_model
 from calibjax.models.fingerprint import chunks, tensor_digest
 from calibjax.models.generate import generate
-from calibjax.models.hf_read import Piece
-from calibjax.models.load import _read_headers
-from calibjax.models.rules import Layout
 from calibjax.models.shapes import SHAPES
 from calibjax.models.tokenizer import find_tokenizer
 from calibjax.nn.blocks import Rope
@@ -260,39 +257,6 @@ def test_tokenizer_of_another_model(tmp_path, name):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot read the tokenizer files"):
         load_model(tmp_path)
-
-
-def entries_of(file):
-    return {entry.name: entry for entry in _read_headers([file])}
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("transpose", [False, True])
-def test_a_part_of_a_tensor_is_read_alone(tmp_path, transpose, groups):
-    """What is read of a tensor that several parameters share is that part of the whole parameter."""
-    tensor = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
-    tensor = tensor.T.copy() if transpose else tensor
-    save_file({"w": tensor, "b": tensor[:, 0].copy() if transpose else tensor[0].copy()}, tmp_path / "w.safetensors")
-    for name, dims in (("w", 2), ("b", 1)):
-        entry = entries_of(tmp_path / "w.safetensors")[name]
-        piece = Piece((entry,), None, Layout(transpose and dims == 2, groups), slice(1, 3))
-        whole = piece.layout.take(load_file(entry.file)[name], piece.columns)
-        assert whole.shape[-1] == 2 * groups
-        for columns in (slice(0, 1), slice(1, 2), slice(1, 2 * groups), slice(0, 2 * groups)):
-            index = (slice(0, 8), columns)[-dims:]
-            np.testing.assert_array_equal(piece.read(index), whole[index])
-
-
-def test_a_part_of_experts_is_read_alone(tmp_path):
-    """From a tensor for each expert, and from one of all experts whose columns alternate."""
-    tensors = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
-    save_file({"all": tensors, **{f"{e}": x.T.copy() for e, x in enumerate(tensors)}}, tmp_path / "w.safetensors")
-    entries = entries_of(tmp_path / "w.safetensors")
-    index = (slice(1, 3), slice(0, 6), slice(1, 3))
-    apart = Piece(tuple(entries[name] for name in "0123"), 0, Layout(transpose=True), slice(0, 8))
-    np.testing.assert_array_equal(apart.read(index), tensors[index])
-    together = Piece((entries["all"],), 0, Layout(groups=4), slice(1, 2))
-    np.testing.assert_array_equal(together.read(index), tensors[:, :, 1::2][index])
 
 
 # --- chunks ---
