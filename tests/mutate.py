@@ -56,11 +56,7 @@ TABLE = {
         ("inside = (ids >= 0) &", "inside = (ids >= -1) &", "kernels/test_sharded.py -k a_target_before"),
     ],
     "kernels/chunked.py": [
-        (
-            "jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))",
-            "jnp.exp(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None])",
-            f"{OPERATOR} -k 1e30",
-        )
+        ("log_normalizer[:, None], 0.0)", "log_normalizer[:, None], jnp.inf)", f"{OPERATOR} -k 1e30")
     ],
     "kernels/api.py": [
         ("broken = valid & ~in_range", "broken = ~in_range", "kernels/test_cross_entropy.py -k settings_of_jax")
@@ -110,18 +106,14 @@ TABLE = {
     ],
     "losses/per_token.py": [
         ("jnp.maximum(-jnp.expm1(log_prob), 1e-12)", "-jnp.expm1(log_prob)", "losses/test_per_token.py -k certainty"),
-        (
-            'jnp.where(right, 0.0, stats.require("mean_logit"))',
-            'stats.require("mean_logit")',
-            "losses/test_per_token.py -k removed_entries",
-        ),
+        ("jnp.where(right, 0.0, stats", "(stats", "losses/test_per_token.py -k removed_entries"),
         ("n_wrong = n - n_right", "n_wrong = n", "losses/test_per_token.py -k selective"),
     ],
     "losses/bounds.py": [("+ label_smoothing / jnp", "- label_smoothing / jnp", "losses/test_bounds.py")],
     "losses/long_horizon.py": [
         (
-            "backwards = None if segment_ids is None else segment_ids[:, ::-1]",
-            "backwards = segment_ids",
+            "None if segment_ids is None else segment_ids[:, ::-1]",
+            "segment_ids",
             "losses/test_long_horizon.py -k definition",
         ),
         ("jax.lax.stop_gradient(weights)", "weights", "losses/test_long_horizon.py -k no_gradient"),
@@ -232,11 +224,7 @@ TABLE = {
         ("- weights.astype(np.float64) @ mean", "", "train/test_probes.py -k penalised"),
     ],
     "eval/tokens.py": [
-        (
-            "TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])",
-            "-np.inf, np.inf)",
-            "eval/test_tokens.py -k batch_size",
-        ),
+        ("TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1]", "-np.inf, np.inf", "eval/test_tokens.py -k batch_size"),
         ("np.asarray(x[:real], np.float64)", "np.asarray(x[:real])", "eval/test_tokens.py -k batch_size"),
     ],
     "eval/tasks/scoring.py": [
@@ -262,11 +250,7 @@ TABLE = {
         ("number == len(parts) - 1", "number >= 0", "data/test_templates.py -k prompt"),
     ],
     "data/table.py": [
-        (
-            "if words else None).astype(np.float64)",
-            "if words else None).astype(np.float32)",
-            "data/test_table.py -k float64",
-        ),
+        ("words else None).astype(np.float64)", "words else None).astype(np.float32)", "data/test_table.py -k float64"),
         ("_LEAST_PERCENT < known.max()", "1 < known.max()", "data/test_table.py -k ratings"),
         ("points and not thousands", "points", "data/test_table.py -k thousands"),
         ("cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),

@@ -60,10 +60,10 @@ def main():
         return step_fn(*arguments)
 
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:
-        context, state = silent(Path(name)), create_state(head.init(jax.random.key(0)), optimizer)
-        data = batches(tokens.arrays, 16, seed=0, epochs=count // 4)
+        context, data = silent(Path(name)), batches(tokens.arrays, 16, seed=0, epochs=count // 4)
         options = {"steps": count, "context": context, "identity": {}, "checkpoint_every": every}
         with jax.set_mesh(context.mesh):
+            state = create_state(head.init(jax.random.key(0)), optimizer)
             train(step, state, (), {"alpha": jnp.float32(1)}, data, **options)
         kept = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())
     programs, seconds = step_fn._cache_size(), round(time.monotonic() - began)

@@ -235,7 +235,6 @@ def test_commands_of_two_processes_find_what_one_does(folder, commands_alone, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"processes": 2, "process_id": 0}, "--coordinator: missing"),
         ({"coordinator": "127.0.0.1:1", "processes": 2, "process_id": 2}, "--process-id: expected 0 to 1, got 2"),
         ({"distributed": True}, "cannot join the processes of the job"),
     ],
