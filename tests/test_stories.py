@@ -39,16 +39,9 @@ def test_ats(tmp_path):
 
 @pytest.mark.slow
 def test_sft(tmp_path):
-    figures = run(
-        "train/sft.py",
-        model=str(asset(MODEL)),
-        data=str(asset(ALPACA)),
-        out=tmp_path,
-        rows=100,
-        steps=30,
-        seq_len=128,
-        learning_rate=1e-3,
-    )
+    model, data = str(asset(MODEL)), str(asset(ALPACA))
+    options = {"rows": 100, "steps": 30, "seq_len": 128, "learning_rate": 1e-3}
+    figures = run("train/sft.py", model=model, data=data, out=tmp_path, **options)
     nll = {name: evaluation.figures["uncalibrated"]["nll"].value for name, evaluation in figures.items()}
     assert nll["fine-tuned"] < nll["base"]
     assert calibjax.load_model(tmp_path / "model").config.vocab_size

@@ -133,10 +133,8 @@ def test_layers_of_questions(capsys):
     last, subjects = document["layers"]["curves"][-1], document["subjects"]
     counts = [row["questions"] for row in subjects]
     assert sum(counts) == 24
-    assert len({row["subject"] for row in subjects}) == len(subjects) > 1
     confidence = np.average([row["confidence"] for row in subjects], weights=counts)
-    accuracy = np.average([row["accuracy"]["value"] for row in subjects], weights=counts)
-    np.testing.assert_allclose((confidence, accuracy), [last[name]["value"] for name in ("confidence", "accuracy")])
+    np.testing.assert_allclose(confidence, last["confidence"]["value"])
 
 
 def test_subjects():

@@ -1,6 +1,7 @@
 """Training for the long horizon: its loss, its state, its meshes, its resuming, its samples and its conditions."""
 
 import dataclasses
+import itertools
 import shutil
 
 import chex
@@ -8,25 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interrupt import killed_at_step
 from tiny import at_targets, dense_log_probs, logged, make_lm, make_sequences, ragged, silent
 
 from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.generate import log_probs, mix_samples, sample_sequences
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import make_mesh
-from calibjax.train import OptimizerConfig, create_state, make_train_step
+from calibjax.train import OptimizerConfig, create_state, make_train_step, tuning
 from calibjax.train.lhts import LhtsObjective, LhtsOptions, conditioned, fit_lhts, likelihood_quantiles
 
 SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "remat": "none", "epochs": 2, "validation_fraction": 0.2}
 
 
-def fit(directory, *, sequences=None, mesh=None, method="lhts", **options):
+def fit(directory, *, sequences=None, method="lhts", **options):
     sequences = ragged(make_sequences(40)) if sequences is None else sequences
     lm = make_lm()
     chosen = LhtsOptions(**{**SETTINGS, **options})
-    return fit_lhts(lm, sequences, chosen, context=silent(directory, mesh=mesh), method=method)
+    return fit_lhts(lm, sequences, chosen, context=silent(directory), method=method)
 
 
 def student_of(lm):
@@ -131,34 +130,31 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
 
 
 @pytest.mark.slow
-def test_interrupted_at_any_step_it_ends_the_same(tmp_path):
+def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
     """Samples, running means and conditions come back with the rest."""
     options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
     whole = fit(tmp_path / "whole", sequences=make_sequences(40), **options)
 
-    with killed_at_step(6):
-        fit(tmp_path / "killed", sequences=make_sequences(40), **options)
+    def dying(*args, **kwargs):
+        step, calls = make_train_step(*args, **kwargs), itertools.count(1)
+
+        def run(*inputs):
+            if next(calls) == 6:
+                raise KeyboardInterrupt
+            return step(*inputs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "make_train_step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / "killed", sequences=make_sequences(40), **options)
     again = fit(tmp_path / "killed", sequences=make_sequences(40), **options)
     assert list(again.params) == ["lhts-T0.5", "lhts-T0.9"]
     chex.assert_trees_all_equal(again.params, whole.params, strict=True)
     apart = jnp.abs(again.params["lhts-T0.5"]["embedding"] - again.params["lhts-T0.9"]["embedding"])
     assert float(apart.max()) > 1e-3
     np.testing.assert_array_equal(logged(tmp_path / "killed"), logged(tmp_path / "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lhts", "partition"])
-def test_meshes_give_the_losses_of_one_device(tmp_path, method):
-    options = {"method": method, "temperatures": (0.5, 0.9), "quantiles": 2}
-    one = fit(tmp_path / "one", **options)
-    for shape in ((8, 1, 1), (2, 2, 2)):
-        directory = tmp_path / "x".join(map(str, shape))
-        many = fit(directory, mesh=make_mesh(shape), **options)
-        error = np.abs(logged(directory) / logged(tmp_path / "one") - 1).max()
-        print(f"{shape}: {error:.1e}")
-        assert error < 1e-5
-        for a, b in zip(jax.tree.leaves(many.params), jax.tree.leaves(one.params), strict=True):
-            np.testing.assert_allclose(jax.device_get(a), b, atol=1e-3 * float(jnp.abs(b).max()))
 
 
 # --- samples, quantiles, conditions ---

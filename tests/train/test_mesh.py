@@ -1,13 +1,13 @@
 """Training over a mesh: every shape finds what one device does, by the collectives that are meant, and no larger."""
 
-import json
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
-from tiny import answered, make_lm, make_sequences, ragged, silent
+from tiny import answered, logged, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats
 from calibjax.kernels import sharded
@@ -15,9 +15,12 @@ from calibjax.models.frozen import freeze
 from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
 from calibjax.train import AtsOptions, OptimizerConfig, create_state, make_train_step
 from calibjax.train.curves import frozen_pass
-from calibjax.train.sft import SftObjective
+from calibjax.train.lhts import LhtsOptions, fit_lhts
+from calibjax.train.sft import SftObjective, SftOptions, fit_sft
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+CONDITIONS = {"batch_size": 8, "learning_rate": 1e-2, "remat": "none", "epochs": 2, "validation_fraction": 0.2}
+CONDITIONS |= {"temperatures": (0.5, 0.9), "quantiles": 2}
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(60)))
 
@@ -28,8 +31,7 @@ def fit(directory, mesh=None, **options):
         *(LM, SEQUENCES, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
     )
     (log,) = directory.glob("*-joint-1/train.jsonl")
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return fitted, np.array([row["loss"] for row in rows])
+    return fitted, logged(log.parent)
 
 
 OPTIONS = {
@@ -64,6 +66,33 @@ def test_a_head_is_that_of_one_device(alone, shape, name, tmp_path):
         assert error < 5e-5
     assert abs(many.head.log_factor - one.head.log_factor) < 1e-5
     assert abs(many.report["temperature"] / one.report["temperature"] - 1) < 1e-5
+
+
+TUNED = {
+    "sft": (fit_sft, SftOptions(epochs=2, batch_size=16, learning_rate=1e-2, remat="none"), SHAPES),
+    "adapters": (fit_sft, SftOptions(epochs=2, batch_size=16, learning_rate=1e-2, lora_rank=2), SHAPES[::3]),
+    "lhts": (fit_lhts, LhtsOptions(**CONDITIONS), SHAPES[::3]),
+    "partition": (functools.partial(fit_lhts, method="partition"), LhtsOptions(**CONDITIONS), SHAPES[::3]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUNED)
+def test_a_tuned_model_is_that_of_one_device(tmp_path, name):
+    tune, options, shapes = TUNED[name]
+    lm, sequences = make_lm(num_layers=2), ragged(make_sequences(48))
+    one = tune(lm, sequences, options, context=silent(tmp_path / "one"))
+    for shape in shapes:
+        directory = tmp_path / "x".join(map(str, shape))
+        many = tune(lm, sequences, options, context=silent(directory, mesh=make_mesh(shape)))
+        error = np.abs(logged(directory) / logged(tmp_path / "one") - 1).max()
+        print(f"{shape}: {error:.1e}")
+        assert error < 1e-5
+        for a, b in zip(jax.tree.leaves(many.params), jax.tree.leaves(one.params), strict=True):
+            np.testing.assert_allclose(jax.device_get(a), b, atol=1e-3 * float(jnp.abs(b).max()))
+        if name == "sft":
+            spec = many.params["layers"]["mlp"]["up"]["kernel"].sharding.shard_shape((2, 16, 20))
+            assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
 
 
 # --- the compiled program ---

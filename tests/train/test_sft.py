@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import logged, make_lm, make_sequences, ragged, silent, write_model, write_text
+from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import hold_back, load_sequences, read_source
@@ -17,7 +17,6 @@ from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
 from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import make_mesh
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft
 from calibjax.train.tuning import first_state
@@ -158,11 +157,11 @@ def test_clipping_is_optaxs():
 # --- whole fits ---
 
 
-def fit(directory, lm=None, *, mesh=None, sequences=None, log=lambda line: None, **options):
+def fit(directory, lm=None, *, sequences=None, **options):
     lm = make_lm(num_layers=2) if lm is None else lm
     sequences = ragged(make_sequences(48)) if sequences is None else sequences
     chosen = SftOptions(**{"epochs": 2, "batch_size": 16, "learning_rate": 1e-2, "remat": "none"} | options)
-    return fit_sft(lm, sequences, chosen, context=silent(directory, mesh=mesh, log=log))
+    return fit_sft(lm, sequences, chosen, context=silent(directory))
 
 
 def test_adapters_of_a_bfloat16_model():
@@ -182,22 +181,6 @@ def test_adapters_of_a_bfloat16_model():
         errors[options.lora] = float(optax.global_norm(difference) / optax.global_norm(gradients[0]))
     print(errors)
     assert errors[LORA] < 2 * errors[None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [None, 2], ids=["full", "adapters"])
-def test_meshes_give_the_losses_of_one_device(tmp_path, lora_rank):
-    one = fit(tmp_path / "one", lora_rank=lora_rank)
-    for shape in ((8, 1, 1), (2, 2, 2)) if lora_rank else ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)):
-        directory = tmp_path / "x".join(map(str, shape))
-        many = fit(directory, mesh=make_mesh(shape), lora_rank=lora_rank)
-        error = np.abs(logged(directory) / logged(tmp_path / "one") - 1).max()
-        print(f"{shape}: {error:.1e}")
-        assert error < 1e-5
-        assert_close(jax.device_get(many.params), jax.device_get(one.params), 1e-3)
-        if lora_rank is None:
-            spec = many.params["layers"]["mlp"]["up"]["kernel"].sharding.shard_shape((2, 16, 20))
-            assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
 
 
 @pytest.mark.slow
