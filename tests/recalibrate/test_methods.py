@@ -103,13 +103,15 @@ def test_other_libraries(name, library):
     assert state.report.converged
 
 
-def unpenalised(x, y):
+def unpenalised(x, y, **options):
     from sklearn.linear_model import LogisticRegression
 
-    return LogisticRegression(C=np.inf, tol=1e-10, max_iter=5000).fit(x, y)
+    return LogisticRegression(C=np.inf, tol=1e-10, max_iter=5000, **options).fit(x, y)
 
 
-@pytest.mark.parametrize("name", ["platt", "matrix", "dirichlet", "one_vs_rest_platt", "isotonic"])
+@pytest.mark.parametrize(
+    "name", ["platt", "confidence_temperature", "matrix", "dirichlet", "one_vs_rest_platt", "isotonic"]
+)
 def test_scikit_learn(name):
     from sklearn.isotonic import IsotonicRegression
 
@@ -119,9 +121,9 @@ def test_scikit_learn(name):
         confidence = np.round(confidence, 2).astype(np.float32)  # many equal ones
     data = Predictions(logits=logits, labels=labels, confidence=confidence, correct=correct)
     log_p = np.log(oracle.probabilities(logits, np.ones(len(logits))))
-    if name == "platt":
+    if name in ("platt", "confidence_temperature"):
         x = np.log(confidence / (1 - confidence))[:, None]
-        want = unpenalised(x, correct).predict_proba(x)[:, 1]
+        want = unpenalised(x, correct, fit_intercept=name == "platt").predict_proba(x)[:, 1]
     elif name == "isotonic":
         want = IsotonicRegression(out_of_bounds="clip").fit(confidence, correct).predict(confidence)
     elif name == "one_vs_rest_platt":
