@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 from calibjax.data import Sequences
 from calibjax.data.synthetic import as_sequences
@@ -143,9 +144,7 @@ def dense_log_probs(lm: LanguageModel, sequences: Sequences, log_scale=0.0) -> n
     key = (lm.fingerprint, lm.dtype, *(np.asarray(x).tobytes() for x in inputs))
     if key not in _LOGITS:
         _LOGITS[key] = np.asarray(lm.logits(inputs[0], segment_ids=inputs[1], positions=inputs[2]), np.float64)
-    z = _LOGITS[key] * np.exp(np.asarray(log_scale, np.float64))[..., None]
-    z = z - z.max(axis=-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    return scipy.special.log_softmax(_LOGITS[key] * np.exp(np.asarray(log_scale, np.float64))[..., None], axis=-1)
 
 
 def at_targets(log_probs: np.ndarray, sequences: Sequences) -> np.ndarray:

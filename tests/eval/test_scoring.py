@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 from assets import ASSETS, data_path, model_path
 from tiny import VOCAB, WORDS, make_lm, random_head, write_model, write_tokenizer
@@ -64,14 +65,10 @@ def dense(asked):
         where[row, len(ids) - len(request.tokens) : len(ids)] = 1
     hidden = the_lm().hidden_states(inputs, segment_ids=real)
     logits = np.asarray(the_lm().logits(inputs, segment_ids=real), np.float64)
-    found = []
+    tokens, found = {"where": where.astype(bool), "segment_ids": real}, []
     for head in the_heads().values():
-        tokens = {"where": where.astype(bool), "segment_ids": real}
-        run = jax.jit(functools.partial(head.log_scale, unembedding=the_lm().unembedding, **tokens))
-        log_scale = run(hidden)
-        z = logits * np.exp(np.asarray(log_scale, np.float64))[..., None]
-        z = z - z.max(-1, keepdims=True)
-        found.append(z - np.log(np.exp(z).sum(-1, keepdims=True)))
+        log_scale = jax.jit(functools.partial(head.log_scale, unembedding=the_lm().unembedding, **tokens))(hidden)
+        found.append(scipy.special.log_softmax(logits * np.exp(np.asarray(log_scale, np.float64))[..., None], axis=-1))
     log_probs, best = np.stack(found), logits.argmax(-1)
     for row, (_, tokens) in enumerate(asked):
         at = np.flatnonzero(where[row])

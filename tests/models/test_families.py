@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import tokenizers
 from campaigns import fuzz_families
 from parity import (
@@ -27,10 +28,10 @@ from parity import (
     write_files,
 )
 from safetensors.numpy import load_file, save_file
+from tiny import random_head
 
 from calibjax import models
 from calibjax.eval.layers.bounds import head_bound
-from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import config_from_hf, load_model
 from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.fingerprint import dotted_leaves
@@ -294,13 +295,10 @@ def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
     assert np.abs(np.asarray(model.unembedding_bias)).max() > 0.1
     logits = np.asarray(golden["logits"], np.float64)
     features = np.stack([logits.max(-1), np.log(logits.std(-1, ddof=1))], axis=-1)
-    options = {"features": ("max_logit", "log_std_logits"), "identity_start": False}
-    config = HeadConfig(kind="linear", hidden_size=model.config.hidden_size, **options)
-    head = FittedHead(config, jax.jit(config.init)(jax.random.key(0, impl="rbg")), 0.0, model.fingerprint)
-    apply = jax.jit(config.build().apply)
+    head = random_head(model, features=("max_logit", "log_std_logits"))
+    apply = jax.jit(head.config.build().apply)
     log_scale = np.asarray(apply({"params": head.params}, np.asarray(features, np.float32)), np.float64)
-    scaled = np.exp(log_scale)[..., None] * logits
-    expected = 1 / np.exp(scaled - scaled.max(-1, keepdims=True)).sum(-1)
+    expected = scipy.special.softmax(np.exp(log_scale)[..., None] * logits, axis=-1).max(-1)
     got = calibrated_confidence(model, head, golden["tokens"])
     np.testing.assert_allclose(got.temperature, np.exp(-log_scale), rtol=1e-5)
     np.testing.assert_allclose(got.confidence, expected, rtol=1e-5)

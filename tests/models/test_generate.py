@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 from assets import model_path
 from parity import GOLDENS, largest_error, write_files
+from scipy.special import log_softmax, softmax
 from tiny import VOCAB, compilations, constant_head, make_lm, random_head
 
 import calibjax
@@ -103,7 +104,7 @@ def test_equals_the_forward_pass_without_cache(name):
     tokens, segments, at = whole_texts(got)
     logits = np.asarray(the_lm().logits(tokens, segment_ids=segments), np.float64)[at]
     np.testing.assert_array_equal(got.tokens, logits.argmax(-1))
-    log_probs = (logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)).max(-1)
+    log_probs = log_softmax(logits, axis=-1).max(-1)
     np.testing.assert_allclose(got.base_log_probs, log_probs, atol=1e-5)
     expected = calibrated_confidence(the_lm(), head, tokens, segment_ids=segments)
     np.testing.assert_allclose(got.temperature, np.asarray(expected.temperature)[at], rtol=1e-5)
@@ -172,15 +173,10 @@ def test_samples_of_one_prompt(head):
     for row, tokens in enumerate(together.tokens.tolist()):
         prompt = list(PROMPTS[row // 4])
         logits = np.asarray(lm.logits(np.array([(prompt + tokens + [0] * 20)[:20]])), np.float64)[0]
-        want = [np.log(probabilities_of(logits[len(prompt) - 1 + k])[token]) for k, token in enumerate(tokens)]
+        want = [np.log(softmax(logits[len(prompt) - 1 + k])[token]) for k, token in enumerate(tokens)]
         np.testing.assert_allclose(together.base_log_probs[row], want, atol=2e-5)
     with pytest.raises(UserError, match="numbers: expected one for each of 2 prompts, got 3"):
         drawn(PROMPTS[:2], (1, 2, 3))
-
-
-def probabilities_of(logits):
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +192,7 @@ def test_draws_follow_the_distribution(options, scale):
     got = draw(**options)
     count = len(got.tokens)
     logits = np.asarray(the_lm().logits(np.array([PROMPTS[0]])), np.float64)[0, -1]
-    expected = probabilities_of(scale * logits / 2)
+    expected = softmax(scale * logits / 2)
     if "top_k" in options:
         # In words: the 8 largest; of those, from the largest on, until they sum to 0.9.
         order = np.argsort(-logits)
@@ -216,8 +212,8 @@ def test_draws_follow_the_distribution(options, scale):
     assert result.pvalue > 1e-3
     # Whatever they were drawn from, what is said of the tokens is of the whole distribution.
     token = got.tokens[:, 0]
-    np.testing.assert_allclose(got.base_log_probs[:, 0], np.log(probabilities_of(logits))[token], atol=1e-5)
-    np.testing.assert_allclose(got.confidence[:, 0], probabilities_of(0.3 * logits)[token], rtol=1e-5)
+    np.testing.assert_allclose(got.base_log_probs[:, 0], np.log(softmax(logits))[token], atol=1e-5)
+    np.testing.assert_allclose(got.confidence[:, 0], softmax(0.3 * logits)[token], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

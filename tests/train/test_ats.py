@@ -288,24 +288,17 @@ def test_paper_recipe_is_the_paper():
 
 
 def test_options_override_the_recipe():
+    options = {"epochs": 7, "batch_size": 6, "accumulate": 3}
     plan = make_plan(
-        AtsOptions(recipe="paper", head="mlp", loss="joint", epochs=7, batch_size=6, accumulate=3, learning_rate=1e-3),
-        64,
+        AtsOptions(recipe="paper", loss="joint", random_start=False, refit_temperature=True, **options), 64
     )
-    assert (plan.head.kind, plan.epochs, plan.batch_size, plan.accumulate) == ("mlp", 7, 6, 3)
+    assert {name: getattr(plan, name) for name in options} == options
+    assert (plan.head.kind, plan.head.identity_start, plan.refit_temperature) == ("transformer", True, True)
     assert [tuple(trial) for trial in plan.trials] == [("joint", 1.0)]
-    plan = make_plan(AtsOptions(recipe="paper", random_start=False, refit_temperature=True, warmup_fraction=0.3), 64)
-    assert (plan.head.identity_start, plan.refit_temperature, plan.optimizer.warmup_fraction) == (True, True, 0.3)
-    assert make_plan(AtsOptions(head="mlp"), 64).heads == (HeadConfig(kind="mlp", hidden_size=64),)
-    default = make_plan(AtsOptions(), 4096)
-    reads = ("logit_statistics", "hidden_states")
-    assert [(head.kind, head.features) for head in default.heads] == [
-        ("linear", reads[:1]),
-        ("linear", reads),
-        ("mlp", reads[1:]),
-    ]
-    assert default.head.intermediate_size == 64
-    assert default.decays == DECAYS
+    default, reads = make_plan(AtsOptions(), 4096), ("logit_statistics", "hidden_states")
+    expected = [("linear", reads[:1]), ("linear", reads), ("mlp", reads[1:])]
+    assert [(head.kind, head.features) for head in default.heads] == expected
+    assert (default.head.intermediate_size, default.decays) == (64, DECAYS)
     assert make_plan(AtsOptions(weight_decay=0.5), 64).decays == (0.5,)
     assert [head.features for head in make_plan(AtsOptions(features="max_logit"), 64).heads] == [("max_logit",)]
 
@@ -325,10 +318,8 @@ def test_options_are_checked_before_the_work(tmp_path):
     statistics = {"head": "linear", "features": "logit_statistics"}
     for message, options in (
         ("^--folds: expected", {"folds": 101}),
-        ("--normalize: a linear head does not read it", {"head": "linear", "normalize": True}),
         ("--loss: expected one of joint, cross-entropy, .*, got 'hinge'", {"loss": "hinge"}),
         ("--alpha: expected at least 0, finite, got inf", {"loss": "focal", "alpha": math.inf}),
-        ("--alpha: --loss cross-entropy has no such weight", {"loss": "cross-entropy", "alpha": 0.3}),
         ("--weight-decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
         ("--features, --pooling", {"head": "constant", "features": "max_logit", "pooling": "sequence"}),
     ):

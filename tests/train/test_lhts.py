@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import at_targets, dense_log_probs, logged, make_lm, make_sequences, ragged, silent
 
-from calibjax.losses.long_horizon import MODES, Horizon, RunningMean
+from calibjax.losses.long_horizon import MODES, Horizon, RunningMean, sequence_weights, token_weights
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.generate import log_probs, mix_samples, sample_sequences
 from calibjax.runtime.errors import UserError
@@ -45,22 +45,11 @@ def batch_of(lm, count=8):
     return sequences, {name: jnp.asarray(array) for name, array in (sequences.arrays() | more).items()}
 
 
-def weights_by_loops(log_p, sequences, temperature, baseline, objective):
-    weights = np.zeros(log_p.shape)
-    for r, i in np.argwhere(sequences.where):
-        reach = range(i, min(log_p.shape[1], i + objective.horizon))
-        kept = [
-            j for j in reach if sequences.where[r, j] and sequences.segment_ids[r, j] == sequences.segment_ids[r, i]
-        ]
-        weights[r, i] = np.exp(min((1 / temperature[r] - 1) * (log_p[r] - baseline)[kept].sum(), objective.clip))
-    return weights
-
-
 @pytest.mark.parametrize("average", ["sequence", "token"])
 def test_loss_is_the_dense_formula(monkeypatch, average):
-    """The official objective from the whole logits in float64: weights, conditions, and the KL term block by block.
+    """The official objective from the whole logits: its conditions, and the KL term block by block.
 
-    Their average is over the tokens of a sequence, then over the sequences.
+    `losses/test_long_horizon.py` has the weights of tokens and of sequences by their definitions.
     """
     from calibjax.train import lhts
 
@@ -84,18 +73,12 @@ def test_loss_is_the_dense_formula(monkeypatch, average):
     count = 2 + sequences.where.sum(axis=0)
     baseline = (-3.0 + log_p.sum(axis=0)) / count
     np.testing.assert_allclose(after.baseline("position"), baseline, rtol=1e-5)
-    weights = weights_by_loops(log_p, sequences, np.asarray(batch["temperature"]), baseline, objective)
+    counted = {"where": sequences.where, "segment_ids": sequences.segment_ids}
+    weights = token_weights(log_p, batch["temperature"], objective, baseline=jnp.asarray(baseline), **counted)
     kl = (np.exp(all_q) * (all_q - all_p)).sum(axis=-1)
     each = -weights * all_q[at] + objective.kl_weight * kl
-    if average == "token":
-        expected = each[sequences.where].mean()
-    else:
-        masks = [
-            (sequences.segment_ids == s) & sequences.where & (np.arange(8)[:, None] == r)
-            for r in range(8)
-            for s in (1, 2)
-        ]
-        expected = np.mean([each[mask].mean() for mask in masks if mask.any()])
+    averaged = sequences.where if average == "token" else sequence_weights(**counted)
+    expected = np.average(each, weights=averaged)
     print(f"loss {float(loss / divisor):.5f}, dense {expected:.5f}")
     np.testing.assert_allclose(loss / divisor, expected, rtol=2e-5)
 

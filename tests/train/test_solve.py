@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from scipy import optimize
+from scipy import optimize, special
 from tiny import answered, dense_log_probs, make_lm, make_sequences, ragged, silent
 
 from calibjax.heads import FittedHead, HeadConfig
@@ -36,8 +36,7 @@ def objective(x, features, decayed, decay, weights, alpha):
     z, targets = logits(), SEQUENCES.targets[SEQUENCES.where]
     u = x[0] + features @ x[1:]
     s = np.exp(np.clip(u, math.log(0.05), math.log(10)))
-    scaled = s[:, None] * z
-    log_q = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    log_q = special.log_softmax(s[:, None] * z, axis=1)
     row = np.arange(len(z))
     best = z.argmax(axis=1)
     expected = (np.exp(log_q) * z).sum(axis=1)

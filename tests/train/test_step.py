@@ -1,7 +1,6 @@
 """One step: its gradient, and what it is allowed to do to memory and to the compiler."""
 
 import functools
-import math
 import re
 
 import chex
@@ -12,7 +11,8 @@ import optax
 import pytest
 from tiny import make_lm, make_sequences, ragged
 
-from calibjax.heads import MAX_SCALE, MIN_SCALE, HeadConfig
+from calibjax import losses
+from calibjax.heads import HeadConfig
 from calibjax.kernels import SCALES, vocab_curves
 from calibjax.train import AtsObjective, OptimizerConfig, create_state, make_train_step
 
@@ -43,40 +43,18 @@ def random_head(kind, lm):
 # --- the gradient ---
 
 
-def dense_loss(params, kind, loss, hidden, unembedding, batch):
-    """The mean loss, written out over the whole `[N, V]`; in float64 under `jax.enable_x64`."""
-    counts = batch["where"]
-    if kind == "mlp":
-        normed = hidden / jnp.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
-        gate, up = jnp.split(normed @ params["gate_up"]["kernel"], 2, axis=-1)
-        features = gate / (1 + jnp.exp(-gate)) * up
-    else:
-        features = hidden
-    u = (features @ params["output"]["kernel"])[..., 0] + params["output"]["bias"][0]
-    s = jnp.exp(jnp.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
-    z = hidden @ unembedding.T
-    log_q = jax.nn.log_softmax(s[..., None] * z, axis=-1)
-    of_target = jnp.take_along_axis(log_q, batch["targets"][..., None], axis=-1)[..., 0]
-    best = z.argmax(-1)
-    right = best == batch["targets"]
-    top = jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
-    nll, uniform = -of_target, -log_q.mean(-1)
-    a = w = HYPER["alpha"]
-
-    def mean(values, group):
-        return jnp.where(group, values, 0.0).sum() / group.sum()
-
-    if loss == "joint":
-        return mean(nll - w * jnp.where(right, top, jnp.log1p(-jnp.exp(top))), counts)
-    if loss == "brier":
-        q = jnp.exp(log_q)
-        return mean((q**2).sum(-1) - 2 * jnp.exp(of_target) + 1, counts)
-    if loss == "top-k-smoothing":
-        return mean((1 - a) * nll - a * jnp.sort(log_q, axis=-1)[..., -5:].mean(-1), counts)
-    # Each group's own mean, weighted by the other's share: (w_right n_wrong R + w_wrong n_right W) / the weights' sum.
-    n_right, n_wrong = (right & counts).sum(), (~right & counts).sum()
-    weights = (1 - a) * n_wrong, a * n_right
-    return (weights[0] * mean(nll, right & counts) + weights[1] * mean(uniform, ~right & counts)) / sum(weights)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def dense_loss(params, head, loss, unembedding, batch):
+    """The mean loss over the vocabulary itself, by formulas that `losses/test_per_token.py` holds against float64."""
+    hidden, real = batch["hidden_states"], batch["segment_ids"] > 0
+    values, counts = losses.linear_loss(
+        *(losses.LOSSES[loss], hidden, unembedding, batch["targets"]),
+        hyper=HYPER,
+        where=batch["where"],
+        real=real,
+        scale=jnp.exp(head.build().apply({"params": params}, hidden)),
+    )
+    return jnp.sum(values) / jnp.sum(counts)
 
 
 @pytest.mark.parametrize(
@@ -87,27 +65,21 @@ def test_gradient_equals_the_dense_formula(kind, loss):
     lm, batch = setting()
     head, params = random_head(kind, lm)
     objective = AtsObjective(head, loss, SCALES)
-    frozen = ()
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def mean(params):
-        total, tokens = objective(params, frozen, batch, hyper())
+        total, tokens = objective(params, (), batch, hyper())
         return total / tokens, tokens
 
     (got, tokens), got_grads = mean(params)
-    with jax.enable_x64(True):
-        double = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in (batch["hidden_states"], lm.unembedding)]
-        marks = {name: jnp.asarray(np.asarray(batch[name])) for name in ("where", "targets")}
-        dense = jax.jit(jax.value_and_grad(dense_loss), static_argnums=(1, 2))
-        expected, grads = dense(double, kind, loss, *arrays, marks)
+    expected, grads = jax.value_and_grad(dense_loss)(params, head, loss, lm.unembedding, batch)
     assert int(tokens) == int(batch["where"].sum())
     np.testing.assert_allclose(got, expected, rtol=1e-5)
-    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(grads))
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
     assert largest > 1e-3
     for got_leaf, leaf in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True):
-        error = float(np.abs(np.asarray(got_leaf, np.float64) - np.asarray(leaf)).max() / largest)
+        error = float(jnp.abs(got_leaf - leaf).max() / largest)
         print(f"{kind} {loss}: gradient off by {error:.1e} of the largest")
         assert error < 2e-5
 
@@ -137,31 +109,16 @@ def test_the_authors_micro_batches_weigh_alike():
     """Each is balanced by itself, ignored tokens among the wrong ones, padding among neither; then all are averaged."""
     lm, batch = setting()
     head, params = random_head("linear", lm)
-    z = np.asarray(batch["hidden_states"], np.float64) @ np.asarray(lm.unembedding, np.float64).T
-    targets, where, real = (np.asarray(x) for x in (batch["targets"], batch["where"], batch["segment_ids"] > 0))
-    output = jax.tree.map(lambda x: np.asarray(x, np.float64), params["output"])
-    u = (np.asarray(batch["hidden_states"], np.float64) @ output["kernel"])[..., 0] + output["bias"][0]
-    s = np.exp(np.clip(u, math.log(MIN_SCALE), math.log(MAX_SCALE)))
-    scaled = s[..., None] * z
-    log_q = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
-    right = where & (z.argmax(axis=-1) == targets)
-    assert (real & ~where).sum(axis=1).max() > 0, "nothing is ignored: the two forms agree"
-    alpha, each = HYPER["alpha"], []
-    for row in range(len(z)):
-        wrong = real[row] & ~right[row]
-        if not right[row].any():
-            each.append(0.0)
-            continue
-        hard = -log_q[row, right[row], targets[row, right[row]]].mean()
-        smooth = np.where(where[row], -log_q[row].mean(axis=-1), 0.0)[wrong].mean()
-        weights = np.array([(1 - alpha) * wrong.sum(), alpha * right[row].sum()])
-        each.append(weights @ [hard, smooth] / weights.sum())
+    loss = "selective-authors"
+    assert ((batch["segment_ids"] > 0) & ~batch["where"]).any(), "nothing is ignored: the two forms agree"
+    rows = [jax.tree.map(lambda x, row=row: x[row : row + 1], batch) for row in range(8)]
+    each = [float(dense_loss(params, head, loss, lm.unembedding, row)) for row in rows]
     assert np.ptp(each) > 0.1
     optimizer = optax.sgd(0.1)
-    step = make_train_step(AtsObjective(head, "selective-authors", SCALES), optimizer, accumulate=len(z))
+    step = make_train_step(AtsObjective(head, loss, SCALES), optimizer, accumulate=len(rows))
     _, metrics = step(create_state(params, optimizer), (), batch, hyper())
     np.testing.assert_allclose(metrics.loss, np.mean(each), rtol=1e-5)
-    assert int(metrics.tokens) == where.sum()
+    assert int(metrics.tokens) == batch["where"].sum()
 
 
 def test_state_is_donated_and_nothing_else():
