@@ -12,6 +12,7 @@ import oracle
 import pytest
 from flax import traverse_util
 from oracle import EPS, assert_within
+from tiny import make_lm
 
 from calibjax import UserError, heads, models
 from calibjax.heads import (
@@ -252,19 +253,15 @@ def test_a_kind_reads_the_options_that_its_entry_names(kind):
         assert same == (name not in heads.HEADS[kind].options), name
 
 
-def small_model(dtype, norm=1.0, seed=0):
+def small_model(dtype, norm=1.0):
     """A Llama of one block whose final norm weighs `norm`, so hidden states are of that size; with near ties in W."""
-    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 12, "max_positions": 8}
-    sizes |= {"num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
-    config = models.DecoderConfig(family="llama", **sizes)
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.5, models.abstract_params(config))
-    flat = traverse_util.flatten_dict(params)
-    flat["final_norm", "scale"] = np.full_like(flat["final_norm", "scale"], norm)
-    w = flat[("unembedding",)]
+    lm = make_lm(seed=1, vocab_size=V, hidden_size=D, num_kv_heads=2, head_dim=4)
+    params = jax.tree.map(np.array, lm.params)
+    params["final_norm"]["scale"][:] = norm
+    w = params["unembedding"]
     w[5], w[8] = w[2], np.nextafter(w[2], np.float32(np.inf))  # a tie and a tie but for one rounding
     w[10] = w[3] * np.float32(1 + 1e-6)
-    return models.LanguageModel.from_params(config, traverse_util.unflatten_dict(flat), dtype=dtype)
+    return models.LanguageModel.from_params(lm.config, params, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -291,14 +288,3 @@ def test_no_head_changes_the_most_likely_token(kind, dtype):
             tolerance = 8 * EPS * (4 + np.abs(z.max(axis=-1) / np.asarray(got.temperature, np.float64)))
             assert_within(np.exp(log_probs.max(axis=-1)), got.confidence, tolerance, "confidence")
     assert tied > 0, "no tie was met: the test does not test"
-
-
-def test_log_factor_is_added_to_every_token():
-    config = config_of("mlp")
-    hidden, unembedding = inputs()
-    params = random_params(config, 0.3)
-    plain, scaled = (FittedHead(config, params, factor, "") for factor in (0.0, -0.25))
-    a, b = (np.asarray(h.log_scale(hidden, unembedding, where=WHERE, segment_ids=SEGMENTS)) for h in (plain, scaled))
-    assert_within(a, log_scale(config, params, hidden, unembedding, WHERE, SEGMENTS), 8 * EPS)
-    assert b.dtype == np.float32
-    assert_within(b, a - 0.25, 2 * EPS)

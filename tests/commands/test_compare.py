@@ -1,16 +1,14 @@
-"""calibjax compare: figures against scikit-learn and numpy, the same from every format, on a model, mistakes."""
+"""calibjax compare: figures against scikit-learn and numpy, on tables and on a model, saved methods, mistakes."""
 
 import dataclasses
 import json
 import re
-import shutil
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import csv as pa_csv
-from pyarrow import parquet
 from scipy.special import softmax
 from tiny import on_one_device, write_model, write_text
 
@@ -41,18 +39,14 @@ def made():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The same predictions in every format."""
+    """The same predictions as text and as arrays, with logits and with confidences."""
     folder = tmp_path_factory.mktemp("tables")
     z, labels, group = made()
     p = softmax(z.astype(np.float64), axis=1)
     logits = {f"logit_{k}": z[:, k] for k in range(CLASSES)} | {"label": labels, "group": group}
     binary = {"confidence": p.max(axis=1).astype(np.float32), "correct": z.argmax(axis=1) == labels, "group": group}
     for name, columns in (("logits", logits), ("binary", binary)):
-        table = pa.table(columns)
-        pa_csv.write_csv(table, folder / f"{name}.csv")
-        parquet.write_table(table, folder / f"{name}.parquet")
-        lines = (json.dumps(row) for row in table.to_pylist())
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        pa_csv.write_csv(pa.table(columns), folder / f"{name}.csv")
     np.savez(folder / "logits.npz", logits=z, labels=labels, group=group)
     np.savez(folder / "binary.npz", **binary)
     return folder
@@ -130,22 +124,6 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
     assert rows["platt"]["nll"] is None
     assert set(rows["platt"]["against"]) == {"ece", "brier", "log_loss"}
     assert (rows["isotonic"]["log_loss"] is None) == (rows["isotonic"]["certain_and_wrong"] > 0)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".npz"])
-def test_a_table_that_exists_is_that_table(files, tmp_path, monkeypatch, suffix):
-    """Whatever its path would match as a pattern, and whatever its directory would name as a partition."""
-    expected = read_table(files / f"binary{suffix}").predictions
-    for folder in ("[w]", "a::b?", "file:", "correct=1", "~"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"t1{suffix}").write_text("decoy")
-        file = tmp_path / folder / f"t[12]*{suffix}"
-        shutil.copy(files / f"binary{suffix}", file)
-        monkeypatch.chdir(tmp_path)
-        for path in (file, f"{folder}/{file.name}"):
-            got = read_table(path).predictions
-            np.testing.assert_array_equal(got.confidence, expected.confidence)
-            np.testing.assert_array_equal(got.correct, expected.correct)
 
 
 def test_split_keeps_groups_whole_and_no_part_empty(files):

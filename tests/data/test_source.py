@@ -7,6 +7,8 @@ import datasets
 import pytest
 
 from calibjax.data import read_source
+from calibjax.data.table import read_table
+from calibjax.data.write import write_rows
 from calibjax.runtime.errors import UserError
 
 ROWS = [{"text": "one", "n": 1}, {"text": "two\nlines", "n": 2}, {"text": "drei é", "n": 3}]
@@ -99,7 +101,7 @@ def test_delimiters(tmp_path, content):
     assert list(row) == ["text", "n"]
 
 
-@pytest.mark.parametrize("folder", ["[w]", "x?*{y}#%41", "file:", "~"])
+@pytest.mark.parametrize("folder", ["[w]", "x?*{y}#%41", "file:", "~", "a::b?", "correct=1"])
 def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
     """Beside a file that it would match as a pattern; absolute, relative, and as the only file of a directory."""
     (tmp_path / folder).mkdir()
@@ -108,6 +110,13 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     for path in (file, f"{folder}/d[12].jsonl", folder):
         assert list(read_source(path)) == ROWS
+    answers = [{"confidence": n / 16, "correct": n % 2} for n in range(16)]
+    for suffix in (".csv", ".parquet", ".jsonl", ".npz"):
+        file = tmp_path / folder / f"t[12]*{suffix}"
+        write_rows(file, lambda: iter(answers))
+        (tmp_path / folder / f"t1{suffix}").write_text("decoy")
+        for path in (file, f"{folder}/{file.name}"):
+            assert read_table(path).predictions.confidence.tolist() == [row["confidence"] for row in answers]
 
 
 @pytest.mark.parametrize(
