@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny import WORDS, write_model, write_text, write_tokenizer
 
-from calibjax import load_head, load_model
+from calibjax import __version__, load_head, load_model
 from calibjax.cli import main
 from calibjax.commands import quickstart
 from calibjax.commands.common import _set_name
@@ -244,10 +244,11 @@ def test_writes_that_never_began_are_not_reported(capsys):
         warnings.simplefilter("always")
         write()
         assert len(reported) == 1
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             main(["--version"])
         write()
     assert len(reported) == 1
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"calibjax {__version__}\n")
 
 
 @pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])

@@ -72,15 +72,6 @@ def test_mistyped(arguments, message, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_version(capsys):
-    import calibjax
-
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"calibjax {calibjax.__version__}\n"
-
-
 # --- the parser ---
 
 

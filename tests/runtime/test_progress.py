@@ -42,14 +42,11 @@ def test_compilation_is_not_in_the_estimate(monkeypatch):
     bar.close()
 
 
-def test_short_work_is_two_lines(capsys):
+def test_short_work_is_two_lines_and_what_was_complete_one(capsys):
     assert list(progress_bar(range(3), title="comparing", unit="method", disable=False)) == [0, 1, 2]
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" [")[0] for line in lines] == ["comparing: 0/3 method", "comparing: 3/3 method"]
     assert list(progress_bar(range(3), title="comparing", unit="method", disable=True)) == [0, 1, 2]
     assert capsys.readouterr().err == ""
-
-
-def test_a_phase_that_was_complete_is_one_line(capsys):
     progress_bar(None, title="training", unit="step", disable=False, total=3, initial=3).close()
     assert capsys.readouterr().err == "training: 3/3 step [00:00]\n"
