@@ -313,6 +313,26 @@ def torch_model(folder, settings):
     return load(folder, **options).eval(), shapes
 
 
+MULTIMODAL = {"gemma3": ("gemma3_text", "scaled-rope-own-pattern"), "mistral3": ("mistral", "untied-no-window")}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+def multimodal_model(folder, kind):
+    """Writes a random model of text and images, of which JAX loads the language model; returns the whole."""
+    import torch
+    import transformers
+
+    text = settings_of(*MULTIMODAL[kind])
+    settings = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": text["tie_word_embeddings"]}
+    config = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(settings)))
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
+    return theirs
+
+
 def torch_run(model, tokens):
     """Every layer's hidden states, and logits."""
     import torch
@@ -340,3 +360,25 @@ def mean_error(got, expected):
     """Root mean square of the difference over that of the values, of the worst layer."""
     pairs = zip(got, expected, strict=True)
     return max(float(np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def torch_errors(folder, family, name, *, half):
+    """({what: error against PyTorch}, arrays of a golden file) of a configuration, in bfloat16 too where `half`."""
+    import torch
+    import transformers
+
+    settings = settings_of(family, name)
+    theirs, shapes = torch_model(folder, settings)
+    if family == "qwen":
+        write_files(folder, family, settings, shapes)
+    tokens = random_tokens(settings)
+    expected, got = torch_run(theirs, tokens), our_run(models.load_model(folder), tokens)
+    errors = {"hidden": largest_error(got[:-1], expected[:-1]), "logits": largest_error(got[-1:], expected[-1:])}
+    golden = {"settings": json.dumps(settings), "shapes": json.dumps(shapes), "version": transformers.__version__}
+    golden |= {"tokens": tokens, "hidden": np.stack(expected[:-1]), "logits": expected[-1]}
+    if half:
+        tokens = random_tokens(settings, rows=64)
+        expected = torch_run(theirs, tokens)
+        errors["bfloat16"] = mean_error(our_run(models.load_model(folder, "bfloat16"), tokens), expected)
+        errors["torch's bfloat16"] = mean_error(torch_run(theirs.to(torch.bfloat16), tokens), expected)
+    return errors, golden

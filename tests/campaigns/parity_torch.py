@@ -8,7 +8,6 @@ are the same. Exits with 1 where a difference exceeds 1e-5 or a token differs.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -17,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-import transformers
-from parity import VARIANTS, settings_of, torch_model
+from parity import MULTIMODAL, VARIANTS, multimodal_model, settings_of, torch_model
 from test_torch import compare
 from tiny import random_head
 
@@ -26,22 +24,6 @@ from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
 from calibjax.train.saved import export_head
-
-MULTIMODAL = {"gemma3": ("gemma3_text", "scaled-rope-own-pattern"), "mistral3": ("mistral", "untied-no-window")}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-VISION |= {"image_size": 28, "patch_size": 14}
-
-
-def multimodal(folder: Path, family: str):
-    """A random model of text and images, of which JAX loads the language model."""
-    text = settings_of(*MULTIMODAL[family])
-    settings = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": text["tie_word_embeddings"]}
-    config = transformers.AutoConfig.for_model(family, **json.loads(json.dumps(settings)))
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    theirs.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(settings | {"model_type": family}))
-    return theirs
 
 
 def greedy_is_equal(theirs, lm, head, folder: Path) -> bool:
@@ -65,7 +47,7 @@ def main(families: list[str], kinds: list[str]) -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             if family in MULTIMODAL:
-                theirs = multimodal(folder, family)
+                theirs = multimodal_model(folder, family)
             else:
                 theirs, _ = torch_model(folder, settings_of(family, next(iter(VARIANTS[family]))))
             lm = load_model(folder)

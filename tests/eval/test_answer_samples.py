@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import scipy.stats
+from scipy.special import softmax
+from scipy.stats import entropy, gmean
 from tiny import WORDS, write_tokenizer
 
 from calibjax.eval.answers.clusters import (
@@ -18,7 +19,9 @@ from calibjax.eval.answers.clusters import (
     last_number,
     normalised_clusters,
 )
+from calibjax.eval.answers.confidence import WORDS as CONFIDENCES
 from calibjax.eval.answers.confidence import (
+    answer_confidence,
     entropy_confidence,
     semantic_confidence,
     semantic_entropy,
@@ -43,7 +46,7 @@ def test_consistency_is_unbiased():
 
 def test_discrete_entropy_of_every_draw():
     counts = (EVERY[:, :, None] == np.arange(len(MEANINGS))).sum(axis=1)
-    want = scipy.stats.entropy(counts, axis=1)
+    want = entropy(counts, axis=1)
     np.testing.assert_allclose(semantic_entropy(EVERY), want, atol=3e-7)
     np.testing.assert_allclose(entropy_confidence(EVERY), 1 - want / math.log(K), atol=3e-7)
 
@@ -54,7 +57,7 @@ def test_weights_are_probabilities_of_the_samples():
     log_probs = rng.uniform(-40, 0, EVERY.shape) - 200.0  # far below what float32 can exponentiate
     p = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
     mass = (p[:, :, None] * (EVERY[:, :, None] == np.arange(len(MEANINGS)))).sum(axis=1) / p.sum(axis=1)[:, None]
-    np.testing.assert_allclose(semantic_entropy(EVERY, log_probs), scipy.stats.entropy(mass, axis=1), atol=1e-4)
+    np.testing.assert_allclose(semantic_entropy(EVERY, log_probs), entropy(mass, axis=1), atol=1e-4)
     got = semantic_confidence(EVERY, np.full(len(EVERY), 2), log_probs)
     np.testing.assert_allclose(got, mass[:, 2], atol=1e-4)  # float32 of -240 leaves 1.5e-5 in an exponent
 
@@ -140,6 +143,43 @@ def test_further_confidences_by_their_formulas(name):
     data = evidence()
     want = [FORMULAS[name](Answer(data, n)) for n in range(len(data.answer))]
     np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
+
+
+OF_TOKENS = {
+    "options": lambda x: softmax(x).max(),
+    "options_per_token": lambda x: softmax(x).max(),
+    "margin": lambda x: -np.diff(np.sort(np.append(softmax(x), 0))[::-1])[0],
+    "negentropy": lambda x: 1 - entropy(softmax(x), base=len(x)) if len(x) > 1 else 1.0,
+    "full_vocabulary": lambda x: np.exp(x).max(),
+    "arithmetic_mean": lambda x: np.exp(x).mean(),
+    "product": lambda x: np.exp(x).prod(),
+    "minimum": lambda x: np.exp(x).min(),
+    "length_normalised": lambda x: gmean(np.exp(x)),
+}
+OF_SHARES = {
+    "agreement": lambda x: x[0],
+    "first_second": lambda x: x[0] - x[1:2].sum(),
+    "entropy": lambda x: 1 - entropy(x) / math.log(len(x)) if len(x) > 1 else 1.0,
+}
+
+
+@pytest.mark.parametrize("how", CONFIDENCES)
+def test_confidence_in_an_answer(how):
+    """Of what is there, in float64; of nothing, 0."""
+    rng = np.random.default_rng(0)
+    values = rng.uniform(-9, -0.1, (50, 6)).astype(np.float32)
+    values[rng.random(values.shape) < 0.3] = -np.inf  # nothing there
+    values[0] = -np.inf
+    kept = [row[row > -np.inf].astype(np.float64) for row in values]
+    if how in OF_SHARES:
+        values = rng.integers(0, 4, values.shape)
+        values[1] = 3
+        kept = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
+    got = np.asarray(jax.jit(answer_confidence, static_argnums=0)(how, values))
+    want = [(OF_TOKENS | OF_SHARES)[how](row) if len(row) else 0.0 for row in kept]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    with pytest.raises(ValueError, match="expected one of options, options_per_token"):
+        answer_confidence("mean", values)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])

@@ -17,14 +17,14 @@ from parity import (
     GOLDENS,
     GPT2_JSON,
     LLAMA_JSON,
+    MULTIMODAL,
     VARIANTS,
     largest_error,
-    mean_error,
+    multimodal_model,
     our_run,
     random_tokens,
     settings_of,
-    torch_model,
-    torch_run,
+    torch_errors,
     write_files,
 )
 from safetensors.numpy import load_file, save_file
@@ -57,23 +57,11 @@ ROWS = [pytest.param(*case, marks=() if case[1] in BY_DEFAULT else pytest.mark.s
 
 @pytest.mark.parametrize(("family", "name"), ROWS)
 def test_parity_with_torch(tmp_path, family, name):
-    torch = pytest.importorskip("torch")
-    settings = settings_of(family, name)
-    theirs, shapes = torch_model(tmp_path, settings)
-    if family == "qwen":
-        write_files(tmp_path, family, settings, shapes)
-    tokens = random_tokens(settings)
-    expected = torch_run(theirs, tokens)
-    got = our_run(load_model(tmp_path), tokens)
-    print(f"{family} {name}: worst relative error {largest_error(got, expected):.1e}")
-    assert largest_error(got, expected) <= 1e-5
-    if (family, name) in FIRST:
-        tokens = random_tokens(settings, rows=64)
-        expected = torch_run(theirs, tokens)
-        half = mean_error(our_run(load_model(tmp_path, jnp.bfloat16), tokens), expected)
-        yardstick = mean_error(torch_run(theirs.to(torch.bfloat16), tokens), expected)
-        print(f"bfloat16: ours {half:.1e}, torch's {yardstick:.1e}")
-        assert half <= 1.25 * yardstick
+    pytest.importorskip("torch")
+    errors, _ = torch_errors(tmp_path, family, name, half=(family, name) in FIRST)
+    print(f"{family} {name}: worst relative errors {errors}")
+    assert max(errors["hidden"], errors["logits"]) <= 1e-5
+    assert errors.get("bfloat16", 0.0) <= 1.25 * errors.get("torch's bfloat16", 0.0)
 
 
 def read_golden(family, folder):
@@ -162,30 +150,18 @@ def test_unsupported_configurations(tmp_path, family, changes, message):
         config_from_hf(tmp_path)
 
 
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-VISION |= {"image_size": 28, "patch_size": 14}
-
-
 @pytest.mark.parametrize(
-    ("kind", "text", "parts"),
+    ("kind", "parts"),
     [
-        ("gemma3", ("gemma3_text", "scaled-rope-own-pattern"), r"multi_modal_projector \(2 tensors\), vision_tower"),
-        pytest.param("mistral3", ("mistral", "untied-no-window"), "vision_tower", marks=pytest.mark.slow),
+        ("gemma3", r"multi_modal_projector \(2 tensors\), vision_tower"),
+        pytest.param("mistral3", "vision_tower", marks=pytest.mark.slow),
     ],
 )
-def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, text, parts):
+def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, parts):
     """Against the whole model of transformers on text; both kinds of names; what is written is a language model."""
     torch = pytest.importorskip("torch")
-    import transformers
-
-    inner = settings_of(*text)
-    tied = inner["tie_word_embeddings"]
-    settings = {"text_config": inner, "vision_config": VISION, "tie_word_embeddings": tied}
-    config = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(settings)))
-    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    theirs.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
-    tokens = random_tokens(inner)
+    theirs, text = multimodal_model(tmp_path, kind), MULTIMODAL[kind]
+    tokens = random_tokens(settings_of(*text))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
     lm = load_model(tmp_path)
