@@ -19,12 +19,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads wait for each 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Programs of tests run once on small inputs: optimisations, the emitters of fusions by MLIR, and threads that compile
-# parts of a program cost more than they save. Without these a cold run takes half the time.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
-os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Programs of tests run once on small inputs: optimisations, the emitters of fusions by MLIR, and threads that
+    # compile parts of a program cost more than they save. Without these a cold run takes half the time.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 
 import jax
 
@@ -36,7 +37,7 @@ gc.set_threshold(50_000, 20, 20)
 @pytest.fixture
 def quick_compile():
     """Compiles without LLVM's optimisations: small programs run once take less time than they save."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -1,5 +1,7 @@
 """The Hopper kernels run by Pallas' interpreter on a CPU: memory full of NaN, races of warpgroups and copies found.
 
+With JAX_PLATFORMS=cuda,cpu the same names run the compiled kernels.
+
 The interpreter is private to jax: all that is used of it is in this file, with what it lacks. Copies give zeros for
 what lies outside an array, as TMA does; loads from the memory of the GPU are reads; in 0.10.2 a product takes a
 transposed operand, and what it reads is checked for races (0.11.2 takes one too, and does not check). It runs copies
@@ -9,6 +11,7 @@ still reads it.
 
 import faulthandler
 import importlib
+import os
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ TWO_PROGRAMS = "pallas_gpu_interpreted_by_two_programs"
 WITH_ITS_BLOCKS = "pallas_gpu_interpreted_with_its_blocks"
 BY_CHUNKS = "pallas_gpu_interpreted_by_chunks"
 
+ON_GPU = os.environ["JAX_PLATFORMS"].startswith("cuda")
 _PATIENCE = 400  # seconds
 _PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 _callbacks = importlib.import_module(f"{_PACKAGE}.gpu_callbacks")
@@ -33,12 +37,13 @@ PARAMS = importlib.import_module(f"{_PACKAGE}.params").InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
 )
 # Each program is compiled anew for each of its warpgroups: one is enough but for one test.
-IMPLEMENTATIONS = {
-    NAME: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=2, programs=1)),
-    TWO_PROGRAMS: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=3, programs=2)),
-    BY_CHUNKS: pallas_gpu.PallasGpu(PARAMS, Blocks(columns=64, stages=2, programs=1, chunk=64)),
-    WITH_ITS_BLOCKS: pallas_gpu.PallasGpu(PARAMS, Blocks(programs=1)),
+_BLOCKS = {
+    NAME: Blocks(columns=64, stages=2, programs=1),
+    TWO_PROGRAMS: Blocks(columns=64, stages=3, programs=2),
+    BY_CHUNKS: Blocks(columns=64, stages=2, programs=1, chunk=64),
+    WITH_ITS_BLOCKS: Blocks() if ON_GPU else Blocks(programs=1),
 }
+IMPLEMENTATIONS = {name: pallas_gpu.PallasGpu(None if ON_GPU else PARAMS, blocks) for name, blocks in _BLOCKS.items()}
 
 
 def _zeros_outside(found, full_shape, shape, dtype, *_):
@@ -69,13 +74,16 @@ def _product(*, token, acc_dtype, source_info, **call):
 @pytest.fixture
 def gpu(monkeypatch):
     """Lets `implementation=NAME` run the interpreted kernel, and fails the test if the last of them had a race."""
+    for name, implementation in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
+    if ON_GPU:
+        yield NAME
+        return
     compile_threads_once(monkeypatch)
     monkeypatch.setattr(_callbacks, "_handle_out_of_bounds_read", _zeros_outside)
     if jax.__version_info__ < (0, 11):  # later it takes transposed operands itself
         monkeypatch.setattr(_callbacks, "wgmma", _product)
     monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[index])
-    for name, implementation in IMPLEMENTATIONS.items():
-        monkeypatch.setitem(api.IMPLEMENTATIONS, name, implementation)
     # An error inside leaves the other warpgroups waiting for ever: end the process, and say where they are.
     faulthandler.dump_traceback_later(_PATIENCE, exit=True)
     yield NAME

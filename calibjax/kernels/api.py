@@ -19,8 +19,8 @@ from calibjax.runtime.arrays import AnyArray, as_indices
 
 IMPLEMENTATIONS: dict[str, Implementation | None] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
+    "pallas_gpu": pallas_gpu.IMPLEMENTATION,
     "chunked": chunked.IMPLEMENTATION,
-    "pallas_gpu": pallas_gpu.IMPLEMENTATION,  # after "chunked", which runs anywhere, until it is measured to be faster
     "reference": None,
 }
 """Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
@@ -81,7 +81,7 @@ def vocab_stats(
             `check_vma=False`.
         implementation: a name in `IMPLEMENTATIONS`, which never falls back; None takes the first that can run this call
             on the devices it is compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the
-            default device. "pallas_gpu" (Hopper) runs by its name only: it has not been timed yet.
+            default device.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         save_logits: keep the logits [N, V] from the forward for the backward pass, where it would compute them again:

@@ -73,9 +73,9 @@ def linear_cross_entropy(
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
     on one device, every implementation but "reference" forms the gradients in the forward pass and computes no logit
-    twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`) and gradients in
-    float32. With "none" neither is held, and both gradients take one product more; on TPUs two under a soft-cap with
-    label smoothing.
+    twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`) and, where there
+    are several blocks, gradients in float32. With "none" neither is held, and both gradients take one product more; on
+    TPUs two under a soft-cap with label smoothing.
 
     Args:
         hidden, unembedding, scale, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
@@ -173,7 +173,7 @@ def _by_blocks(
     """The reduced loss and its gradients in `differentiated` for flat inputs, formed block by block."""
     inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
     inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
-    tokens, vocab_size = inputs.hidden.shape[0], inputs.unembedding.shape[0]
+    tokens, (vocab_size, width) = inputs.hidden.shape[0], inputs.unembedding.shape
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
     wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
@@ -198,18 +198,27 @@ def _by_blocks(
 
         value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, block.scale)
         residuals = operator.Residuals(block, outputs, None, saved, flags)
-        into = gradients._replace(hidden=None)
+        into = None if one_block else gradients._replace(hidden=None)
         d_outputs = {name: x for name, x in g.items() if name != "expected_logit"}  # the loss does not read it
         added = operator.input_gradients(call, residuals, d_outputs, into)
         if d_scale is not None:
             d_scale = chunked.put(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
-        added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
+        if not one_block:
+            added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
         return (total + value, added, d_scale), None
 
+    assert call.implementation is not None
+    per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
+    size = choose_block_size(tokens, vocab_size, per_logit)
+    # One block holds more exponentials, and no gradient in float32 that several would add to.
+    added_up = 4 * width if "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4 else 0
+    if call.options.save_logits or (platform().name == "gpu" and (tokens - size) * per_logit <= added_up):
+        size = tokens
+    one_block = 0 < tokens <= size
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
-    assert call.implementation is not None
-    size = choose_block_size(tokens, vocab_size, call.implementation.saved_bytes(inputs.hidden.dtype.itemsize))
-    size = tokens if call.options.save_logits else size
-    (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))
+    if one_block:  # nothing is added to dW, which has the dtype of W from the start
+        (value, gradients, d_scale), _ = step(carry, 0, tokens, None)
+    else:
+        (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))
     return value, gradients._asdict() | {"scale": d_scale}

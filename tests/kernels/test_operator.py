@@ -17,7 +17,8 @@ from oracle import EPS, FLOATS, assert_within, f64
 from calibjax.kernels import STATISTICS, linear_cross_entropy, stats, vocab_stats
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
-TPU, TPU_BLOCKS, APART, GPU = interpreted.NAME, interpreted.WITH_ITS_BLOCKS, interpreted.APART, interpreted_gpu.NAME
+TPU, TPU_BLOCKS, APART = interpreted.NAME, interpreted.WITH_ITS_BLOCKS, interpreted.APART
+GPU, GPU_BLOCKS = interpreted_gpu.NAME, interpreted_gpu.WITH_ITS_BLOCKS
 pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
 
 ALL = (*FLOATS, "argmax", "logit_variance", "correct")
@@ -72,6 +73,8 @@ class Case(NamedTuple):
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+needs_gpu = pytest.mark.skipif(not interpreted_gpu.ON_GPU, reason="needs a Hopper GPU and JAX_PLATFORMS=cuda,cpu")
+on_gpu = functools.partial(pytest.param, marks=[pytest.mark.slow, needs_gpu])
 # Small logits (size 0.01) show a vocabulary padded with zeros; large ones show overflow. 2049 and 129 leave a ragged
 # piece of one column, 127 and 1 are below any tile, 500 divides nothing. The TPU kernels have W transposed where its
 # width is no multiple of 128 and the vocabulary fills its tiles better; a width of 840 is two slices. By default every
@@ -108,10 +111,14 @@ CASES = [
     slow(Case(1100, 7, 128, TPU_BLOCKS, dtype="bfloat16", softcap=20.0)),
     slow(Case(2200, 7, 128, TPU_BLOCKS, dtype="bfloat16", save=True)),
     slow(Case(500, 7, 128, interpreted_gpu.TWO_PROGRAMS, dtype="float16", size=30.0)),
-    slow(Case(600, 7, 64, interpreted_gpu.WITH_ITS_BLOCKS, dtype="bfloat16", softcap=20.0, size=0.01)),
+    slow(Case(600, 7, 64, GPU_BLOCKS, dtype="bfloat16", softcap=20.0, size=0.01)),
     slow(Case(150, 7, 64, interpreted_gpu.BY_CHUNKS, dtype="bfloat16", bias=True, scale=True)),
     slow(Case(150, 7, 64, interpreted_gpu.BY_CHUNKS, dtype="bfloat16", bias=True, save=True)),
     slow(Case(200, 130, 100, GPU, dtype="float16", softcap=20.0, scale=True, save=True)),
+    # Several units each, all sizes ragged.
+    on_gpu(Case(5000, 2100, 200, GPU_BLOCKS, dtype="bfloat16", bias=True, scale=True)),
+    on_gpu(Case(9001, 1000, 1000, GPU_BLOCKS, dtype="float16", softcap=20.0, save=True)),
+    on_gpu(Case(5000, 2100, 576, GPU_BLOCKS, dtype="bfloat16", size=30.0, save=True)),
 ]
 
 
@@ -160,8 +167,8 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     z = oracle.logits(hidden, unembedding, bias, case.softcap)
     p, want = oracle.probabilities(z, scale), oracle.statistics(hidden, unembedding, targets, scale, bias, case.softcap)
     top = np.abs(s * want["max_logit"]) + np.abs(want["log_normalizer"])
-    # The Pallas kernels also round s·log₂e and log_normalizer·log₂e.
-    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.kernel else 1)
+    # The Pallas kernels, and XLA's exponential on a GPU, also round s·log₂e and log_normalizer·log₂e.
+    rel = 2 * s * zerr + EPS * (4 + top) * (2 if case.kernel or interpreted_gpu.ON_GPU else 1)
     centred = np.abs(z - want["expected_logit"][:, None])
     spread = (p * centred).sum(axis=1)
     below = want["max_logit"] - want["expected_logit"]
@@ -217,7 +224,7 @@ def test_statistics_and_gradients_match_float64(case):
     if case.rise is not None:
         program = jax.make_jaxpr(evaluate, static_argnums=(0, 1))(options, statistics, *arguments)
         assert "calibjax_rows" in str(program)
-    if case.chunk == APART:  # two cores, sums of several blocks of tokens
+    if case.chunk in (APART, GPU_BLOCKS):  # two cores, or many programs, whose sums are put together
         chex.assert_trees_all_equal(evaluate(options, statistics, *arguments), (got, grads))
 
     safe = np.where(valid, targets, 0)
@@ -355,6 +362,25 @@ def test_dw_of_blocks_of_tokens_with_and_without_masked_ones(tokens):
     hidden[masked], targets[masked] = np.nan, -100
     got = of_unembedding(hidden, targets, interpreted.NAME)
     assert_within(got, f64(want), 1e-5 * np.abs(f64(want)).max(), "d_unembedding")
+
+
+@needs_gpu
+def test_a_batch_under_vmap_on_a_gpu(gpu):
+    """The compiled kernels, also within a loop."""
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(3, 200, 72)), jnp.bfloat16)
+    unembedding = jnp.asarray(rng.normal(size=(1000, 72)) / 8, jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, 1000, (3, 200)), jnp.int32)
+
+    def gradients(hidden, targets):
+        def loss(h, w):
+            return linear_cross_entropy(h, w, targets, reduction="mean", label_smoothing=0.1, implementation=gpu)
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, unembedding)
+
+    at_once = jax.jit(jax.vmap(gradients))(hidden, targets)
+    one_by_one = jax.lax.map(lambda x: gradients(*x), (hidden, targets))
+    chex.assert_trees_all_close(at_once, one_by_one, rtol=2.0**-6)  # XLA's products are other programs
 
 
 @pytest.mark.parametrize("bad", [-1, 11, 2**32 + 1, 2**63 - 1])

@@ -1,4 +1,4 @@
-"""No GPU has run these kernels yet: the operator on Hopper (H100, H200) by Pallas Mosaic-GPU (wgmma, TMA).
+"""The operator on Hopper GPUs (H100, H200) by Pallas Mosaic-GPU (wgmma, TMA).
 
 | pass | by | products | memory beyond inputs and outputs |
 |---|---|---|---|
@@ -7,9 +7,8 @@
 | gradients, backward | a kernel for dz, and XLA: `backward` | one per gradient + 1 | chunks of dz, W and dW; dh |
 | the same from saved exponentials | XLA | one per gradient | the same |
 
-A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; dh is summed in float32.
-
-They are compiled for an H100 and interpreted on a CPU (`kernels/HOPPER.md`). `implementation=None` chooses "chunked".
+A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; from saved exponentials as many
+as take 1 GiB. dh is summed in float32. Times on an H200: `kernels/HOPPER.md`.
 """
 
 from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, PallasGpu

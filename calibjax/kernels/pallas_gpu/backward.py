@@ -1,4 +1,4 @@
-"""Not run on a GPU yet: the backward pass on Hopper GPUs.
+"""The backward pass on Hopper GPUs.
 
 For each chunk of C columns of the vocabulary a kernel computes the logits again, tile by tile in registers, and dz from
 them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C]; then XLA forms dh += dz·W_c and dW_c =
@@ -137,7 +137,7 @@ def gradients(
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
     carry = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into)
-    width = chunk_size(tokens, unembedding.shape[0], blocks)
+    width = chunk_size(tokens, unembedding.shape[0], blocks, saved is not None)
     whole, left = divmod(unembedding.shape[0], width)
     if left:  # first: after the loop XLA would copy its result before it adds to it
         carry = step(carry, whole * width, left)

@@ -1,4 +1,4 @@
-"""Not run on a GPU yet: Hopper kernel of the statistics of the logits, which exist tile by tile in registers only.
+"""Hopper kernel of the statistics of the logits, which exist tile by tile in registers only.
 
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
 base 2, Σz, argmax; of 8 parts of the columns apart, so that its threads do not wait for one another. Only a few floats

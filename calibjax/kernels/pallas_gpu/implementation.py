@@ -37,11 +37,11 @@ class PallasGpu(Implementation):
         if tokens == 0:
             raise NotImplementedError("there are no tokens")
         chosen = schedule.choose(tokens, vocab_size, self.blocks, platform.device_kind)
-        held = schedule.chunk_size(tokens, vocab_size, self.blocks)
+        held = schedule.chunk_size(tokens, vocab_size, self.blocks, options.save_logits)
         source = " from saved exponentials" if options.save_logits else ""
         return (
             f"statistics by tiles of {schedule.TOKENS} tokens by {self.blocks.columns} columns in {chosen.pieces} "
-            f"pieces of the vocabulary; gradients by dz of {held} columns at a time{source}; not timed on a GPU yet"
+            f"pieces of the vocabulary; gradients by dz of {held} columns at a time{source}"
         )
 
     def saved_bytes(self, itemsize: int) -> float:

@@ -1,4 +1,4 @@
-"""Not run on a GPU yet: tiles of logits on Hopper.
+"""Tiles of logits on Hopper.
 
 One program on every multiprocessor walks through its part of the work (`schedule.Schedule`). Its third warpgroup copies
 blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in shared memory (TMA); the first two
