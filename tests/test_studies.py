@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from tiny import (
     answered,
-    at_targets,
     constant_head,
-    dense_log_probs,
     make_lm,
     make_sequences,
     on_one_device,
@@ -25,7 +23,7 @@ from tiny import (
 )
 
 from calibjax import fit_ats
-from calibjax.eval.tokens import identity_head
+from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
 
@@ -68,14 +66,10 @@ def studies(monkeypatch):
 
 
 def figures_of(log_scale):
-    """`FIGURES` of the sequences in float64, from the dense logits."""
-    log_p = dense_log_probs(LM, SEQUENCES, log_scale)
-    right = (log_p.argmax(axis=-1) == SEQUENCES.targets)[SEQUENCES.where]
-    c = np.exp(log_p.max(axis=-1))[SEQUENCES.where]
-    bins = np.ceil(c * BINS).astype(int)
-    ece = sum(abs((c - right)[bins == b].sum()) for b in range(BINS + 1)) / len(c)
-    scores = -at_targets(log_p, SEQUENCES).mean(), ((c - right) ** 2).mean(), ece
-    return np.array([*scores, right.mean(), c.mean()])
+    """`FIGURES` of the sequences, as `eval/test_tokens.py` holds them against the dense logits."""
+    heads = {"uncalibrated": constant_head(LM, log_scale)}
+    row = results_json(evaluate_tokens(LM, SEQUENCES, heads, bins=BINS, context=silent()))["methods"]["uncalibrated"]
+    return np.array([row["nll"], row["brier"], row["ece"]["value"], row["accuracy"], row["confidence"]])
 
 
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):

@@ -1,6 +1,7 @@
 """Models, sequences and files small enough that a test costs seconds: random, and the same on every machine."""
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -81,6 +82,13 @@ def random_head(lm, kind="linear", features=("hidden_states",), *, log_factor=0.
 def constant_head(lm, log_scale) -> FittedHead:
     config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
     return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, lm.fingerprint)
+
+
+def log_scale_of(lm, head, sequences) -> np.ndarray:
+    """The head's log inverse temperature of every token, `[S, T]`."""
+    tokens = {"where": sequences.where, "segment_ids": sequences.segment_ids}
+    run = jax.jit(functools.partial(head.log_scale, unembedding=lm.unembedding, **tokens))
+    return np.asarray(run(lm.hidden_states(sequences)))
 
 
 def logged(directory: Path) -> np.ndarray:

@@ -22,10 +22,7 @@ from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
 
-
-@functools.cache
-def the_lm():
-    return make_lm(num_layers=2)
+the_lm = functools.cache(lambda: make_lm(num_layers=2))
 
 
 @functools.cache

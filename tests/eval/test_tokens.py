@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import functools
 import json
 
 import chex
-import jax
 import jax.numpy as jnp
 import metric_oracle
 import numpy as np
@@ -17,6 +15,7 @@ from tiny import (
     at_targets,
     constant_head,
     dense_log_probs,
+    log_scale_of,
     make_lm,
     make_sequences,
     ragged,
@@ -30,77 +29,49 @@ from calibjax.eval.report.notes import set_verdict as verdict
 from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 
-
-@functools.cache
-def the_lm():
-    return make_lm()
-
-
-@functools.cache
-def the_sequences():
-    return answered(the_lm(), ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
+BINS, LM = 10, make_lm()
+SEQUENCES = answered(LM, ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
+HEADS = {
+    "uncalibrated": identity_head(LM),
+    "temperature": constant_head(LM, np.log(0.4)),
+    "ats": random_head(LM, log_factor=-0.7),
+}
 
 
-BINS = 10
-
-
-@functools.cache
-def the_heads():
-    return {
-        "uncalibrated": identity_head(the_lm()),
-        "temperature": constant_head(the_lm(), np.log(0.4)),
-        "ats": random_head(the_lm(), log_factor=-0.7),
-    }
-
-
-def evaluate(closed="right", **options):
-    return evaluate_tokens(
-        the_lm(), the_sequences(), the_heads(), batch_size=8, bins=BINS, closed=closed, context=silent(), **options
-    )
+def evaluate(heads=HEADS, *, lm=LM, **options):
+    return evaluate_tokens(lm, SEQUENCES, heads, **{"batch_size": 8, "bins": BINS, **options}, context=silent())
 
 
 @pytest.fixture(scope="module")
 def results():
-    return {closed: evaluate(closed, keep_tokens=True) for closed in ("right", "left")}
+    return {closed: evaluate(closed=closed, keep_tokens=True) for closed in ("right", "left")}
 
 
 def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypatch):
     """The figures of all positions and of the counted ones alone, for heads that read statistics; also shared ones."""
     features = ("logit_statistics", "argmax_embedding")
-    heads = {kind: random_head(the_lm(), kind, features) for kind in ("linear", "transformer")}
-    heads["uncalibrated"] = identity_head(the_lm())
-    every = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
+    heads = {kind: random_head(LM, kind, features) for kind in ("linear", "transformer")}
+    heads["uncalibrated"] = identity_head(LM)
+    every = evaluate(heads, keep_tokens=True)
     monkeypatch.setattr(eval_tokens, "_BLOCK", 1)
-    counted = evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=8, keep_tokens=True, context=silent())
+    counted = evaluate(heads, keep_tokens=True)
     for name in heads:
         chex.assert_trees_all_close(counted[name].tokens, every[name].tokens, rtol=2e-5, atol=2e-6)
-
-
-def dense_log_scale(name):
-    """From the head's parameters, in float64."""
-    if name != "ats":
-        return np.full(the_sequences().tokens.shape, float(the_heads()[name].params["log_scale"]))
-    hidden = the_lm().hidden_states(
-        the_sequences().tokens, segment_ids=the_sequences().segment_ids, positions=the_sequences().positions
-    )
-    output = jax.tree.map(lambda x: np.asarray(x, np.float64), the_heads()[name].params["output"])
-    u = np.asarray(hidden, np.float64) @ output["kernel"][:, 0] + output["bias"]
-    return np.clip(u, np.log(0.05), np.log(10)) - 0.7
 
 
 @pytest.mark.parametrize("closed", ["right", "left"])
 @pytest.mark.parametrize("name", ["uncalibrated", "temperature", "ats"])
 def test_figures_equal_the_dense_ones(results, name, closed):
-    log_scale = dense_log_scale(name)
-    log_q = dense_log_probs(the_lm(), the_sequences(), log_scale)
-    where = the_sequences().where
-    right = (log_q.argmax(-1) == the_sequences().targets)[where]
+    log_scale = log_scale_of(LM, HEADS[name], SEQUENCES)
+    log_q = dense_log_probs(LM, SEQUENCES, log_scale)
+    where = SEQUENCES.where
+    right = (log_q.argmax(-1) == SEQUENCES.targets)[where]
     confidence = np.exp(log_q.max(-1))[where]
     document = results_json(results[closed], closed=closed)
     row = document["methods"][name]
     assert document["tokens"] == where.sum()
     means = {"accuracy": right, "confidence": confidence, "brier": np.square(confidence - right)}
-    for key, value in {"nll": -at_targets(log_q, the_sequences()), **means}.items():
+    for key, value in {"nll": -at_targets(log_q, SEQUENCES), **means}.items():
         np.testing.assert_allclose(row[key], value.mean(), rtol=3e-6, err_msg=key)
 
     tokens = results[closed][name].tokens
@@ -112,11 +83,8 @@ def test_figures_equal_the_dense_ones(results, name, closed):
     # Bins of the float32 confidences, as rounding can move one across an edge.
     index = metric_oracle.bins_of(tokens.confidence[where], BINS, closed)
     count = np.bincount(index, minlength=BINS)
-    gap = np.abs(np.bincount(index, confidence - right, BINS)) / np.maximum(count, 1)
-    assert row["reliability"]["count"] == list(count)
-    np.testing.assert_allclose(row["ece"]["value"], (gap * count).sum() / count.sum(), rtol=1e-5)
-    np.testing.assert_allclose(row["mce"], gap.max(), rtol=1e-5)
-    np.testing.assert_allclose(row["rmsce"], np.sqrt((gap**2 * count).sum() / count.sum()), rtol=1e-5)
+    for figure, norm in ((row["ece"]["value"], "l1"), (row["rmsce"], "l2"), (row["mce"], "max")):
+        np.testing.assert_allclose(figure, metric_oracle.binned(confidence, right, index, norm), rtol=1e-5)
     for b in range(BINS):
         accuracy = row["reliability"]["accuracy"][b]
         assert accuracy is None if count[b] == 0 else abs(accuracy - right[index == b].mean()) < 1e-6
@@ -127,13 +95,10 @@ def test_figures_equal_the_dense_ones(results, name, closed):
 
 
 def test_batch_size_changes_nothing():
-    heads = {**the_heads(), "hot": dataclasses.replace(identity_head(the_lm()), log_factor=-4.0)}  # a temperature of 55
-    one, other = (
-        evaluate_tokens(the_lm(), the_sequences(), heads, batch_size=size, bins=BINS, context=silent())
-        for size in (8, 21)
-    )
-    assert other["hot"].temperatures[-1] == the_sequences().where.sum(), "beyond the last edge is in the last bin"
-    for name in the_heads():
+    heads = {**HEADS, "hot": dataclasses.replace(identity_head(LM), log_factor=-4.0)}  # a temperature of 55
+    one, other = (evaluate(heads, batch_size=size) for size in (8, 21))
+    assert other["hot"].temperatures[-1] == SEQUENCES.where.sum(), "beyond the last edge is in the last bin"
+    for name in HEADS:
         assert one[name].sums.nll.dtype == np.float64
         assert other[name].tokens is None
         np.testing.assert_array_equal(one[name].sums.count, other[name].sums.count)
@@ -142,7 +107,7 @@ def test_batch_size_changes_nothing():
 
 def test_a_bfloat16_model(results):
     lm = make_lm(dtype=jnp.bfloat16)
-    found = evaluate_tokens(lm, the_sequences(), {"ats": random_head(lm, log_factor=-0.7)}, bins=BINS, context=silent())
+    found = evaluate({"ats": random_head(lm, log_factor=-0.7)}, lm=lm)
     full, half = (results_json(outcome)["methods"]["ats"] for outcome in (results["right"], found))
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 
@@ -183,12 +148,12 @@ def test_interval_is_of_the_seed(results, figures):
 def test_intervals_of_means(figures):
     """Against SciPy's bootstrap of sequences: NLL, Brier score and accuracy."""
     row = figures["methods"]["ats"]
-    log_q = dense_log_probs(the_lm(), the_sequences(), dense_log_scale("ats"))
-    right = log_q.argmax(-1) == the_sequences().targets
+    log_q = dense_log_probs(LM, SEQUENCES, log_scale_of(LM, HEADS["ats"], SEQUENCES))
+    right = log_q.argmax(-1) == SEQUENCES.targets
     brier = np.square(np.exp(log_q.max(-1)) - right)
-    targets = np.take_along_axis(log_q, the_sequences().targets[..., None], axis=-1)[..., 0]
+    targets = np.take_along_axis(log_q, SEQUENCES.targets[..., None], axis=-1)[..., 0]
     values = {"nll": -targets, "brier": brier, "accuracy": right}
-    where = the_sequences().where
+    where = SEQUENCES.where
     for name, value in values.items():
         sums = (np.where(where, value, 0).sum(1), where.sum(1))
         ratio = {"statistic": lambda a, n, axis: a.sum(axis) / n.sum(axis), "paired": True, "rng": 0}

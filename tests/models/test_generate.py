@@ -36,9 +36,7 @@ PROMPTS = [[3, 7, 1], [5], [2, 2, 9, 23, 4, 8, 11]]
 N = 12
 
 
-@functools.cache
-def the_lm():
-    return make_lm(**OPTIONS)
+the_lm = functools.cache(lambda: make_lm(**OPTIONS))
 
 
 @functools.cache

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import answered, at_targets, dense_log_probs, make_lm, make_sequences, ragged, silent
+from tiny import answered, at_targets, dense_log_probs, log_scale_of, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats, metrics
 from calibjax.data import divide, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics import CalibrationSums
-from calibjax.models.frozen import batch_stats, freeze
 from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.errors import UserError
 from calibjax.train import AtsOptions, ats, cross_fit
@@ -34,17 +33,6 @@ def fit(directory, lm=None, sequences=None, *, log=lambda line: None, seed=0, **
         AtsOptions(**options),
         silent(directory, seed=seed, log=log),
     )
-
-
-_stats = jax.jit(batch_stats, static_argnums=(0, 1), static_argnames=("dtype", "statistics"))
-
-
-def log_scale_of(lm, head, sequences):
-    """The head's log scale for every token `[S, T]`."""
-    batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
-    frozen = freeze(lm, head.config)
-    options = {"dtype": lm.dtype, "statistics": ("max_logit",), "log_factor": jnp.float32(head.log_factor)}
-    return np.asarray(_stats(lm.config, head.config, head.params, frozen, batch, **options)[1])
 
 
 def nll_of(lm, sequences, log_scale):
