@@ -252,6 +252,13 @@ def write_files(folder, family, settings, shapes):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+def read_golden(family, folder):
+    """Writes the model of a golden file; returns its arrays."""
+    golden = np.load(GOLDENS / f"{family}.npz")
+    write_files(folder, family, json.loads(str(golden["settings"])), json.loads(str(golden["shapes"])))
+    return golden
+
+
 def as_qwen1(settings, tensors):
     """A Qwen2 model's configuration and tensors as Qwen v1 would have them."""
     names = {

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from parity import GPT2_JSON, LLAMA_JSON
+from parity import GPT2_JSON, LLAMA_JSON, torch_model
 
 from calibjax.models import load_model
 from calibjax.runtime.errors import UserError
@@ -29,13 +29,8 @@ CASES = {
 
 def make(folder, settings, **lora):
     """Writes a random model and an adapter whose matrices are both random; returns PEFT's own model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
-    given = dict(settings)
-    config = AutoConfig.for_model(given.pop("model_type"), **given)
-    base = AutoModelForCausalLM.from_config(config)
-    base.save_pretrained(folder / "base")
+    base, _ = torch_model(folder / "base", settings)
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

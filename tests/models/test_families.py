@@ -14,7 +14,6 @@ import tokenizers
 from campaigns import fuzz_families
 from parity import (
     CASES,
-    GOLDENS,
     GPT2_JSON,
     LLAMA_JSON,
     MULTIMODAL,
@@ -23,9 +22,9 @@ from parity import (
     multimodal_model,
     our_run,
     random_tokens,
+    read_golden,
     settings_of,
     torch_errors,
-    write_files,
 )
 from safetensors.numpy import load_file, save_file
 from tiny import random_head
@@ -64,16 +63,9 @@ def test_parity_with_torch(tmp_path, family, name):
     assert errors.get("bfloat16", 0.0) <= 1.25 * errors.get("torch's bfloat16", 0.0)
 
 
-def read_golden(family, folder):
-    golden = np.load(GOLDENS / f"{family}.npz")
-    settings, shapes = json.loads(str(golden["settings"])), json.loads(str(golden["shapes"]))
-    write_files(folder, family, settings, shapes)
-    return golden, settings, shapes
-
-
 @pytest.mark.parametrize("family", EACH)
 def test_golden(tmp_path, family):
-    golden, _, _ = read_golden(family, tmp_path)
+    golden = read_golden(family, tmp_path)
     got = our_run(load_model(tmp_path), golden["tokens"])
     error = largest_error(got, [*golden["hidden"], golden["logits"]])
     print(f"{family}: worst relative error {error:.1e} (transformers {golden['version']})")
@@ -266,7 +258,7 @@ def test_qwen_tokenizer_without_remote_code(tmp_path):
 
 
 def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
-    golden, _, _ = read_golden("phi", tmp_path)
+    golden = read_golden("phi", tmp_path)
     model = load_model(tmp_path)
     assert np.abs(np.asarray(model.unembedding_bias)).max() > 0.1
     logits = np.asarray(golden["logits"], np.float64)

@@ -1,7 +1,6 @@
 """Generation: against transformers' tokens, and against the decoder and the heads without a cache."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from assets import model_path
-from parity import GOLDENS, largest_error, write_files
+from parity import GOLDENS, largest_error, read_golden
 from scipy.special import log_softmax, softmax
 from tiny import VOCAB, compilations, constant_head, make_lm, random_head
 
@@ -60,8 +59,7 @@ def test_greedy_equals_transformers(name):
 )
 def test_cached_forward_equals_transformers(tmp_path, family):
     """Four columns at a time; the first row padded on the left, the second on the right."""
-    golden = np.load(GOLDENS / f"{family}.npz")
-    write_files(tmp_path, family, json.loads(str(golden["settings"])), json.loads(str(golden["shapes"])))
+    golden = read_golden(family, tmp_path)
     lm = calibjax.load_model(tmp_path)
     length, pad = golden["tokens"].shape[1], 4
     rows = [slice(pad, pad + length), slice(0, length)]
