@@ -213,8 +213,10 @@ def _read_columns(
         raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
-        lengths = [len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"]
-        return arrays, names, max(lengths, default=0), Skipped()
+        lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
+        if len(set(lengths.values())) > 1:
+            raise UserError(f"{path}: expected arrays with as many rows each, got {lengths}.")
+        return arrays, names, max(lengths.values(), default=0), Skipped()
     if suffix == ".parquet" and truth is None:
         return *_read_parquet(path, named), Skipped()
     columns: dict[str, list[Any] | None] = {}
@@ -234,9 +236,13 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
     """Arrays of a file that are wanted, and the names of all."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if wanted(name)}, file.files
+            arrays = {name: file[name] for name in file.files if wanted(name)}
+            names = file.files
     except Exception as error:  # of zipfile, zlib, tokenize and numpy
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
+    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise UserError(f"{path}: expected arrays, got other files too: {', '.join(others)}.")
+    return arrays, names
 
 
 def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], list[str], int]:

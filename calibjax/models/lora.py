@@ -183,6 +183,6 @@ def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             alpha = value
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e300:
         raise UserError(f"lora_alpha: expected a number, got {alpha!r}.")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -159,6 +159,13 @@ def test_archives_of_arrays(tmp_path, header):
         archive.writestr("confidence.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
     with pytest.raises(UserError, match=r"table\.npz cannot be read"):
         read_table(tmp_path / "table.npz")
+    np.savez(tmp_path / "table.npz", confidence=np.zeros(3), correct=np.zeros(4))
+    with pytest.raises(UserError, match="as many rows each"):
+        read_table(tmp_path / "table.npz")
+    with zipfile.ZipFile(tmp_path / "table.npz", "a") as archive:
+        archive.writestr("text", "no array")
+    with pytest.raises(UserError, match="other files too: text"):
+        read_table(tmp_path / "table.npz", columns={"text": "text"})
 
 
 # --- heads and checkpoints ---
