@@ -171,13 +171,14 @@ def tasks(given: argparse.Namespace) -> Jobs:
 
     how: dict[str, Any] = {"pretrained": given.model, "batch_size": 32, "dtype": "float32"}
     ours, theirs = CalibjaxLM(**how), HFLM(**how | {"device": "cpu"})
-    return {
-        f"{name}, {given.limit} questions a part": {
-            "calibjax": functools.partial(run, ours, name),
-            "lm-eval": functools.partial(run, theirs, name),
-        }
-        for name in given.tasks
-    }
+
+    def pair(name: str) -> dict[str, Callable[[], Any]]:
+        found = [run(model, name)[name]["acc,none"] for model in (ours, theirs)]
+        assert found[0] == found[1], f"the accuracies differ: {found}"
+        jax.clear_caches()
+        return {"calibjax": functools.partial(run, ours, name), "lm-eval": functools.partial(run, theirs, name)}
+
+    return {f"{name}, {given.limit} questions a part": pair(name) for name in given.tasks}
 
 
 def decode(given: argparse.Namespace) -> Jobs:

@@ -2,6 +2,7 @@
 
     python train/bench_sft.py                          # D 2,048, two layers, 2,048 tokens, V 128,256; some minutes
     python train/bench_sft.py --vocab-size 256000 --tie --dtype bfloat16
+    python train/bench_sft.py --model path/to/gemma-3-270m --compile-only
 
 The same decoder, data and AdamW in every contender; only the loss differs: ours is `linear_cross_entropy` with label
 smoothing, optax `softmax_cross_entropy` of full logits and smoothed labels, "optax, plain" without smoothing. Each runs
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from calibjax.commands.parser import parse_script
-from calibjax.models import DecoderConfig, decoder, init_params
+from calibjax.models import DecoderConfig, config_from_hf, decoder, init_params
 from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions
 
@@ -31,6 +32,7 @@ class Bench:
     """Times fine-tuning steps of a random Llama-shaped model and counts their memory.
 
     Attributes:
+        model: directory of a model to take the shape of, in place of V, D and two layers.
         vocab_size: V.
         hidden_size: D.
         batch: sequences.
@@ -42,6 +44,7 @@ class Bench:
         compile_only: run no steps; print only the memory.
     """
 
+    model: str | None = None
     vocab_size: int = 128_256
     hidden_size: int = 2_048
     batch: int = 16
@@ -63,7 +66,7 @@ def _objective(bench: Bench, config: DecoderConfig, name: str):
         hidden = decoder.hidden_states(config, params, batch["tokens"], **places, dtype=dtype, remat="full")
         z, targets = decoder.unembed(config, params, hidden), batch["targets"]
         if name == "optax":
-            labels = optax.smooth_labels(jax.nn.one_hot(targets, bench.vocab_size), bench.label_smoothing)
+            labels = optax.smooth_labels(jax.nn.one_hot(targets, config.vocab_size), bench.label_smoothing)
             loss = optax.softmax_cross_entropy(z, labels)
         else:
             loss = optax.softmax_cross_entropy_with_integer_labels(z, targets)
@@ -88,9 +91,10 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         max_positions=bench.seq_len,
         tie_embeddings=bench.tie,
     )
+    config = config if bench.model is None else config_from_hf(bench.model)
     batch = {
-        "tokens": jax.random.randint(jax.random.key(1), shape, 0, bench.vocab_size),
-        "targets": jax.random.randint(jax.random.key(2), shape, 0, bench.vocab_size),
+        "tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size),
+        "targets": jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size),
         "where": jnp.ones(shape, bool),
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(bench.seq_len), shape),
@@ -106,6 +110,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
     analysis = compiled.memory_analysis()
     beyond = (analysis.temp_size_in_bytes - weights) / 2**20
     result = {"weights_mib": weights / 2**20, "beyond_mib": beyond, "device": jax.devices()[0].device_kind}
+    result |= {"width": config.hidden_size, "vocab_size": config.vocab_size}
     if bench.compile_only:
         return result
     state, times = jax.block_until_ready(jax.jit(start)()), []
@@ -123,8 +128,8 @@ def main(bench: Bench) -> None:
             results[name] = pool.apply(measure, (bench, name))
     ours, tokens = results["ours"], bench.batch * bench.seq_len
     print(
-        f"{ours['device']}, jax {jax.__version__}; {tokens:,} tokens, D {bench.hidden_size:,}, V {bench.vocab_size:,}, "
-        f"{bench.dtype}; weights {ours['weights_mib']:,.0f} MiB, logits {tokens * bench.vocab_size / 2**18:,.0f} MiB"
+        f"{ours['device']}, jax {jax.__version__}; {tokens:,} tokens, D {ours['width']:,}, V {ours['vocab_size']:,}, "
+        f"{bench.dtype}; weights {ours['weights_mib']:,.0f} MiB, logits {tokens * ours['vocab_size'] / 2**18:,.0f} MiB"
     )
     for key, title, unit in (("beyond_mib", "memory", "MiB"), ("step_s", "step", "s")):
         for name, result in results.items():
