@@ -213,10 +213,8 @@ def _read_columns(
         raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
-        lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
-        if len(set(lengths.values())) > 1:
-            raise UserError(f"{path}: expected arrays with as many rows each, got {lengths}.")
-        return arrays, names, max(lengths.values(), default=0), Skipped()
+        rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
+        return arrays, names, rows, Skipped()
     if suffix == ".parquet" and truth is None:
         return *_read_parquet(path, named), Skipped()
     columns: dict[str, list[Any] | None] = {}
@@ -233,7 +231,7 @@ def _read_columns(
 
 
 def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays of a file that are wanted, and the names of all."""
+    """Arrays of a file that are wanted, all but the unembedding and scalars with as many rows, and the names of all."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files if wanted(name)}
@@ -242,6 +240,10 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
     if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise UserError(f"{path}: expected arrays, got other files too: {', '.join(others)}.")
+    lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise UserError(f"{path}: expected arrays with the same number of rows, got {counts}.")
     return arrays, names
 
 

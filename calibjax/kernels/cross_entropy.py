@@ -155,16 +155,18 @@ def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
 
 
-def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) -> int:
+def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, added_up: float = 0) -> int:
     """Tokens per block, of even sizes: 24 MiB of float32 logits on CPU, or 128 tokens, or 1/32 of them where more.
 
-    Elsewhere 384 MiB or 2,048 tokens; twice as many tokens where a logit takes some 2 bytes. Decided while tracing, by
-    `platforms.platform()`.
+    Elsewhere 384 MiB or 2,048 tokens; twice as many tokens where a logit takes some 2 bytes. On a GPU all tokens, where
+    their logits take no more than those of a block and the gradient that several blocks add up, of `added_up` bytes for
+    each row of W: measured there (`kernels/HOPPER.md`). Decided while tracing, by `platforms.platform()`.
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_per_logit)
     block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_PART)
     blocks = max(-(-tokens // block), 1)
-    return max(-(-tokens // blocks), 1)
+    size = max(-(-tokens // blocks), 1)
+    return tokens if platform().name == "gpu" and 0 < (tokens - size) * bytes_per_logit <= added_up else size
 
 
 def _by_blocks(
@@ -209,11 +211,8 @@ def _by_blocks(
 
     assert call.implementation is not None
     per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    size = choose_block_size(tokens, vocab_size, per_logit)
-    # One block holds more exponentials, and no gradient in float32 that several would add to.
     added_up = 4 * width if "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4 else 0
-    if call.options.save_logits or (platform().name == "gpu" and (tokens - size) * per_logit <= added_up):
-        size = tokens
+    size = tokens if call.options.save_logits else choose_block_size(tokens, vocab_size, per_logit, added_up)
     one_block = 0 < tokens <= size
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))

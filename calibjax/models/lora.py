@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -183,6 +184,6 @@ def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             alpha = value
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e300:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise UserError(f"lora_alpha: expected a number, got {alpha!r}.")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -160,7 +160,7 @@ def test_archives_of_arrays(tmp_path, header):
     with pytest.raises(UserError, match=r"table\.npz cannot be read"):
         read_table(tmp_path / "table.npz")
     np.savez(tmp_path / "table.npz", confidence=np.zeros(3), correct=np.zeros(4))
-    with pytest.raises(UserError, match="as many rows each"):
+    with pytest.raises(UserError, match="same number of rows, got confidence 3, correct 4"):
         read_table(tmp_path / "table.npz")
     with zipfile.ZipFile(tmp_path / "table.npz", "a") as archive:
         archive.writestr("text", "no array")

@@ -24,7 +24,8 @@ def fitted(name):
 
 
 def inputs(name):
-    data = recalibration_data.bundle(n=11, seed=1, gain=1.0)
+    # ONNX has no expm1: near p = 1 the odds of one-vs-rest lose digits in onnxruntime.
+    data = recalibration_data.bundle(n=11, seed=1, gain=1.0 if name == "one_vs_rest_platt" else 2.0)
     return {field: data[field] for field in METHODS[name].apply_reads}
 
 
