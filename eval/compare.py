@@ -2,11 +2,11 @@
 
     python eval/compare.py --table predictions.npz --out compare
 
-The table holds `logits` `[N, K]` and `labels` `[N]`: of a language model, its logits at the letters of multiple choice;
-of any other classifier, what it computes. Every method is fitted on one half and compared on the other, paired with
-temperature scaling; the verdict corrects for the number of methods.
+The table holds `logits` `[N, K]` and `labels` `[N]` of any classifier; for a language model these can be its logits at
+the letters of multiple choice. Every method is fitted on one half of the rows and evaluated on the other. Differences
+from temperature scaling are paired, and the verdict corrects for the number of methods.
 
-`calibjax compare` reads CSV, JSONL, Parquet and responses of servers, and a model with text.
+`calibjax compare` also reads CSV, JSONL, Parquet and responses of servers, or runs a model on text.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Options:
         table: .npz file with `logits` and `labels`.
         out: directory of the figure and the fitted method.
         methods: names of `calibjax.recalibrate.METHODS`.
-        seed: of the two halves.
+        seed: random seed of the split into halves.
     """
 
     table: Path
@@ -39,21 +39,22 @@ class Options:
 
 def main(options: Options) -> calibjax.Comparison:
     arrays = np.load(options.table)
-    order = np.random.default_rng(options.seed).permutation(len(arrays["labels"]))
-    fit, held_out = (
-        recalibrate.Predictions(logits=arrays["logits"][rows], labels=arrays["labels"][rows])
-        for rows in np.array_split(order, 2)
-    )
+    logits, labels = arrays["logits"], arrays["labels"]
+    first_half, second_half = np.array_split(np.random.default_rng(options.seed).permutation(len(labels)), 2)
+    fit = recalibrate.Predictions(logits=logits[first_half], labels=labels[first_half])
+    held_out = recalibrate.Predictions(logits=logits[second_half], labels=labels[second_half])
     comparison = calibjax.compare(fit, held_out, options.methods, context=calibjax.RunContext(seed=options.seed))
     print(comparison)
 
-    name = comparison.winner if comparison.states[comparison.winner] is not None else "temperature"
+    name = comparison.winner
+    if name == "uncalibrated":
+        name = "temperature"
     fitted = comparison.recalibrator(name)
-    assert held_out.logits is not None
-    output = fitted(held_out)  # log-probabilities of the classes, or confidences in the most likely one
+    output = fitted(held_out)  # log-probabilities [N, K], or confidences [N] in the most likely class
     confidence = output if output.ndim == 1 else np.exp(output.max(axis=1))
+    is_correct = logits[second_half].argmax(axis=1) == labels[second_half]
     figure, axes = plt.subplots(figsize=(4, 4), layout="constrained")
-    plot.reliability(confidence, held_out.logits.argmax(axis=1) == held_out.labels, ax=axes)
+    plot.reliability(confidence, is_correct, ax=axes)
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "reliability.png", dpi=150)
     recalibrate.save(options.out / "method", name, fitted.state)

@@ -2,9 +2,9 @@
 
     python eval/layers.py --model path/to/model --data wikitext.txt --out layers.png
 
-The hidden state after each block, read through the final norm and the unembedding, predicts a next token too. The
-script prints accuracy, confidence and calibration errors of the prediction of each layer; where confidence falls in the
-last layers while accuracy does not, the model corrects its confidence there.
+The hidden state after any block gives a next-token distribution too, when the final norm and the unembedding are
+applied to it (the logit lens). The script prints accuracy, mean confidence and calibration errors for each layer. Where
+confidence falls in the last layers while accuracy does not, the model corrects its confidence there.
 
 `calibjax eval layers` adds intervals, a test of that phase, multiple choice, a calibration direction and entropy
 neurons.
@@ -28,10 +28,10 @@ class Options:
     Attributes:
         model: directory or GGUF file of the model.
         data: text, instructions or chats.
-        out: file of the figure.
-        seq_len: tokens of a sequence.
-        rows: sequences to read, at most.
-        batch_size: sequences of one pass.
+        out: image file to write, such as PNG or PDF.
+        seq_len: tokens per sequence.
+        rows: largest number of sequences to read.
+        batch_size: sequences per forward pass.
     """
 
     model: str
@@ -43,11 +43,11 @@ class Options:
 
 
 def predictions(lm: calibjax.LanguageModel, data: calibjax.Sequences, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Confidence and correctness of the prediction of each layer, `[L + 1, N]`: the embeddings, then L blocks."""
+    """Confidence and correctness of N tokens at each layer, `[L + 1, N]`: the embeddings, then L blocks."""
 
     @jax.jit
-    def read(states, unembedding, targets, where):
-        def layer(hidden):
+    def read_layers(states, unembedding, targets, where):
+        def read_layer(hidden):
             stats = calibjax.vocab_stats(
                 hidden,
                 unembedding,
@@ -59,16 +59,16 @@ def predictions(lm: calibjax.LanguageModel, data: calibjax.Sequences, batch_size
             )
             return stats.confidence(), stats.correct
 
-        return jax.lax.map(layer, states)
+        return jax.lax.map(read_layer, states)
 
     parts = []
     for first in range(0, len(data.tokens), batch_size):
         batch = data.take(slice(first, first + batch_size))
         states = lm.hidden_states(batch, layers="all")  # [L + 1, B, T, D]
-        figures = jax.device_get(read(states, lm.unembedding, batch.targets, batch.where))
-        parts.append([x[:, batch.where] for x in figures])
-    confidence, correct = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-    return confidence, correct
+        confidence, correct = jax.device_get(read_layers(states, lm.unembedding, batch.targets, batch.where))
+        parts.append((confidence[:, batch.where], correct[:, batch.where]))
+    confidences, corrects = zip(*parts, strict=True)
+    return np.concatenate(confidences, axis=1), np.concatenate(corrects, axis=1)
 
 
 def main(options: Options) -> list[dict[str, float]]:
@@ -78,12 +78,12 @@ def main(options: Options) -> list[dict[str, float]]:
         confidence, correct = predictions(lm, data, options.batch_size)
     print(f"{correct.shape[1]:,} tokens\nlayer  accuracy  confidence     ECE     MCE")
     rows = []
-    for layer, (of_layer, right) in enumerate(zip(confidence, correct, strict=True)):
+    for layer in range(len(confidence)):
         row = {
-            "accuracy": float(right.mean()),
-            "confidence": float(of_layer.mean()),
-            "ece": float(metrics.expected_calibration_error(of_layer, right)),
-            "mce": float(metrics.maximum_calibration_error(of_layer, right)),
+            "accuracy": float(correct[layer].mean()),
+            "confidence": float(confidence[layer].mean()),
+            "ece": float(metrics.expected_calibration_error(confidence[layer], correct[layer])),
+            "mce": float(metrics.maximum_calibration_error(confidence[layer], correct[layer])),
         }
         rows.append(row)
         print(f"{layer:5}  {row['accuracy']:8.4f}  {row['confidence']:10.4f}  {row['ece']:.4f}  {row['mce']:.4f}")

@@ -2,9 +2,9 @@
 
     python eval/tasks.py --model path/to/model --questions questions.jsonl
 
-A line of the file is {"question": "…", "options": ["…", "…"], "answer": 0}. The model scores the letter of each option
-after the prompt; the distribution over the letters is its answer and its confidence. Half of the questions fit a
-temperature, the other half are evaluated.
+A line of the file is {"question": "…", "options": ["…", "…"], "answer": 0}. The prompt lists the options by letter. The
+softmax of the model's logits at these letters is its distribution over the options: the largest probability gives the
+answer and its confidence. A temperature is fitted on half of the questions and evaluated on the other half.
 
 `calibjax eval tasks` asks MMLU, ARC, TruthfulQA, TriviaQA or any task of lm-eval with the harness's own prompts, chat
 templates, written answers and samples, and resumes.
@@ -32,9 +32,9 @@ class Options:
 
     Attributes:
         model: directory or GGUF file of the model.
-        questions: JSON lines.
-        batch_size: questions of one pass.
-        seed: of the halves.
+        questions: file of JSON lines, as above.
+        batch_size: questions per forward pass.
+        seed: random seed of the split into halves.
     """
 
     model: str
@@ -50,24 +50,26 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], batch_size: int) -> np.ndarray:
-    """Logits of the letters after each prompt, `[N, K]`; −inf where a question has fewer options."""
+    """Logits at the letters after each prompt, float32 `[N, K]`; −inf where a question has fewer than K options."""
     encode = lm.tokenizer.encode
-    letters = np.array([encode(f" {letter}", add_special_tokens=False)[-1] for letter in LETTERS])
-    most = max(len(row["options"]) for row in rows)
-    texts = [encode(prompt(row)) for row in rows]
-    width = max(map(len, texts))
-    logits = np.full((len(rows), most), -np.inf, np.float32)
+    letter_ids = np.array([encode(f" {letter}", add_special_tokens=False)[-1] for letter in LETTERS])
+    prompts = [encode(prompt(row)) for row in rows]
+    option_counts = [len(row["options"]) for row in rows]
+    longest = max(map(len, prompts))
+    logits = np.full((len(rows), max(option_counts)), -np.inf, np.float32)
     for first in range(0, len(rows), batch_size):
-        part = texts[first : first + batch_size]
-        tokens, segments = np.zeros((2, batch_size, width), np.int32)
-        for number, text in enumerate(part):
-            tokens[number, : len(text)], segments[number, : len(text)] = text, 1
-        hidden = lm.hidden_states(tokens, segment_ids=segments)
-        last = np.array([len(text) - 1 for text in part])
-        scores = hidden[np.arange(len(part)), last] @ lm.unembedding[letters].T
-        for number, row in enumerate(rows[first : first + batch_size]):
-            options = len(row["options"])
-            logits[first + number, :options] = np.asarray(scores[number, :options], np.float32)
+        batch = prompts[first : first + batch_size]
+        tokens = np.zeros((batch_size, longest), np.int32)
+        segment_ids = np.zeros((batch_size, longest), np.int32)  # 0: padding
+        for number, ids in enumerate(batch):
+            tokens[number, : len(ids)] = ids
+            segment_ids[number, : len(ids)] = 1
+        hidden = lm.hidden_states(tokens, segment_ids=segment_ids)  # [B, T, D]
+        last = np.array([len(ids) - 1 for ids in batch])
+        scores = hidden[np.arange(len(batch)), last] @ lm.unembedding[letter_ids].T
+        for number in range(len(batch)):
+            count = option_counts[first + number]
+            logits[first + number, :count] = np.asarray(scores[number, :count], np.float32)
     return logits
 
 
@@ -79,9 +81,9 @@ def main(options: Options) -> calibjax.Comparison:
     labels = np.array([row["answer"] for row in rows])
     print(f"{len(rows):,} questions, accuracy {np.mean(logits.argmax(axis=1) == labels):.4f}")
     order = np.random.default_rng(options.seed).permutation(len(rows))
-    fit, held_out = (
-        recalibrate.Predictions(logits=logits[half], labels=labels[half]) for half in np.array_split(order, 2)
-    )
+    first_half, second_half = np.array_split(order, 2)
+    fit = recalibrate.Predictions(logits=logits[first_half], labels=labels[first_half])
+    held_out = recalibrate.Predictions(logits=logits[second_half], labels=labels[second_half])
     comparison = calibjax.compare(fit, held_out, ["temperature"], context=calibjax.RunContext(seed=options.seed))
     print(comparison)
     return comparison

@@ -2,12 +2,12 @@
 
     python train/ats.py --model path/to/model --data alpaca.jsonl --out runs/ats
 
-A frozen model's logits never change; only the temperature of each token does. So the model runs once: the pass keeps
-what the head reads and the scale curves of each token, which give the loss at every temperature. The head is then
-trained without the model and without the vocabulary, and evaluated exactly, with both.
+A frozen model's logits never change; only the temperature of each token does. So the model runs once, and the script
+stores the features that the head reads and the scale curves of each token, which give its loss at every temperature.
+The head is trained on these alone, without the model and without the vocabulary. The final evaluation uses both.
 
-`calibjax train ats` does the same for several heads and losses, and chooses among them by cross-fitting. On several
-devices the script runs unchanged: they share the tokens. A killed run resumes at its last epoch.
+`calibjax train ats` does the same for several heads and losses, and chooses among them by cross-fitting. The script
+runs unchanged on several devices, which divide the tokens among them. A killed run resumes after its last epoch.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import calibjax
 from calibjax import heads, losses
@@ -35,14 +35,14 @@ class Options:
         model: directory or GGUF file of the frozen model.
         data: text, instructions or chats.
         out: directory of the checkpoints and the fitted head.
-        features: what the head reads: names of `calibjax.heads.FEATURES`.
-        seq_len: tokens of a sequence.
-        rows: sequences to read, at most.
-        batch_size: sequences of one pass.
-        tokens: of one step of the head.
-        epochs: passes over them.
-        learning_rate: at the start; it falls to 0.
-        seed: of the split and of the order of the tokens.
+        features: inputs of the head, names in `calibjax.heads.FEATURES`.
+        seq_len: tokens per sequence.
+        rows: largest number of sequences to read; None reads all.
+        batch_size: sequences per forward pass of the model.
+        tokens: tokens per training step of the head.
+        epochs: passes over the fitting tokens.
+        learning_rate: initial learning rate; a cosine schedule decays it to 0.
+        seed: random seed of the split and of the token order.
     """
 
     model: str
@@ -59,13 +59,13 @@ class Options:
 
 
 class Tokens(NamedTuple):
-    """What is kept of the N tokens that the loss counts: `features` float32 [N, F], and their scale curves."""
+    """The N tokens that count in the loss: their features, float32 [N, F], and their scale curves."""
 
     features: Any
     curves: calibjax.VocabCurves
 
     def take(self, index: np.ndarray, sharding: NamedSharding) -> "Tokens":
-        """The tokens at `index`, divided among the devices."""
+        """The tokens at `index`, int [n], placed on the devices by `sharding`."""
         return jax.device_put(jax.tree.map(lambda x: x[index], self), sharding)
 
 
@@ -73,28 +73,27 @@ def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: O
     """Runs the frozen model once over all sequences: features and scale curves of the tokens that count."""
 
     @jax.jit
-    def keep(hidden, unembedding, targets, where):
-        constants = {"bias": lm.unembedding_bias, "softcap": lm.config.logit_softcap}
-        curves = calibjax.vocab_curves(hidden, unembedding, targets, where=where, **constants)
-        features = heads.head_features(options.features, hidden, unembedding, stats=curves.at(1.0), **constants)
+    def extract(hidden, unembedding, targets, where):  # hidden [B, T, D], unembedding [V, D], the others [B, T]
+        output_layer = {"bias": lm.unembedding_bias, "softcap": lm.config.logit_softcap}
+        curves = calibjax.vocab_curves(hidden, unembedding, targets, where=where, **output_layer)
+        features = heads.head_features(options.features, hidden, unembedding, stats=curves.at(1.0), **output_layer)
         return Tokens(features, curves)
 
     parts = []
     for first in range(0, len(data.tokens), options.batch_size):
         batch = data.take(slice(first, first + options.batch_size))
-        tokens = jax.device_get(keep(lm.hidden_states(batch), lm.unembedding, batch.targets, batch.where))
-        parts.append(jax.tree.map(lambda x, counts=tokens.curves.valid: x[counts], tokens))
+        tokens = jax.device_get(extract(lm.hidden_states(batch), lm.unembedding, batch.targets, batch.where))
+        counted = tokens.curves.valid
+        parts.append(jax.tree.map(lambda x, counted=counted: x[counted], tokens))
         print(f"frozen pass: {first + len(batch.tokens):,} of {len(data.tokens):,} sequences")
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def train(
-    config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: jax.sharding.Mesh, directory: Path
-) -> Any:
-    """The parameters of the head with the least cross-entropy, by AdamW; a checkpoint after every epoch."""
+def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: Mesh, directory: Path) -> Any:
+    """Fits a head by cross-entropy with AdamW and returns its parameters; a checkpoint follows every epoch."""
     head, count = config.build(), len(tokens.features)
-    width = min(options.tokens, count) // mesh.size * mesh.size
-    steps = count // width
+    batch_size = min(options.tokens, count) // mesh.size * mesh.size
+    steps = count // batch_size  # of an epoch
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps * options.epochs))
 
     def loss(params: Any, batch: Tokens) -> jax.Array:
@@ -104,26 +103,27 @@ def train(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, batch: Tokens) -> tuple[Any, jax.Array]:
-        params, moments = state
+        params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
 
     params = config.init(jax.random.key(options.seed))  # T = 1 for every token
-    divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # tokens; the head is on every device
-    state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
+    over_tokens = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = jax.device_put((params, optimizer.init(params)), replicated)
     with ocp.CheckpointManager(directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
-        done = manager.latest_step() or 0
-        if done:
-            state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        for epoch in range(done, options.epochs):
+        first_epoch = manager.latest_step() or 0
+        if first_epoch:
+            state = manager.restore(first_epoch, args=ocp.args.StandardRestore(state))
+        for epoch in range(first_epoch, options.epochs):
             order = np.random.default_rng((options.seed, epoch)).permutation(count)
-            values = []
-            for number in range(steps):
-                index = np.sort(order[number * width : (number + 1) * width])
-                state, value = step(state, tokens.take(index, divided))
-                values.append(value)
-            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(jax.device_get(values)):.4f}")
+            epoch_losses = []
+            for index in np.split(order[: steps * batch_size], steps):
+                state, value = step(state, tokens.take(np.sort(index), over_tokens))
+                epoch_losses.append(value)
+            mean_loss = np.mean(jax.device_get(epoch_losses))
+            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {mean_loss:.4f}")
             manager.save(epoch + 1, args=ocp.args.StandardSave(state))
     return jax.device_get(state[0])
 

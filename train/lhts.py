@@ -2,14 +2,14 @@
 
     python train/lhts.py --model path/to/model --data stories.txt --out runs/lhts --temperature 0.8
 
-A temperature T of whole sequences is p(x)^(1/T) / Z: it weighs a sequence by its likelihood, where dividing logits by T
-weighs each next token by its own. A student is trained towards it without Z, by maximum likelihood of the text, each
-sequence weighed by p(x)^(1/T − 1), normalised over the batch (self-normalised importance weights): sequences that the
-scorer finds likely count more.
+The target distribution of whole sequences at temperature T is p(x)^(1/T) / Z. Below T = 1 it favours sequences that are
+likely as a whole; dividing the logits by T favours each likely next token instead. Z is a sum over all sequences, so it
+is not computed: the student maximises the likelihood of samples from p, each weighted by p(x)^(1/T − 1). The weights
+are normalised over the batch (self-normalised importance sampling).
 
 `calibjax train lhts` adds several temperatures in one student, text that the model samples itself, a moving average of
-the weights' normaliser, and baselines. Devices share the sequences and the weights. A killed run resumes at its last
-checkpoint.
+the weights' normaliser, and baselines. Sequences and weights are sharded over the devices. A killed run resumes at its
+last checkpoint.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ class Options:
     """What to train, and how.
 
     Attributes:
-        model: directory of the model: scorer and initial student.
+        model: directory of the model, which is the scorer p and the initial student.
         data: text.
         out: directory of the checkpoints and the trained model.
-        temperature: T of whole sequences; below 1 likely sequences gain.
-        seq_len: tokens of a sequence: the horizon.
-        rows: sequences to read, at most.
-        batch_size: sequences of a step, among which the importance weights are normalised.
-        steps: of the optimiser.
-        learning_rate: at the start; it falls to 0.
+        temperature: T > 0 of whole sequences; below 1 it favours likely ones.
+        seq_len: tokens per sequence, the horizon.
+        rows: largest number of sequences to read; None reads all.
+        batch_size: sequences per step; the importance weights are normalised over them.
+        steps: steps of the optimiser.
+        learning_rate: initial learning rate; a cosine schedule decays it to 0.
         save_every: steps between checkpoints.
-        seed: of the order of the sequences.
+        seed: random seed of the split, of the order of the sequences and of the sampled text.
     """
 
     model: str
@@ -77,38 +77,39 @@ def log_likelihood(lm: calibjax.LanguageModel, params: Any, batch: dict[str, jax
 
 
 def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Options) -> calibjax.LanguageModel:
-    """The student after `steps` steps of AdamW."""
+    """The student after `steps` steps of AdamW on the weighted negative log-likelihood of sequences."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, options.steps), weight_decay=0.0)
     exponent = 1.0 / options.temperature - 1.0
 
-    def loss(params: Any, frozen: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        weight = jax.nn.softmax(exponent * log_likelihood(scorer, frozen, batch))
+    def loss(params: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        weight = jax.nn.softmax(exponent * log_likelihood(scorer, scorer_params, batch))  # [B]
         return -jnp.sum(jax.lax.stop_gradient(weight) * log_likelihood(scorer, params, batch))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, frozen: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-        params, moments = state
-        value, gradient = jax.value_and_grad(loss)(params, frozen, batch)
-        updates, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
+    def step(state: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        value, gradient = jax.value_and_grad(loss)(params, scorer_params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
 
     params = jax.tree.map(lambda x: x.copy(), scorer.params)  # a step donates its state; the scorer keeps its weights
     state = params, jax.jit(optimizer.init)(params)
-    rows = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
-    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=keep) as manager:
-        done = manager.latest_step() or 0
-        if done:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), rows=ocp.args.JsonRestore())
-            restored = manager.restore(done, args=items)
+    loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
+    policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
+    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=policy) as manager:
+        last_step = manager.latest_step() or 0
+        if last_step:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), loader=ocp.args.JsonRestore())
+            restored = manager.restore(last_step, args=items)
             state = restored.state
-            rows.set_state(restored.rows)
-        for number, batch in enumerate(rows, start=done + 1):
+            loader.set_state(restored.loader)
+        for number, batch in enumerate(loader, start=last_step + 1):
             state, value = step(state, scorer.params, batch)
             if number % 10 == 0 or number == options.steps:
                 print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), rows=ocp.args.JsonSave(rows.get_state()))
-            manager.save(number, args=items, force=number == options.steps)
+            position = ocp.args.JsonSave(loader.get_state())
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
+            manager.save(number, args=items, force=number == options.steps)  # elsewhere only every `save_every` steps
     return dataclasses.replace(scorer, params=state[0])
 
 
@@ -118,7 +119,7 @@ def main(options: Options) -> dict[str, float]:
         data = calibjax.load_text(options.data, scorer, seq_len=options.seq_len, max_sequences=options.rows)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         student = train(scorer, fit, options)
-        # What a temperature of sequences is for: the student's text is likelier under the scorer than the scorer's own.
+        # The purpose of T < 1: under the scorer, the student's samples are likelier than the scorer's own.
         prompts = held_out.tokens[:16, :8].tolist()
         likelihood = {}
         for name, model in (("scorer", scorer), ("student", student)):

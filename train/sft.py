@@ -7,9 +7,9 @@ Label smoothing mixes the target of the loss with the uniform distribution over 
 `[B, T, V]`, by a Pallas kernel on TPUs and chunks of the vocabulary elsewhere, so that it is affordable where V is
 large.
 
-`calibjax train sft` adds low-rank adapters, other losses, validation and several processes. On a TPU VM or with several
-GPUs the script runs unchanged: weights are divided over `fsdp`, sequences over all devices. A run that was killed
-resumes at its last checkpoint, with the next batch.
+`calibjax train sft` adds low-rank adapters, other losses, validation and several processes. The script runs unchanged
+on a TPU VM or several GPUs: weights are sharded over the mesh axis `fsdp`, sequences over all devices. A killed run
+resumes at its last checkpoint, with the batch after it.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ class Options:
 
     Attributes:
         model: directory of the model.
-        data: text, instructions or chats; answers are trained.
+        data: text, instructions or chats; only the tokens of answers count in the loss.
         out: directory of the checkpoints and the trained model.
-        label_smoothing: β.
-        seq_len: tokens of a sequence.
-        rows: sequences to read, at most.
-        batch_size: sequences of a step.
-        steps: of the optimiser.
-        learning_rate: at the start; it falls to 0.
+        label_smoothing: β in [0, 1].
+        seq_len: tokens per sequence.
+        rows: largest number of sequences to read; None reads all.
+        batch_size: sequences per step.
+        steps: steps of the optimiser.
+        learning_rate: peak learning rate, after a warmup of a tenth of the steps; a cosine schedule decays it to 0.
         save_every: steps between checkpoints.
-        seed: of the order of the sequences.
+        seed: random seed of the split and of the order of the sequences.
     """
 
     model: str
@@ -80,29 +80,30 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-        params, moments = state
+        params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
 
-    # The moments are divided as the weights are. The first step donates both, so the model keeps a copy.
+    # jit shards the optimiser's state as the weights are. The first step donates both, so the base model keeps a copy.
     params = jax.tree.map(lambda x: x.copy(), lm.params)
     state = params, jax.jit(optimizer.init)(params)
-    rows = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
-    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=keep) as manager:
-        done = manager.latest_step() or 0
-        if done:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), rows=ocp.args.JsonRestore())
-            restored = manager.restore(done, args=items)
+    loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
+    policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
+    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=policy) as manager:
+        last_step = manager.latest_step() or 0
+        if last_step:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), loader=ocp.args.JsonRestore())
+            restored = manager.restore(last_step, args=items)
             state = restored.state
-            rows.set_state(restored.rows)
-        for number, batch in enumerate(rows, start=done + 1):
+            loader.set_state(restored.loader)
+        for number, batch in enumerate(loader, start=last_step + 1):
             state, value = step(state, batch)
             if number % 10 == 0 or number == options.steps:
                 print(f"step {number:,} of {options.steps:,}, loss {float(value):.4f}")
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), rows=ocp.args.JsonSave(rows.get_state()))
-            manager.save(number, args=items, force=number == options.steps)
+            position = ocp.args.JsonSave(loader.get_state())
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
+            manager.save(number, args=items, force=number == options.steps)  # elsewhere only every `save_every` steps
     return dataclasses.replace(lm, params=state[0])
 
 
@@ -114,7 +115,7 @@ def main(options: Options) -> dict[str, calibjax.Evaluation]:
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         print(f"{int(np.sum(fit.where)):,} tokens to train on, {int(np.sum(held_out.where)):,} held out")
         tuned = train(lm, fit, options)
-        figures = {name: calibjax.evaluate(model, held_out) for name, model in (("base", lm), ("fine-tuned", tuned))}
+        figures = {"base": calibjax.evaluate(lm, held_out), "fine-tuned": calibjax.evaluate(tuned, held_out)}
         save_model(options.out / "model", tuned.config, tuned.params, like=Path(options.model), replace=True)
     for name, evaluation in figures.items():
         print(f"{name}: {evaluation}")
