@@ -1,7 +1,8 @@
 """Losses per token: pure functions of `VocabStats`.
 
-Every function returns float32 of the statistics' shape in nats, unreduced, with exactly 0 (and no gradient) on tokens
-that do not count; `stats.mean` averages over the others. "Reads" names the fields of `stats` that are needed.
+Every function returns the loss of each token in nats, float32 in the shape `[...]` of the statistics, unreduced. Tokens
+that do not count have a loss and a gradient of exactly 0; `stats.mean` averages over the others. "Reads" names the
+fields of `stats` that a loss needs.
 Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V vocabulary size.
 """
 
@@ -64,31 +65,33 @@ def selective_smoothing(
 
     Args:
         alpha: weight α in [0, 1] of the wrong tokens.
-        balanced: each group is averaged over its own tokens and weighted by the other group's fraction,
-            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m with m = (1−α) n_wrong + α n_right, counted in the
-            array given; scaled so that the mean over all valid tokens is the balanced loss. 0 where a group is empty.
-        masking: whether the balanced form counts an ignored token (label −100): "exclude": no; "authors": as wrong,
-            with a loss of 0, as `SelectiveSmoothingLoss` of the authors' code does
-            (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309). It needs `balanced`.
-        where: bool, False for padding, which is counted under neither `masking`.
+        balanced: average the right tokens and the wrong tokens apart, and add the two means with the weights
+            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m, m = (1−α) n_wrong + α n_right, with the numbers of
+            tokens in the array given. Values are scaled so that their mean over all valid tokens is this loss; it is 0
+            where there are no right tokens or no wrong ones.
+        masking: how the balanced form counts a token whose label is ignored (−100). "exclude": not at all. "authors":
+            as a wrong token with a loss of 0, as `SelectiveSmoothingLoss` of the authors' code does
+            (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309); it needs `balanced`.
+        where: bool `[...]`, False for padding, which neither `masking` counts.
     """
     if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
     counts = stats.valid if where is None else stats.valid & where
     right = stats.require("correct")
-    right_weight, wrong_weight = 1.0 - jnp.asarray(alpha, jnp.float32), jnp.asarray(alpha, jnp.float32)
+    right_weight = 1.0 - jnp.asarray(alpha, jnp.float32)
+    wrong_weight = jnp.asarray(alpha, jnp.float32)
     if balanced:
-        # mean over n of w·(n/n_right) on the right tokens = w times their own mean; n_wrong/n_right etc. cancel below.
         n_right, n = jnp.sum(counts & right).astype(jnp.float32), jnp.sum(counts).astype(jnp.float32)
         n_wrong = n - n_right
         if masking == "authors":
             real = jnp.broadcast_to(True if where is None else where, counts.shape)
             n_wrong = jnp.sum(real).astype(jnp.float32) - n_right
-        total = right_weight * n_wrong + wrong_weight * n_right
-        right_weight, wrong_weight = (
-            jnp.where((n_right > 0) & (n_wrong > 0), w * other * n / jnp.maximum(total * own, 1e-30), 0.0)
-            for w, other, own in ((right_weight, n_wrong, n_right), (wrong_weight, n_right, n_wrong))
-        )
+        m = right_weight * n_wrong + wrong_weight * n_right
+        both = (n_right > 0) & (n_wrong > 0)
+        # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
+        right_factor = right_weight * n_wrong * n / jnp.maximum(m * n_right, 1e-30)
+        wrong_factor = wrong_weight * n_right * n / jnp.maximum(m * n_wrong, 1e-30)
+        right_weight, wrong_weight = jnp.where(both, right_factor, 0.0), jnp.where(both, wrong_factor, 0.0)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
     wrong = stats._replace(mean_logit=jnp.where(right, 0.0, stats.require("mean_logit")))
     loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(wrong))
@@ -119,8 +122,12 @@ def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float =
 def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
     """Σ_v (q_v − [v = y])², the Brier score over the whole vocabulary, 0 to 2 (Brier 1950). A proper score.
 
-    Exact to about 1e-6: it is a difference of numbers of size 1. Reads `log_normalizer` and `target_logit`; `doubled`
-    has the `log_normalizer` of the same tokens at `scale=2 * scale`, since Σ_v q_v² = exp(lse(2s) − 2 lse(s)).
+    Its absolute error is about 1e-6, because it is a difference of numbers of size 1. Reads `log_normalizer` and
+    `target_logit`.
+
+    Args:
+        stats: statistics at the scale s.
+        doubled: `log_normalizer` of the same tokens at the scale 2s: Σ_v q_v² = exp(lse(2s) − 2 lse(s)).
     """
     excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
     squares = jnp.exp(jnp.minimum(excess, 0.0))
@@ -140,8 +147,12 @@ def top_k_smoothing(stats: VocabStats, top_logits: Float[AnyArray, "... k"], bet
     """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
 
     The `TopKSmoothingLoss` of the code of Adaptive Temperature Scaling (arXiv 2409.19817), there with k = 5, β = 0.1.
-    Which tokens are the k is not differentiated. Reads `log_normalizer` and `target_logit`; `top_logits` are
-    `kernels.top_logits(hidden, unembedding, k, ...).logits`, of the same model, bias and soft-cap.
+    The choice of the k tokens is not differentiated. Reads `log_normalizer` and `target_logit`.
+
+    Args:
+        top_logits: `[..., k]`, `kernels.top_logits(hidden, unembedding, k, ...).logits` with the same bias and
+            soft-cap.
+        beta: β in [0, 1].
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)
     return _masked(-(1.0 - beta) * stats.log_prob() + beta * uniform, stats)
@@ -163,8 +174,8 @@ def confidence_penalty(stats: VocabStats, weight: float) -> Float[Array, "..."]:
 def top_label(stats: VocabStats) -> Float[Array, "..."]:
     """Log loss of the confidence: −log c where the most likely token is right, −log(1 − c) where it is wrong.
 
-    With c = max_v q_v, the one probability that a calibration diagram shows; a proper score for it. At most about 16
-    (c is kept below 1 − 1e-7). Reads `log_normalizer`, `max_logit` and `correct`.
+    c = max_v q_v is the one probability that a reliability diagram shows, and this is a proper score for it. At most
+    about 16, because c is clipped to 1 − 1e-7. Reads `log_normalizer`, `max_logit` and `correct`.
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
     log_miss = jnp.log(-jnp.expm1(log_confidence))
@@ -179,8 +190,9 @@ def joint(stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0) -
 def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray, "*B"]) -> Float[Array, "*B"]:
     """Correctness minus the Brier score of the stated confidence, correct − (confidence − correct)².
 
-    RLCR (Damani et al. 2025, arXiv 2507.16806, section 3). Of an answer that is right with probability p, a policy that
-    states q expects p − p(1 − q)² − (1 − p) q² = p² − (q − p)²: most at q = p, and then p², which rises with p.
+    RLCR (Damani et al. 2025, arXiv 2507.16806, section 3). A policy that states the confidence q in an answer that is
+    right with probability p has the expected reward p − p(1 − q)² − (1 − p) q² = p² − (q − p)². It is largest at q = p,
+    where it is p²: both calibration and accuracy are rewarded.
 
     Args:
         correct: 1 for right, 0 for wrong, or a fraction, any shape.

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 from calibjax.metrics._points import Points, check, divisor, metric, points
 from calibjax.runtime.arrays import AnyArray
 
-NODES = 256  # grid intervals of the curve on [0, 1]; its smallest bandwidth spans five of them
-GROUPS = 200  # that the band is resampled from: its ends have a relative error of (2 GROUPS)^-½, 5%
-_BANDWIDTHS = (0.02, 0.05)  # of the curve
-_RESAMPLES = 200  # of the band
-_LEAST = 10.0  # points, weighted by the kernel over its largest value, below which the curve is not drawn
+NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
+GROUPS = 200  # largest number of groups that the band resamples: its width has a relative error of (2 GROUPS)^-½, 5%
+_BANDWIDTHS = (0.02, 0.05)  # smallest and largest bandwidth of the reliability curve
+_RESAMPLES = 200  # bootstrap samples of the band
+_LEAST = 10.0  # effective number of points under the kernel, Σ K/max K, below which accuracy is NaN
 _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them
 
 
@@ -49,22 +49,29 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     reflected at 0 and 1. The automatic bandwidth is the fixed point σ = smECE_σ. As in the authors' code, ten
     bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
-    `bandwidth`: σ > 0, or None for the automatic one. For the other arguments see `expected_calibration_error`.
+    Args:
+        confidence, correct, where: see `expected_calibration_error`.
+        bandwidth: σ > 0, in units of the confidence; None chooses it as above.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
     grid = _residual_grid(data)
+    # The cosine transform of the grid, by the Fourier transform of its even extension.
     ends = jnp.array([grid[0], grid[-1]])
     even = jnp.concatenate([2 * ends[:1], grid[1:-1], 2 * ends[1:], grid[-2:0:-1]])
     waves = jnp.fft.rfft(even).real / 2
 
-    def halve(_, bracket):
+    def bisect(_, bracket):
         low, high = bracket
         middle = (low + high) / 2
         too_small = (middle < 0.001) | (middle < _smoothed_error(waves, middle))
         return jnp.where(too_small, middle, low), jnp.where(too_small, high, middle)
 
     if bandwidth is None:
-        bandwidth = jax.lax.fori_loop(0, 10, halve, (jnp.float32(0), jnp.float32(1)))[1]
+        bracket = (jnp.float32(0), jnp.float32(1))
+        _, bandwidth = jax.lax.fori_loop(0, 10, bisect, bracket)
     return data.answer(_smoothed_error(waves, jnp.asarray(bandwidth)))
 
 
@@ -78,9 +85,11 @@ def ks_calibration_error(confidence, correct, *, where=None):
     data = points(confidence, correct, where)
     order = jnp.argsort(data.confidence)
     key = data.confidence[order]
-    reached = jnp.cumsum((data.weight * (data.confidence - data.correct))[order])
-    ends = jnp.append(key[1:] != key[:-1], True)
-    return data.answer(jnp.max(jnp.where(ends, jnp.abs(reached), 0.0)) / divisor(jnp.sum(data.weight)))
+    residual = data.weight * (data.confidence - data.correct)
+    cumulative = jnp.cumsum(residual[order])
+    is_last = jnp.append(key[1:] != key[:-1], True)  # of the points of equal confidence
+    largest = jnp.max(jnp.where(is_last, jnp.abs(cumulative), 0.0))
+    return data.answer(largest / divisor(jnp.sum(data.weight)))
 
 
 class ReliabilityCurve(NamedTuple):
@@ -105,17 +114,25 @@ class ReliabilityCurve(NamedTuple):
 def grid_sums(
     confidence: Float[AnyArray, "*G N"], correct: AnyArray, where: AnyArray | None = None
 ) -> Float[Array, "*G {NODES+1} 2"]:
-    """Number of points and Σ correctness at the nodes k / `NODES`, over the last axis: float32 `[..., NODES + 1, 2]`.
+    """Number of points and Σ correctness at the nodes k / `NODES`, summed over the last axis.
 
-    A point is split linearly between the two nodes beside it, so that Σ confidence is kept. Sums of disjoint points add
-    up. Pure and jittable; `confidence` and `correct` in [0, 1], `where` False for points that do not count.
+    A point is split linearly between the two nodes beside it, which preserves Σ confidence. Sums of disjoint points add
+    up. Pure and jittable.
+
+    Args:
+        confidence, correct: `[..., N]`, in [0, 1].
+        where: `[..., N]`, False for points that do not count.
+
+    Returns:
+        float32 `[..., NODES + 1, 2]`: at each node the number of points, and Σ correctness.
     """
     confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)
     counts = jnp.ones(confidence.shape, bool) if where is None else jnp.asarray(where) > 0
     at = jnp.where(counts, confidence, 0.0) * NODES
     node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, NODES - 1)
     upper = at - node
-    values = jnp.stack([jnp.ones_like(at), jnp.where(counts, jnp.asarray(correct).astype(jnp.float32), 0.0)], axis=-1)
+    correct = jnp.where(counts, jnp.asarray(correct).astype(jnp.float32), 0.0)
+    values = jnp.stack([jnp.ones_like(at), correct], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 
     def add(node: Array, upper: Array, values: Array) -> Array:
@@ -138,20 +155,31 @@ def reliability_curve(
     and 1 (Błasiok and Nakkiran 2024). σ is smooth ECE, their choice, but at least 0.02, and at most 0.05, since a wider
     kernel would flatten the curve of a model that is far from calibrated. Confidences lie on a grid of 1/256.
 
-    `groups`: labels `[N]`; points of one group are resampled together. `seed`: of the band, a percentile interval. For
-    the other arguments see `expected_calibration_error`. ValueError for invalid points.
+    Args:
+        confidence: `[N]` in [0, 1].
+        correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
+        groups: `[N]`, labels; points of one group are resampled together. None: each point is a group.
+        seed: random seed of the band, a percentile interval of bootstrap samples.
+
+    Returns:
+        `ReliabilityCurve`, arrays `[101]` in float64.
+
+    Raises:
+        ValueError: for no point, other shapes, or values outside [0, 1].
     """
     check({"confidence": confidence, "correct": correct})
     if not len(confidence):
         raise ValueError("expected at least one point, got none.")
     c, y = np.asarray(confidence, np.float32), np.asarray(correct, np.float32)
     labels = np.arange(len(c)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    pool = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)[labels] % GROUPS
+    shuffled = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)
+    pool = shuffled[labels] % GROUPS
     at = np.clip(c, 0, 1).astype(np.float64) * NODES
     node = np.clip(np.floor(at).astype(int), 0, NODES - 1)
     sums = np.zeros((min(labels.max() + 1, GROUPS), NODES + 1, 2))
-    for step, weight in ((0, 1 - (at - node)), (1, at - node)):
-        np.add.at(sums, (pool, node + step), np.stack([weight, weight * y], axis=-1))
+    upper = at - node
+    for neighbour, weight in ((node, 1 - upper), (node + 1, upper)):
+        np.add.at(sums, (pool, neighbour), np.stack([weight, weight * y], axis=-1))
     return curve_from_sums(sums, seed=seed)
 
 
@@ -164,20 +192,31 @@ def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
     error = float(smooth_ece(jnp.asarray(nodes), jnp.asarray(np.clip(accuracy, 0, 1)), where=jnp.asarray(count)))
     bandwidth = float(np.clip(error, *_BANDWIDTHS))
     confidence = np.arange(101) / 100
-    kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)
+    kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)  # [101, NODES + 1]
     weight = kernel @ count
-    draws = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
-    drawn = np.tensordot(draws, np.tensordot(sums, kernel, axes=(1, 1)), axes=(1, 0))  # [_RESAMPLES, 2, 101]
     shown = weight * bandwidth * np.sqrt(2 * np.pi) >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
-    ratio = np.divide(drawn[:, 1], drawn[:, 0], out=np.tile(curve, (_RESAMPLES, 1)), where=drawn[:, 0] > 0)
+
+    groups = len(sums)
+    draws = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=_RESAMPLES)
+    smoothed = np.tensordot(sums, kernel, axes=(1, 1))  # [G, 2, 101]
+    drawn = np.tensordot(draws, smoothed, axes=(1, 0))  # [_RESAMPLES, 2, 101]
+    drawn_count, drawn_correct = drawn[:, 0], drawn[:, 1]
+    ratio = np.tile(curve, (_RESAMPLES, 1))
+    np.divide(drawn_correct, drawn_count, out=ratio, where=drawn_count > 0)
     low, high = np.quantile(ratio, (0.025, 0.975), axis=0)
-    bounds = (np.minimum(low, curve), np.maximum(high, curve))
-    accuracy, low, high = (np.where(shown, x, np.nan) for x in (curve, *bounds))
-    return ReliabilityCurve(confidence, accuracy, low, high, weight / count.sum(), bandwidth)
+    return ReliabilityCurve(
+        confidence=confidence,
+        accuracy=np.where(shown, curve, np.nan),
+        low=np.where(shown, np.minimum(low, curve), np.nan),
+        high=np.where(shown, np.maximum(high, curve), np.nan),
+        density=weight / count.sum(),
+        bandwidth=bandwidth,
+    )
 
 
 def _kernel(t: np.ndarray, x: np.ndarray, bandwidth: float) -> np.ndarray:
-    """The Gaussian kernel reflected at 0 and 1; images further than one interval away weigh nothing for σ <= 1/2."""
-    images = [t - x + shift for shift in (-2, 0, 2)] + [t + x + shift for shift in (-2, 0)]
-    return sum(np.exp(-np.square(z / bandwidth) / 2) for z in images) / (bandwidth * np.sqrt(2 * np.pi))
+    """The Gaussian kernel reflected at 0 and 1; further images are negligible for σ <= 1/2."""
+    distances = (t - x - 2, t - x, t - x + 2, t + x - 2, t + x)
+    total = sum(np.exp(-np.square(distance / bandwidth) / 2) for distance in distances)
+    return total / (bandwidth * np.sqrt(2 * np.pi))

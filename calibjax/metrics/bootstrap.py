@@ -58,18 +58,17 @@ def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def _draws(pools: int, resamples: int, seed: int, width: int) -> tuple[np.ndarray, ...]:
-    """How often each pool is drawn, uint16 `[rows, pools]`, for at least `resamples` rows in all.
+    """How often each pool is drawn, uint16 `[rows, pools]` each, for at least `resamples` rows in all.
 
-    `width`: numbers held for each row. Kept for the next call: the methods of a comparison have the same pools, and
-    drawing takes longer than summing.
+    `width`: numbers that the caller holds for each row. Cached, because the methods of a comparison share their pools
+    and drawing takes longer than summing.
     """
     if not pools or resamples < 1:
         raise ValueError(f"expected at least one group and one resample, got {pools} and {resamples}.")
-    rng, rows = np.random.default_rng(seed), max(1, min(resamples, _DRAWS // width))
-    return tuple(
-        rng.multinomial(pools, np.full(pools, 1.0 / pools), size=rows).astype(np.uint16)
-        for _ in range(0, resamples, rows)
-    )
+    rng = np.random.default_rng(seed)
+    rows = max(1, min(resamples, _DRAWS // width))
+    equal = np.full(pools, 1.0 / pools)
+    return tuple(rng.multinomial(pools, equal, size=rows).astype(np.uint16) for _ in range(0, resamples, rows))
 
 
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
@@ -89,9 +88,11 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
         return low, high
     # np.quantile would subtract infinities; equal neighbours need no interpolation.
     ordered = np.sort(values)
-    at = (len(values) - 1) * np.array(ends)
-    below, above = ordered[np.floor(at).astype(int)], ordered[np.ceil(at).astype(int)]
-    low, high = (float(a if a == b else (1 - t) * a + t * b) for a, b, t in zip(below, above, at % 1, strict=True))
+    bounds = []
+    for place in (len(values) - 1) * np.array(ends):
+        below, above, t = ordered[int(np.floor(place))], ordered[int(np.ceil(place))], place % 1
+        bounds.append(float(below if below == above else (1 - t) * below + t * above))
+    low, high = bounds
     return low, high
 
 
@@ -124,9 +125,12 @@ def resample_sums(
 def _drawn_sum(drawn: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Times drawn `[R, pools]` · value `[pools, ...]`. A pool that is not drawn adds nothing, even if infinite."""
     total = np.tensordot(drawn, np.where(np.isfinite(values), values, 0.0), axes=(1, 0))
-    for odd, value in ((values == np.inf, np.inf), (np.isnan(values) | (values == -np.inf), np.nan)):
-        if odd.any():
-            total = np.where(np.tensordot(drawn, odd.astype(np.float64), axes=(1, 0)) > 0, value, total)
+    infinite = values == np.inf
+    undefined = np.isnan(values) | (values == -np.inf)
+    for mask, value in ((infinite, np.inf), (undefined, np.nan)):
+        if mask.any():
+            is_drawn = np.tensordot(drawn, mask.astype(np.float64), axes=(1, 0)) > 0
+            total = np.where(is_drawn, value, total)
     return total
 
 
@@ -164,7 +168,8 @@ def resample_metric(
         sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
         return resample_sums(sums, statistic, resamples=resamples, seed=seed)
 
-    pool, mapped = _pool_of_point(len(confidence), groups, seed), _mapped(metric, tuple(sorted(options.items())))
+    pool = _pool_of_point(len(confidence), groups, seed)
+    mapped = _mapped(metric, tuple(sorted(options.items())))
     arrays = [jnp.asarray(x) for x in (pool, confidence, correct)]
     draws = _draws(int(pool.max()) + 1, resamples, seed, len(pool))
     values = [np.asarray(mapped(jnp.asarray(drawn, jnp.float32), *arrays), np.float64) for drawn in draws]

@@ -90,7 +90,8 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
         {'a': 0.03, 'b': 0.06, 'c': 0.06}
     """
-    known = sorted((name for name, p in p_values.items() if not np.isnan(p)), key=lambda name: p_values[name])
+    known = [name for name, p in p_values.items() if not np.isnan(p)]
+    known.sort(key=lambda name: p_values[name])
     corrected, largest = dict(p_values), 0.0
     for rank, name in enumerate(known):
         largest = max(largest, min(1.0, (len(known) - rank) * p_values[name]))
@@ -140,37 +141,38 @@ def error_comparison(
 ) -> Comparison:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    The interval holds the differences of the candidates that the observed difference does not reject, and the p-value
-    is the largest of the candidates with equal errors: from each start the gaps of one model shrink while those of the
-    other grow. Noise is drawn jointly.
+    The interval holds the differences of the candidates that the observed difference does not reject. The p-value is
+    the largest among candidates with equal errors. From each start, the gaps of one model shrink while those of the
+    other grow; noise is drawn jointly for both.
+
+    Raises:
+        ValueError: as `error_interval`, and for different numbers of groups.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
     observed = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
     if observed is None:
         return Comparison(*(float("nan"),) * 5)
-    if all(np.array_equal(getattr(first, x), getattr(second, x)) for x in ("count", "confidence", "correct")):
+    fields = ("count", "confidence", "correct")
+    if all(np.array_equal(getattr(first, field), getattr(second, field)) for field in fields):
         return Comparison(0.0, 0.0, 0.0, 0.5, 1.0)
     signs = np.sign(observed.weights)
     value = float(observed.select(signs > 0).value - observed.select(signs < 0).value)
     if value > 0:  # so that swapping the arguments gives exactly the negative
         other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
         return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
-    reach, ends = observed.most + _FARTHEST, []
-    share_lower, p_value = 0.5, 0.0
+    reach = observed.most + _FARTHEST
     tails = _tails(_START_LEVEL) if observed.shares_answers(signs) else [0.5]
+    ends, share_lower, p_value = [], 0.5, 0.0
     for family in (observed, observed.smoothed()):
-        starts = np.zeros((len(tails), len(signs)))
-        for sign in (1, -1):
-            one = family.select(signs == sign)
-            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.most))
-            starts[:, signs == sign] = levels[:, None]
-        pairs = np.repeat(starts, 2, axis=0)
+        starts = family.starts(tails, signs)
+        pairs = np.repeat(starts, 2, axis=0)  # of each start the low and the high end
         ends.append(family.errors_at(len(tails) * _tails(level), pairs, signs, (-reach, reach)))
         for drawn in family.drawn(family.equal(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
             ties = resamples - below - above
-            p = min(1.0, (1 + 2 * min(below + ties, above + ties)) / (1 + resamples))
+            rarer = min(below + ties, above + ties)
+            p = min(1.0, (1 + 2 * rarer) / (1 + resamples))
             if p > p_value:
                 share_lower, p_value = (above + ties / 2) / resamples, p
     low, high = float(np.min(ends)), float(np.max(ends))
@@ -187,8 +189,8 @@ class _Observed(NamedTuple):
 
     gaps: Float[np.ndarray, "M B"]  # Σ (confidence − correctness)/n of each bin
     scale: Float[np.ndarray, "M B"]  # their standard errors
-    fraction: Float[np.ndarray, "M B"]  # of the points
-    family: Float[np.ndarray, "M B"]  # the gaps that candidates grow and shrink: the observed or the smoothed ones
+    fraction: Float[np.ndarray, "M B"]  # of the points that each bin holds
+    family: Float[np.ndarray, "M B"]  # the observed or the smoothed gaps, which candidates enlarge and shrink
     noise: Float[np.ndarray, "R M B"]
     weights: Float[np.ndarray, " M"]
     norm: Norm
@@ -223,10 +225,14 @@ class _Observed(NamedTuple):
         return self._replace(family=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
 
     def candidates(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, "K M B"]:
+        """Gaps at each level λ: shrunk to |g| max(0, 1 − (λ s/g)²) where λ > 0, enlarged to |g| − λ s elsewhere."""
         size = np.abs(self.family)
         step = levels[..., None] * self.scale
-        shrunk = np.maximum(size - np.square(step) / np.where(size > 0, size, 1.0), 0.0)
-        return np.where(self.family < 0, -1.0, 1.0) * np.where(step > 0, np.where(size > 0, shrunk, 0.0), size - step)
+        is_positive = size > 0
+        shrunk = np.maximum(size - np.square(step) / np.where(is_positive, size, 1.0), 0.0)
+        shrunk = np.where(is_positive, shrunk, 0.0)
+        sign = np.where(self.family < 0, -1.0, 1.0)
+        return sign * np.where(step > 0, shrunk, size - step)
 
     def error(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, " K"]:
         """Statistic of each candidate."""
@@ -240,7 +246,21 @@ class _Observed(NamedTuple):
         """Steps t within `ends` at which P(drawn <= observed) at level starts + t·directions reaches each tail."""
         low, high = (np.full(len(tails), end, np.float64) for end in ends)
         value = self.value
-        return _bisect(low, high, lambda t: (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < tails)
+
+        def is_below(t: np.ndarray) -> np.ndarray:
+            drawn = self.drawn(starts + directions * t[:, None])
+            return (drawn <= value).mean(-1) < tails
+
+        return _bisect(low, high, is_below)
+
+    def starts(self, tails: Sequence[float], signs: Float[np.ndarray, " M"]) -> Float[np.ndarray, "K M"]:
+        """For each tail the levels at which the error of either model alone, with its noise, reaches that tail."""
+        starts = np.zeros((len(tails), len(signs)))
+        for sign in (1, -1):
+            one = self.select(signs == sign)
+            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.most))
+            starts[:, signs == sign] = levels[:, None]
+        return starts
 
     def equal(self, starts: Float[np.ndarray, "K M"], directions, reach: float) -> Float[np.ndarray, "K M"]:
         """Levels from each of `starts` in `directions`, at which the statistic is 0."""
@@ -254,6 +274,7 @@ class _Observed(NamedTuple):
         return [float(x) for x in self.error(starts + directions * steps[:, None])]
 
     def _figure(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
+        """The weighted sum over models of the norm of their gaps."""
         size = np.abs(gaps)
         if self.norm == "l1":
             return size.sum(axis=-1) @ self.weights
@@ -274,16 +295,19 @@ def _observe(
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
     if norm not in ("l1", "l2", "max"):
         raise ValueError(f'norm: expected "l1", "l2" or "max", got {norm!r}.')
-    counts, excesses, points, weights = [], [], [], []
+    counts, excesses, totals, weights = [], [], [], []
     for sums, sign in zip(parts, signs, strict=True):
         sums = CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
         if sums.count.ndim == 2:
             sums = CalibrationSums(*(x[:, None] for x in sums))
+        models = sums.count.shape[1]
         counts.append(sums.count)
         excesses.append(sums.confidence - sums.correct)
-        points.append(sums.whole()[0])
-        weights += [sign / sums.count.shape[1]] * sums.count.shape[1]
-    count, excess, points = (np.concatenate(x, axis=1) for x in (counts, excesses, points))  # [G, M, B], [G, M]
+        totals.append(sums.whole()[0])
+        weights += [sign / models] * models
+    count = np.concatenate(counts, axis=1)  # [G, M, B]
+    excess = np.concatenate(excesses, axis=1)  # [G, M, B]
+    points = np.concatenate(totals, axis=1)  # [G, M]
     n = points.sum(axis=0)
     if not n.all():
         return None
@@ -297,9 +321,16 @@ def _observe(
     values, vectors = np.linalg.eigh(covariance)
     root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T  # symmetric: whatever the signs of the vectors
     half = np.random.default_rng(seed).standard_normal((-(-resamples // 2), len(root)))
-    noise = np.concatenate([half, -half])[:resamples] @ root
-    scale = np.sqrt(np.diagonal(covariance)).reshape(gaps.shape)
-    return _Observed(gaps, scale, fraction, gaps, noise.reshape(resamples, *gaps.shape), np.asarray(weights), norm)
+    noise = np.concatenate([half, -half])[:resamples] @ root  # antithetic draws: each with both signs
+    return _Observed(
+        gaps=gaps,
+        scale=np.sqrt(np.diagonal(covariance)).reshape(gaps.shape),
+        fraction=fraction,
+        family=gaps,
+        noise=noise.reshape(resamples, *gaps.shape),
+        weights=np.asarray(weights),
+        norm=norm,
+    )
 
 
 def _bisect(low: np.ndarray, high: np.ndarray, above: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

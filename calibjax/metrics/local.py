@@ -40,6 +40,9 @@ def local_calibration_error(
         features: `[N, F]`, not NaN at points that count.
         bandwidth: > 0, in units of the features.
         reduction: "mean" over points, or "max" (the paper's MLCE).
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
@@ -78,12 +81,13 @@ def grouping_loss(
         confidence, correct, bins, where: see `adaptive_calibration_error`.
         features: `[N, F]`, finite at points that count.
 
-    On the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no point counts, or a
-    feature of one that does is not finite.
+    Returns:
+        float32 scalar on the scale of `brier_score`. The bias is removed, so noise may make it negative. NaN where no
+        point counts, or a feature of one that does is not finite.
     """
     data = points(confidence, correct, where, counts=True)
     x = _features(features, data)
-    data = data._replace(usable=data.usable & jnp.all(jnp.isfinite(x)))  # no comparison with NaN is true
+    data = data._replace(usable=data.usable & jnp.all(jnp.isfinite(x)))  # else NaN would fall on one side of the split
     member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)
     second = jnp.cumsum(data.weight > 0) % 2 == 1
 
@@ -131,19 +135,24 @@ def grouping_parts(
     values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
     sums = jnp.stack([per_cell(value) for value in values])
     sums = jnp.where(sums[:1] > 1, sums, 0.0)
-    (n_r, y_r, yy_r), whole = sums[:3], jnp.sum(sums, axis=-1)
-    n_b, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)
+    n_r, y_r, yy_r = sums[:3]  # [bins, number] each
+    whole = jnp.sum(sums, axis=-1)
+    _, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)  # means over the bin, [bins] each
     n_b = whole[0]
 
-    mean_r, all_points = y_r / jnp.maximum(n_r, 1.0), jnp.maximum(jnp.sum(n_b), 1.0)
+    mean_r = y_r / jnp.maximum(n_r, 1.0)
+    all_points = jnp.maximum(jnp.sum(n_b), 1.0)
     explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
     noise = jnp.sum(n_r * variance_of_mean(n_r, y_r, yy_r)) - jnp.sum(n_b * variance_of_mean(*whole[:3]))
     bias = noise / all_points
 
-    spread, common, variance = cc_b - c_b * c_b, cy_b - c_b * y_b, yy_b - y_b * y_b
-    sloped = (spread > 1e-12) & (n_b > 2)
-    fitted = jnp.where(sloped, jnp.square(common) / jnp.where(sloped, spread, 1.0), 0.0)
-    chance = jnp.where(sloped, (variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
+    # Variance of the line that is fitted to (confidence, correctness) in each bin, minus its expectation by chance.
+    c_variance = cc_b - c_b * c_b
+    covariance = cy_b - c_b * y_b
+    y_variance = yy_b - y_b * y_b
+    has_slope = (c_variance > 1e-12) & (n_b > 2)
+    fitted = jnp.where(has_slope, jnp.square(covariance) / jnp.where(has_slope, c_variance, 1.0), 0.0)
+    chance = jnp.where(has_slope, (y_variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
     induced = jnp.sum(n_b * (fitted - chance)) / all_points
     return explained, bias, induced
 

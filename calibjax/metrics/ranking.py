@@ -29,7 +29,7 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
     ends = jnp.append(score[1:] != score[:-1], True)
 
     def block_sums(sums):
-        latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # sums never fall: the value at the latest end so far
+        latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # the sum at the last end so far: sums never decrease
         before = jnp.concatenate([jnp.zeros(1), latest[:-1]])
         return jnp.where(ends, sums - before, 0.0), before
 
@@ -40,16 +40,16 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
 
 @metric()
 def auroc(confidence, correct, *, where=None):
-    """Area under the ROC curve: P(a right answer has higher confidence than a wrong one); ties count one half.
+    """Area under the ROC curve: P(a right answer has higher confidence than a wrong one); ties count as one half.
 
     A point whose `correct` is a fraction counts as right by that fraction and as wrong by the rest. NaN if all answers
     are right, or none. For the arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
     b = _blocks(data.confidence, data.correct, data.weight)
-    right, wrong = jnp.sum(b.value), jnp.sum(b.weight - b.value)
-    above = jnp.sum((b.weight - b.value) / wrong * (b.value_before + b.value / 2) / right)
-    return data.answer(above)
+    wrong_in_block = b.weight - b.value
+    right, wrong = jnp.sum(b.value), jnp.sum(wrong_in_block)
+    return data.answer(jnp.sum(wrong_in_block / wrong * (b.value_before + b.value / 2) / right))
 
 
 def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
@@ -108,9 +108,10 @@ def prediction_rejection_ratio(confidence, correct, *, where=None):
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
-    mean, counts = data.mean(loss), data.weight > 0
+    counts = data.weight > 0
     differ = jnp.max(loss, where=counts, initial=0.0) > jnp.min(loss, where=counts, initial=1.0)
-    ratio = (mean - _area(data, data.confidence, loss)) / (mean - _area(data, -loss, loss))
+    error_rate = data.mean(loss)
+    ratio = (error_rate - _area(data, data.confidence, loss)) / (error_rate - _area(data, -loss, loss))
     return data.answer(jnp.where(differ, ratio, jnp.nan))
 
 
