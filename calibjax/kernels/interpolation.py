@@ -30,21 +30,32 @@ class Jet(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
-    """Value, slope and curvature [...] of the interpolant at `scale`; each derivative in it is the next of the three.
+    """Value, slope and curvature of the interpolant at `scale`, [...] each.
 
-    That of the curvature is 0. `jets` are value, slope and curvature at the nodes, [..., K], taken as constants.
+    Differentiable in `scale`: the derivative of the value is the slope, that of the slope the curvature, and that of
+    the curvature is taken as 0.
+
+    Args:
+        nodes: K ascending scales.
+        jets: value, slope and curvature at the nodes, [..., K] each; constants under differentiation.
+        scale: [...], > 0.
     """
     table = np.asarray(nodes, scale.dtype)
-    index = jnp.zeros(scale.shape, jnp.int32)
+    index = jnp.zeros(scale.shape, jnp.int32)  # of the node below
     for node in table[1:-1]:
         index = index + (scale >= node).astype(jnp.int32)
-    left, right = (Jet(*(_at(x, index + side) for x in jets)) for side in (0, 1))
-    start, end = (jnp.asarray(table)[index + side] for side in (0, 1))
+    left = Jet(*(_at(x, index) for x in jets))
+    right = Jet(*(_at(x, index + 1) for x in jets))
+    start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
     inside = _between(start, left, end, right, jnp.clip(scale, start, end))
     below, above = scale < table[0], scale > table[-1]
     first = continued(left, jnp.where(below, scale - start, 0.0))
     last = continued(right, jnp.where(above, scale - end, 0.0))
-    return jax.tree.map(lambda x, y, z: jnp.where(below, x, jnp.where(above, z, y)), first, inside, last)
+
+    def select(first: Array, inside: Array, last: Array) -> Array:
+        return jnp.where(below, first, jnp.where(above, last, inside))
+
+    return jax.tree.map(select, first, inside, last)
 
 
 @evaluate.defjvp
@@ -54,7 +65,7 @@ def _evaluate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents
 
 
 def _at(x: Float[Array, "... K"], index: Array) -> Array:
-    """x[..., index]. On TPU by a sum: there a gather takes one token after another."""
+    """x[..., index], [...]. On TPUs by a masked sum, because a gather there is serial over tokens."""
     if platform().name == "tpu":
         column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
         return jnp.sum(jnp.where(column == index[..., None], x, 0.0), axis=-1)
@@ -62,12 +73,14 @@ def _at(x: Float[Array, "... K"], index: Array) -> Array:
 
 
 def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
-    """The polynomial of degree five with both jets, and its derivatives."""
+    """The polynomial of degree five with both jets, and its derivatives, at a scale from `start` to `end`."""
     h = end - start
     t = (scale - start) / h
-    d0, d1, e0, e1 = left.slope * h, right.slope * h, left.curvature * (h * h), right.curvature * (h * h)
+    # Derivatives in t at both ends: first d, second e.
+    d0, d1 = left.slope * h, right.slope * h
+    e0, e1 = left.curvature * (h * h), right.curvature * (h * h)
     rise = right.value - left.value
-    # The rise that neither slopes nor curvatures explain, of order h⁵: little is lost where they nearly explain it.
+    # The part of the rise that slopes and curvatures do not explain, of order h⁵. Where it is small, little cancels.
     excess = rise - 0.5 * (d0 + d1) - (e0 - e1) / 12.0
     bend = d1 - d0
     a2 = 0.5 * e0
@@ -81,11 +94,12 @@ def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> J
 
 
 def continued(jet: Jet, distance: Array) -> Jet:
-    """f beyond the first or the last node, at `distance` (negative below) from it: convex, and above at least 0.
+    """f at a signed distance δ from its first node (δ < 0) or its last node (δ > 0), with two derivatives; convex.
 
-    Below, the parabola with value, slope and curvature of the node. Above, f + f' (1 − exp(−g δ))/g with g = f''/−f':
-    C², and exact where all other logits are equal, as they are in effect at large scales. Where that would fall below
-    0, the limit of log Σ exp(s·u) for one largest logit, g is −f'/f, and the curvature has a step.
+    Below the first node, the parabola with the value, slope and curvature of that node. Above the last,
+    f + f' (1 − exp(−g δ))/g with g = f''/−f', which is C² and exact where all logits but the largest are equal, as they
+    are in effect at large scales. This must stay above 0, the limit of log Σ exp(s·u) for one largest logit; where it
+    would not, g is −f'/f, and the curvature has a step at the node.
     """
     value, slope, curvature = jet
     falls = slope < 0.0
@@ -94,7 +108,7 @@ def continued(jet: Jet, distance: Array) -> Jet:
     rate = jnp.where(falls, jnp.minimum(rate, 1e30), 0.0)
     x = jnp.maximum(rate * distance, 0.0)
     decay = jnp.exp(-x)
-    mean_decay = jnp.where(x > 1e-4, -jnp.expm1(-x) / jnp.where(x > 1e-4, x, 1.0), 1.0 - 0.5 * x)
+    mean_decay = jnp.where(x > 1e-4, -jnp.expm1(-x) / jnp.where(x > 1e-4, x, 1.0), 1.0 - 0.5 * x)  # (1 − e⁻ˣ)/x
     above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
     below = Jet(value + distance * (slope + 0.5 * distance * curvature), slope + distance * curvature, curvature)
     return jax.tree.map(lambda x, y: jnp.where(distance > 0.0, x, y), above, below)

@@ -92,9 +92,11 @@ class VocabSharding:
 
     def without_trivial_axes(self) -> "VocabSharding":
         """The same without axes of one device, over which there is nothing to sum or gather."""
-        fields = {name: getattr(self, name) for name in ("tokens", "vocab", "width")}
-        divided = {name: tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for name, axes in fields.items()}
-        return dataclasses.replace(self, **divided)
+
+        def nontrivial(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
+        return VocabSharding(self.mesh, nontrivial(self.tokens), nontrivial(self.vocab), nontrivial(self.width))
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Shards along some of the axes."""
@@ -113,10 +115,16 @@ class VocabSharding:
 
     def describe(self, tokens: int, vocab_size: int) -> str:
         """A line for `explain`."""
-        parts = [("tokens", self.tokens, -(-tokens // self.count(self.tokens)))]
-        parts += [("vocabulary", self.vocab, vocab_size // self.count(self.vocab))]
-        text = "; ".join(f"{what} over {', '.join(axes)}: {self.count(axes)} x {n}" for what, axes, n in parts if axes)
-        return text + (f"; D stored over {', '.join(self.width)}" if self.width else "")
+        parts = []
+        if self.tokens:
+            shards = self.count(self.tokens)
+            parts.append(f"tokens over {', '.join(self.tokens)}: {shards} x {-(-tokens // shards)}")
+        if self.vocab:
+            shards = self.count(self.vocab)
+            parts.append(f"vocabulary over {', '.join(self.vocab)}: {shards} x {vocab_size // shards}")
+        if self.width:
+            parts.append(f"D stored over {', '.join(self.width)}")
+        return "; ".join(parts)
 
 
 def in_auto_axes(
@@ -149,9 +157,10 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
 
     def part(rows: int) -> Inputs:
         shapes = ((tokens, width), (rows, width), (rows,), (tokens,), (tokens,), (tokens,))
-        local: Any = (
-            None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(inputs, shapes, strict=True)
-        )
+        local: list[Any] = [None] * len(shapes)
+        for place, (x, shape) in enumerate(zip(inputs, shapes, strict=True)):
+            if x is not None:
+                local[place] = jax.ShapeDtypeStruct(shape, x.dtype)
         return Inputs(*local)
 
     main = _piece_rows(rows_per_shard, width * dtype.itemsize) if sharding.width else rows_per_shard
@@ -301,7 +310,10 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:
-    return y if x is None else x if y is None else x + y
+    """x + y, where None stands for zeros."""
+    if x is None:
+        return y
+    return x if y is None else x + y
 
 
 @dataclasses.dataclass(frozen=True)

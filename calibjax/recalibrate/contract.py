@@ -19,13 +19,13 @@ class Predictions(NamedTuple):
     Attributes:
         logits: `[N, K]`, finite; −inf for options that are impossible, where a method accepts them.
         labels: int `[N]`, the true class in [0, K).
-        confidence: `[N]` in [0, 1], the model's probability that a prediction is right: of the most likely token, of an
-            answer, spoken, or the agreement of samples (`sample_agreement`).
+        confidence: `[N]` in [0, 1], how probable it is that the prediction is right: the probability of the most likely
+            token or of an answer, a verbalised confidence, or the agreement of samples (`sample_agreement`).
         correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction c/n of n attempts that were right.
-        confidences: `[N, C]` in [0, 1], several confidences in each prediction, such as those of `eval tasks`.
+        confidences: `[N, C]` in [0, 1], C kinds of confidence in each prediction, such as those of `eval tasks`.
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
-        categories: int `[N]`, >= 0: category (domain, subject). New data have the same categories, by the same numbers.
+        categories: int `[N]`, >= 0, the category (domain, subject); numbers mean the same in new data.
     """
 
     logits: Float[AnyArray, "N K"] | None = None
@@ -98,11 +98,12 @@ class Method:
         return self.fit_arrays(*fields, **options)
 
     def apply(self, state: Any, data: Predictions) -> Array:
-        """What is in `gives`; pure and jittable."""
-        fields = {name: getattr(data, name) for name in self.apply_reads}
-        return self.apply_arrays(
-            state, *(x if name in INTEGERS else jnp.asarray(x, jnp.float32) for name, x in fields.items())
-        )
+        """Calibrated log_probs `[N, K]` or confidence `[N]`, see `gives`; float32, pure and jittable."""
+        fields = [getattr(data, name) for name in self.apply_reads]
+        for place, name in enumerate(self.apply_reads):
+            if name not in INTEGERS:
+                fields[place] = jnp.asarray(fields[place], jnp.float32)
+        return self.apply_arrays(state, *fields)
 
     @property
     def apply_reads(self) -> tuple[str, ...]:
@@ -217,8 +218,8 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax of computed scores, at most 0.
 
-    XLA computes the scores once for their maximum and again for the difference from it, and may contract only one of
-    the two to a fused multiply-add: scores of 1,000 then exceed their maximum by 6e-5.
+    XLA may compute the scores twice, for their maximum and for the differences from it, and contract only one of the
+    two to a fused multiply-add: scores of 1,000 then exceed their own maximum by 6e-5.
     """
     return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
 

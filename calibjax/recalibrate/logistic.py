@@ -1,10 +1,10 @@
 """Parametric maps from confidence to the probability of being correct: temperature, Platt scaling, beta, stacking.
 
-All read the log-odds of the confidence, which are infinite at 0 and 1: they read clip(c, ε, 1 − ε). With ε = 2⁻²⁴, half
-a float32 spacing below 1, the log-odds of a 1 are 16.6. That is right for the probability of a token that was rounded
-to 1; in verbalised confidences, where 1 is the next value after 0.95, its leverage spoils the fit of everything else.
-So where the data hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴.
-Stacking reads several confidences, with ε = .01.
+All use the log-odds of the confidence c. These are infinite at 0 and 1, so c is clipped to [ε, 1 − ε]. With ε = 2⁻²⁴,
+half a float32 spacing below 1, the log-odds of c = 1 are 16.6. That suits a token's probability that was rounded to 1.
+In verbalised confidences 1 is the next value after 0.95, and such an outlier would dominate the fit. So where the data
+hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴. Stacking takes several
+confidences, with ε = .01.
 """
 
 import functools
@@ -22,10 +22,11 @@ from calibjax.recalibrate.optimize import Minimum, lbfgs
 from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))
-_BLOCK = 2**13  # rows at a time: what is computed of them stays in the cache
-_LIMIT = 16.0  # of slopes and intercepts: σ(16) is the float32 next to 1
+_BLOCK = 2**13  # rows processed at a time, so that intermediate arrays stay in the cache
+_LIMIT = 16.0  # largest absolute slope and intercept: σ(16) is the float32 next to 1
 _STACKING_CLIP = 0.01
-_RIDGES, _FOLDS = (0.0, 1e-3, 1e-2, 1e-1), 5  # of stacking
+_RIDGES = (0.0, 1e-3, 1e-2, 1e-1)  # penalties that stacking chooses from
+_FOLDS = 5  # of the cross-validation of stacking
 
 
 class OddsState(NamedTuple):
@@ -68,7 +69,8 @@ def _value_and_grad(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) 
         return loss, np.einsum("pn,n->p", z, 1 / (1 + e) - y)
 
     count = sum(len(y) for _, y in blocks)
-    return [sum(parts) / count for parts in zip(*(sums(*block) for block in blocks), strict=True)]
+    losses, gradients = zip(*(sums(*block) for block in blocks), strict=True)
+    return [sum(losses) / count, sum(gradients) / count]
 
 
 def regression(
@@ -76,15 +78,21 @@ def regression(
 ) -> Minimum:
     """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p).
 
-    `columns` maps n of the predictors to z `[P, n]`, float64; `data` are predictors and targets, `[N]` each.
+    Args:
+        columns: maps n of the predictors to z `[P, n]`, float64.
+        data: predictors and targets, `[N]` each; targets in [0, 1].
+        start: initial x, `[P]`.
+        low, high: bounds, `[P]` or scalars.
     """
-    pieces = -(-len(data[1]) // _BLOCK)
-    parts = zip(*(np.array_split(part, pieces) for part in data), strict=True)
-    blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in parts]
-    search = functools.partial(lbfgs, functools.partial(_value_and_grad, blocks), low=low, high=high)
-    best = search(np.array(start))
-    if not best.converged:  # the line search failed: saturated scores have no curvature, scores of 0 have the most
-        best = search(np.clip(np.zeros(len(start)), low, high))
+    predictors, targets = data
+    pieces = -(-len(targets) // _BLOCK)
+    split = zip(np.array_split(predictors, pieces), np.array_split(targets, pieces), strict=True)
+    blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in split]
+    objective = functools.partial(_value_and_grad, blocks)
+    best = lbfgs(objective, np.array(start), low, high)
+    if not best.converged:
+        # The line search failed, because saturated scores have no curvature. Scores of 0 have the largest.
+        best = lbfgs(objective, np.clip(np.zeros(len(start)), low, high), low, high)
     return best
 
 
@@ -96,22 +104,27 @@ def _fit(
     correct: np.ndarray,
     clip: float | None,
 ) -> tuple[Any, ...]:
-    """The parameters of the terms, then ε, then the report: the fields of a state."""
+    """Fits σ(Σ_p x_p terms_p(log c, log(1 − c))); returns the fields of a state: every x_p, ε, and the report."""
     if clip is not None and not _CLIPS[0] <= clip < 0.5:
         raise UserError(f"clip: expected 2^-24 (6e-8) or more and less than 0.5, got {clip}.")
-    exact = bool(((confidence == 0) | (confidence == 1)).any())
-    clips = (clip,) if clip is not None else _CLIPS if exact else _CLIPS[:1]
+    clips = _CLIPS[:1]
+    if clip is not None:
+        clips = (clip,)
+    elif ((confidence == 0) | (confidence == 1)).any():
+        clips = _CLIPS
 
-    def search(at: float) -> Minimum:
+    def fit_with(epsilon: float) -> Minimum:
         def columns(confidence: np.ndarray) -> np.ndarray:
-            c = np.clip(confidence.astype(np.float64), at, 1 - at)
+            c = np.clip(confidence.astype(np.float64), epsilon, 1 - epsilon)
             return np.stack(np.broadcast_arrays(*terms(np.log(c), np.log1p(-c))))
 
-        return regression(columns, (confidence, correct), start, *map(np.array, bounds))
+        low, high = map(np.array, bounds)
+        return regression(columns, (confidence, correct), start, low, high)
 
-    fits = [(search(at), at) for at in clips]
-    best, at = min(fits, key=lambda fit: np.float32(fit[0].value))  # of equal ones the smallest ε
-    return *map(np.asarray, best.x.astype(np.float32)), np.asarray(at, np.float32), best.report()
+    fits = [(fit_with(epsilon), epsilon) for epsilon in clips]
+    best, epsilon = min(fits, key=lambda fit: np.float32(fit[0].value))  # the smallest ε where several are equal
+    params = map(np.asarray, best.x.astype(np.float32))
+    return *params, np.asarray(epsilon, np.float32), best.report()
 
 
 def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
@@ -132,8 +145,14 @@ def fit_odds(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
     Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
     positive slope and no intercept. A confidence of one half is unchanged. 1/T is kept within e⁻⁶ and 16.
 
-    `clip`: ε in [2⁻²⁴, 0.5) (UserError otherwise): a confidence below ε is read as ε, one above 1 − ε as 1 − ε. None:
-    2⁻²⁴, or where there is an exact 0 or 1 the one of 2⁻²⁴, 2⁻²², ... 2⁻⁴ under which the data are most likely.
+    Args:
+        confidence: `[N]`, in [0, 1].
+        correct: `[N]`, in [0, 1]: right (1) or wrong (0), or a fraction of attempts.
+        clip: ε in [2⁻²⁴, 0.5): confidences are clipped to [ε, 1 − ε]. None: 2⁻²⁴; where a confidence is exactly 0 or
+            1, the ε among 2⁻²⁴, 2⁻²², ... 2⁻⁴ with the highest likelihood.
+
+    Raises:
+        UserError: for `clip` out of range.
     """
     bounds = (float(np.exp(-6.0)),), (_LIMIT,)
     return OddsState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
@@ -151,9 +170,9 @@ def _platt(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
 def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> PlattState:
     """Platt scaling: logistic regression of correctness on log(c/(1 − c)) (Platt 1999, section 2, without his prior).
 
-    No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`; slope and intercept are kept within ±16,
-    which only data reach that one threshold separates. The slope may be negative, where a larger confidence means more
-    mistakes: then the ranking is reversed. `clip`: see `fit_odds`.
+    No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`. Slope and intercept are bounded by ±16, and
+    reach a bound only where one threshold separates right from wrong. The slope is negative, and the ranking reversed,
+    where a larger confidence means more mistakes. For the arguments see `fit_odds`.
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
     return PlattState(*_fit(_platt, (1.0, 0.0), bounds, confidence, correct, clip))
@@ -172,7 +191,7 @@ def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
     """Beta calibration: σ(a log c − b log(1 − c) + m), a, b >= 0 (Kull et al. 2017, section 4, "abm").
 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
-    monotone. a and b are kept below 16, m within ±16. `clip`: see `fit_odds`.
+    monotone. a and b are at most 16, m is within ±16. For the arguments see `fit_odds`.
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
     return BetaState(*_fit(_beta, (1.0, 1.0, 0.0), bounds, confidence, correct, clip))
@@ -195,19 +214,24 @@ class StackingState(NamedTuple):
 def fit_stacking(confidences: Float[np.ndarray, "N C"], correct: Float[np.ndarray, " N"]) -> StackingState:
     """Stacking of C confidences in one answer (Wolpert 1992): logistic regression of correctness on their log-odds.
 
-    A tuned ensemble, as of uqlm (arXiv 2504.19254), that is calibrated too. The penalty λ‖w‖² on the weights is the one
-    of 0, .001, .01, .1 that predicts best what it was not fitted on, by the log loss over five folds of the rows.
-    Confidences are read as clip(c, .01, .99), so that consistencies of exactly 0 and 1 do not dominate.
+    A tuned ensemble, like that of uqlm (arXiv 2504.19254), whose result is calibrated. The weight λ of the penalty
+    λ‖w‖² is the one among 0, .001, .01, .1 with the least log loss in five-fold cross-validation over the rows.
+    Confidences are clipped to [.01, .99], so that consistencies of exactly 0 and 1 do not dominate.
     """
-    c, y = np.clip(confidences.astype(np.float64), _STACKING_CLIP, 1 - _STACKING_CLIP), correct.astype(np.float64)
+    c = np.clip(confidences.astype(np.float64), _STACKING_CLIP, 1 - _STACKING_CLIP)
+    y = correct.astype(np.float64)
     z = np.column_stack([np.log(c) - np.log1p(-c), np.ones(len(c))])
     fold = np.random.default_rng(0).permutation(len(y)) % _FOLDS
-    parts = [(fold != k, fold == k) for k in range(min(_FOLDS, len(y)))] if len(y) > 1 else []
+    folds = range(min(_FOLDS, len(y))) if len(y) > 1 else ()
 
-    def held_out(ridge: float) -> float:
-        return sum(_losses(_ridge_regression(z[own], y[own], ridge).x, z[new], y[new]).sum() for own, new in parts)
+    def held_out_loss(ridge: float) -> float:
+        total = 0.0
+        for k in folds:
+            x = _ridge_regression(z[fold != k], y[fold != k], ridge).x
+            total += _losses(x, z[fold == k], y[fold == k]).sum()
+        return total
 
-    ridge = min(_RIDGES, key=held_out)
+    ridge = min(_RIDGES, key=held_out_loss)
     best = _ridge_regression(z, y, ridge)
     *weights, intercept = best.x.astype(np.float32)
     return StackingState(np.array(weights), np.asarray(intercept), np.asarray(ridge, np.float32), best.report())

@@ -13,10 +13,12 @@ from scipy import linalg, optimize
 
 from calibjax.recalibrate.contract import FitReport
 
-_BLOCK = 2**22  # numbers of float64 at a time: what a fit holds beside its data, a few times over
+_BLOCK = 2**22  # float64 numbers processed at a time: a fit holds a few times as many beside its data
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
-_HESSIAN, _SAMPLE = 512, 512  # most parameters, and rows, of the Hessian that a fit without bounds is scaled by
-_ROUND, _RIDGE = 40, 1e-6  # iterations after which it is computed again; what is added, of its diagonal
+_HESSIAN = 512  # largest number of parameters for which an unbounded fit is preconditioned by its Hessian
+_SAMPLE = 512  # largest number of rows that the Hessian is computed from
+_ROUND = 40  # iterations after which the Hessian is computed again
+_RIDGE = 1e-6  # fraction of its diagonal that is added to it
 _VALUE, _GRADIENT = 1e-13, 1e-9  # tolerances: relative decrease of the objective, largest component of its gradient
 
 Loss = Callable[[Any, tuple[Array, ...], Any], Float[Array, " N"]]
@@ -89,19 +91,23 @@ def minimize(
     bounds: tuple[Any, Any] | None = None,
     max_iterations: int = 1000,
 ) -> tuple[Any, FitReport]:
-    """The parameters, float32, with the least mean of `loss` over the rows, by L-BFGS-B in float64; and the report.
+    """Minimises the mean of `loss` over the rows by L-BFGS-B in float64.
 
-    (In float32 a likelihood is known to 1e-7, and its optimum to the root of that.) Up to 512 parameters without bounds
-    are scaled by the Hessian of a sample of the rows: few iterations, also where curvatures are very different.
+    In float32 a likelihood would be known to 1e-7 only, and its optimum to the square root of that. A fit without
+    bounds and of at most 512 parameters is preconditioned by the Hessian on a sample of the rows, so that it takes few
+    iterations even where curvatures differ by orders of magnitude.
 
     Args:
-        loss: `(params, rows, extra) -> [n]`, per prediction, convex; a penalty is added to every one. A module's
-            function, not a closure: one program serves all calls of the same shapes.
-        start: pytree of arrays.
-        rows: arrays with a common first axis.
-        extra: pytree that `loss` also gets.
+        loss: `(params, rows, extra) -> [n]`, convex, one value per row; a penalty is included in each of them. A
+            function of a module, not a closure: it is a static argument of `jax.jit`, and calls share its program.
+        start: initial parameters, pytree of arrays.
+        rows: arrays `[N, ...]` with a common first axis.
+        extra: pytree, the third argument of `loss`.
         bounds: pytrees like `start`: lowest and highest values.
-        max_iterations: at most.
+        max_iterations: largest number of iterations.
+
+    Returns:
+        The parameters, float32 in the structure of `start`, and the `FitReport`.
     """
 
     def flat(tree: Any) -> np.ndarray:
@@ -109,19 +115,22 @@ def minimize(
 
     with jax.enable_x64(True):
         pieces = -(-sum(row.size for row in rows) // _BLOCK)
-        blocks = list(zip(*(map(jnp.asarray, np.array_split(row, pieces)) for row in rows), strict=True))
+        split = [[jnp.asarray(piece) for piece in np.array_split(row, pieces)] for row in rows]
+        blocks = list(zip(*split, strict=True))
         like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
 
         def value_and_grad(x: np.ndarray) -> tuple[Any, ...]:
             sums = [jax.device_get(_value_and_grad(loss, like, x, block, extra)) for block in blocks]
-            return tuple(sum(parts) / len(rows[0]) for parts in zip(*sums, strict=True))
+            values, gradients = zip(*sums, strict=True)
+            return sum(values) / len(rows[0]), sum(gradients) / len(rows[0])
 
         x = flat(start)
         if bounds is not None or x.size > _HESSIAN:
             low, high = (-np.inf, np.inf) if bounds is None else map(flat, bounds)
             best = lbfgs(value_and_grad, x, low, high, max_iterations)
         else:
-            sample = tuple(jnp.asarray(row[:: -(-len(row) // _SAMPLE)]) for row in rows)
+            stride = -(-len(rows[0]) // _SAMPLE)
+            sample = tuple(jnp.asarray(row[::stride]) for row in rows)
             best, before = Minimum(x, np.inf, False, 0), -1
             while not best.converged and before < best.iterations < max_iterations:
                 before = best.iterations
@@ -134,7 +143,8 @@ def minimize(
 
 
 STEPS, BATCH = 2000, 256
-_LOOK, _PATIENCE = 50, 300  # steps between looks at the held-out loss; without a better one before it stops
+_LOOK = 50  # steps between evaluations of the held-out loss
+_PATIENCE = 300  # steps without a smaller held-out loss after which training stops
 
 
 @functools.cache
@@ -145,12 +155,12 @@ def _optimizer() -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _step(loss: Loss, params: Any, moments: Any, rows: tuple[Array, ...], extra: Any) -> tuple[Any, Any]:
+def _step(loss: Loss, params: Any, opt_state: Any, rows: tuple[Array, ...], extra: Any) -> tuple[Any, Any]:
     import optax
 
     grad = jax.grad(lambda p: jnp.mean(loss(p, rows, extra)))(params)
-    updates, moments = _optimizer().update(grad, moments)
-    return optax.apply_updates(params, updates), moments
+    updates, opt_state = _optimizer().update(grad, opt_state)
+    return optax.apply_updates(params, updates), opt_state
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -166,14 +176,17 @@ def descend(
     *,
     seed: int = 0,
 ) -> tuple[Any, FitReport]:
-    """Adam on mini-batches; of start and all steps looked at, the one with the least loss on a held-out fifth.
+    """Trains by Adam on mini-batches and returns the parameters with the least loss on a held-out fifth of the rows.
 
-    So a network that starts as the identity stays it where training harms. Batches have one size: one program for all
-    data. `report.converged` is that the held-out loss no longer fell at the end.
+    The initial parameters compete too: a network that starts as the identity stays the identity where training does not
+    help. All batches have one size, so that one program serves any data.
 
     Args:
         loss, start, rows, extra: see `minimize`; `start` is float32.
-        seed: of the split and the batches.
+        seed: random seed of the split and the batches.
+
+    Returns:
+        The parameters, and a `FitReport`: `converged` where the held-out loss stopped falling before the last step.
     """
     rng = np.random.default_rng(seed)
     shuffled, fifth = rng.permutation(len(rows[0])), max(len(rows[0]) // 5, 1)
@@ -189,10 +202,11 @@ def descend(
     def score(params: Any) -> float:
         return float(np.mean([_mean(loss, params, take(index), extra) for index in tests]))
 
-    params, moments = start, _optimizer().init(start)
+    params, opt_state = start, _optimizer().init(start)
     best, best_score, best_step = params, score(params), 0
     for step in range(STEPS):
-        params, moments = _step(loss, params, moments, take(training[rng.integers(0, len(training), BATCH)]), extra)
+        batch = take(training[rng.integers(0, len(training), BATCH)])
+        params, opt_state = _step(loss, params, opt_state, batch, extra)
         if (step + 1) % _LOOK == 0:
             new = score(params)
             if new < best_score:

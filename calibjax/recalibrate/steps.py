@@ -80,13 +80,13 @@ def fit_venn_abers(confidence: np.ndarray, correct: np.ndarray) -> VennAbersStat
 
 
 def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Of each group the value of isotonic regression once one more right prediction is added to it.
+    """For each group, the value of isotonic regression at that group if it had one more right prediction; `[G]`.
 
-    The slope of the convex minorant of the cumulative sums (right over weight, as complex numbers) at the added step,
-    which moves on by a group at a time.
+    It is a slope of the greatest convex minorant of the cumulative sums, points weight + i·right in the complex plane:
+    the slope at the added step (1, 1), which moves from group to group.
     """
 
-    def turn(a: complex, b: complex, c: complex) -> float:  # positive: to the left
+    def turn(a: complex, b: complex, c: complex) -> float:  # positive where a, b, c turn to the left
         return ((b - a).conjugate() * (c - a)).imag
 
     steps = [complex(*step) for step in zip(weight, right, strict=True)]
@@ -119,14 +119,15 @@ def apply_venn_abers(state: VennAbersState, confidence: Float[Array, " N"]) -> F
 
 
 def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
-    """Bins (lo, hi] of equal counts; an edge lies half-way between the neighbours that it parts."""
+    """Bins (lo, hi] of equal counts; an edge lies half-way between the values on its two sides."""
     order = np.argsort(x)
     x, target, n = x[order], target[order].astype(np.float64), len(x)
-    cuts = np.arange(1, min(bins, n)) * n // min(bins, n)
+    bins = min(bins, n)
+    cuts = np.arange(1, bins) * n // bins
     edges = ((x[cuts - 1].astype(np.float64) + x[cuts]) / 2).astype(np.float32)
     ends = np.searchsorted(x, edges, side="right")
-    last = np.diff(ends, append=n) > 0  # of edges that part the points alike: no bin is empty
-    edges, ends = edges[last], np.append(ends[last], n)
+    distinct = np.diff(ends, append=n) > 0  # False for an edge whose bin would be empty, as equal values make it
+    edges, ends = edges[distinct], np.append(ends[distinct], n)
     counts = np.diff(ends, prepend=0)
     values = np.add.reduceat(target, ends - counts) / counts
     error = np.mean((np.repeat(values, counts) - target) ** 2)
@@ -151,9 +152,9 @@ def apply_histogram(state: BinState, confidence: Float[Array, " N"]) -> Float[Ar
 def fit_scaling_binning(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> ScalingBinningState:
     """The scaling-binning calibrator: Platt scaling, then the mean of *its* values in each bin (Kumar et al. 2019).
 
-    Section 4: the bins make the calibration error measurable, and averaging the smooth fit rather than the labels costs
-    fewer examples than histogram binning. Here all rows serve all three steps, as in the authors' package. `bins`: of
-    equal counts, at most.
+    Section 4: with few output values the calibration error can be measured, and averaging the smooth fit instead of the
+    labels needs fewer examples than histogram binning. All rows are used in all three steps, as in the authors'
+    package. `bins`: largest number of bins, which have equal counts.
     """
     platt = fit_platt(confidence, correct)
     scaled = np.asarray(apply_platt(platt, jnp.asarray(confidence)))

@@ -16,7 +16,8 @@ from calibjax.runtime.arrays import AnyArray
 if TYPE_CHECKING:
     from calibjax.kernels import VocabStats
 
-_TOLERANCE, _PASSES = 1e-5, 40  # of `fit_temperature`: on u; at most
+_TOLERANCE = 1e-5  # on u = log s: `fit_temperature` has converged
+_PASSES = 40  # largest number of passes over the data
 
 
 class TemperatureFit(NamedTuple):
@@ -56,13 +57,17 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
     """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
 
     nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
-    Of the top label it is `losses.top_label`: with confidence c, correctness y and a = s (max z − E_p[z]) = ∂ log c/∂u
-    its slope is a (c − y)/(1 − c); its curvature is taken in expectation over y ~ c (Fisher), a² c/(1 − c).
+    With `top_label` it is `losses.top_label`. Let c be the confidence, y the correctness and a = s (max z − E_p[z]) =
+    ∂ log c/∂u. The slope is a (c − y)/(1 − c), and the curvature its Fisher information, the expectation over y ~ c:
+    a² c/(1 − c).
 
     Args:
         stats: `[G, N]`, with log_normalizer, target_logit, expected_logit and logit_variance; for `top_label` with
             log_normalizer, expected_logit, max_logit and correct.
-        top_label: the likelihood of whether the most likely token is the target, in place of that of the target.
+        top_label: use the likelihood that the most likely token is the target, instead of the target's likelihood.
+
+    Returns:
+        `LikelihoodSums`, `[G]` each.
     """
     if top_label:
         from calibjax import losses  # imports Pallas, which recalibration of a table does not need
@@ -89,11 +94,11 @@ def fit_temperature(
     *,
     bounds: tuple[float, float] = (-6.0, 6.0),
 ) -> TemperatureFit:
-    """The one factor on all logits that minimises the negative log-likelihood (Guo et al. 2017, section 4.2).
+    """Temperature scaling: the factor s on all logits with the least negative log-likelihood (Guo et al. 2017, 4.2).
 
-    Newton's method in u = log s, so that T > 0 always, with a third-order correction from the pass before. The sign of
-    the slope brackets the minimum; a step that would leave the bracket, or a curvature that is not positive, is
-    replaced by bisection.
+    Newton's method in u = log s, which keeps T > 0, with a third-order correction from the previous pass. The sign of
+    the slope brackets the minimum. Where a step would leave the bracket, or the curvature is not positive, the bracket
+    is halved instead.
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
@@ -109,9 +114,7 @@ def fit_temperature(
     last = None
     while True:
         batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
-        nll, first, second, counts = (
-            np.concatenate([np.atleast_1d(np.asarray(batch[i], np.float64)) for batch in batches]) for i in range(4)
-        )
+        nll, first, second, counts = (_joined(batches, field) for field in LikelihoodSums._fields)
         count = counts.sum()
         if not count:
             raise ValueError("fit_temperature: no token counts; check the masks.")
@@ -139,6 +142,11 @@ def fit_temperature(
     informative = second.sum() > flat * count
     error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
     return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)
+
+
+def _joined(batches: list[LikelihoodSums], field: str) -> Float[np.ndarray, " G"]:
+    """One field of the groups of all batches, float64."""
+    return np.concatenate([np.atleast_1d(np.asarray(getattr(batch, field), np.float64)) for batch in batches])
 
 
 def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:

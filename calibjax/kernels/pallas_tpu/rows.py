@@ -28,7 +28,8 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     """A grid step: the logits of a block of the vocabulary, and the exponentials and sums of the one before."""
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
-    step, last = pl.program_id(1), -(-vocab_size // columns) - 1
+    step = pl.program_id(1)
+    last = -(-vocab_size // columns) - 1
     left = vocab_size - last * columns
     tokens, width = refs.hidden.shape
     axes = common.Axes.of(vocab_size, width)
@@ -52,7 +53,9 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
         """The logits of unit c of this block, and the best of each lane."""
         unit_columns = pl.ds(c * unit, unit)
         z = options.product(refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
-        refs.z[c] = common.softcapped(options, z if refs.bias is None else z + refs.bias[:, unit_columns])
+        if refs.bias is not None:
+            z = z + refs.bias[:, unit_columns]
+        refs.z[c] = common.softcapped(options, z)
         for part in groups:
             pieces, _, places = pieces_of(c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name in _BEST}
@@ -71,8 +74,10 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             for name, x in new.items():
                 state[name][part, :] = x
             for i, (e, z, k) in enumerate(zip(weights, pieces, places, strict=True)):
-                e = e if options.softcap is None else e * slope_in_units(z, options.softcap)
-                e = e if target is None else jnp.where(target == k, 0.0, e)
+                if options.softcap is not None:
+                    e = e * slope_in_units(z, options.softcap)
+                if target is not None:
+                    e = jnp.where(target == k, 0.0, e)
                 refs.e[c % 2, part, i * LANES : (i + 1) * LANES] = e.astype(refs.e.dtype)
 
     def accumulate(c: int):

@@ -70,10 +70,14 @@ def moved(state, delta, scale):
 def added(state, pieces, raw, places, scale, target, reference):
     """`state` after adding pieces of logits, and their exponentials.
 
-    `state` has running values [8, tokens] or [tokens, 128]; `pieces` are logits of the shape of one, `FLOOR` beyond the
-    vocabulary, and `raw` the same as `total` adds them, 0 there; `places` is the index in the block of each piece's
-    first column, `scale` s·log₂e, `target` the index of the target's logit relative to the block's first column and to
-    the sublane or lane, `reference` the logit that is subtracted before the exponential.
+    Args:
+        state: running values, [8, tokens] or [tokens, 128] each.
+        pieces: logits in this shape, `FLOOR` beyond the vocabulary.
+        raw: the same logits as `total` adds them, 0 beyond the vocabulary.
+        places: index in the block of each piece's first column.
+        scale: s·log₂e.
+        target: index of the target's logit, relative to the block's first column and to the sublane or lane.
+        reference: logit that is subtracted before the exponential.
     """
     new, weights = dict(state), []
     for z, addend, k in zip(pieces, raw, places, strict=True):
@@ -96,7 +100,8 @@ def added(state, pieces, raw, places, scale, target, reference):
 def _write(moments_ref: Any, state: dict[str, Any], scale: Array | None, vocab_size: int) -> None:
     """The result [8, tokens] of a kernel: in each row a moment, merged from the references [8, tokens] in `state`."""
     state = {name: ref[...] for name, ref in state.items()}
-    best, moments = state["best"], {"max_logit": jnp.max(state["best"], axis=0, keepdims=True)}
+    best = state["best"]
+    moments = {"max_logit": jnp.max(best, axis=0, keepdims=True)}
     if "weight" in state:
         state, _ = moved(state, best - moments["max_logit"], scale)
     sums = [name for name in (*SUMS, "total", "target") if name in state]
@@ -222,7 +227,8 @@ def at_scales(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_
         start = pl.multiple_of(i * group, group)
         rows = axes.rows(refs.unembedding, slice(None))
         z = options.product(rows, refs.hidden[pl.ds(start, group), :], (axes.width, 1))
-        z = z if refs.bias is None else z + common.turned_bias(refs.bias[...], group)
+        if refs.bias is not None:
+            z = z + common.turned_bias(refs.bias[...], group)
         for offset in range(0, group, LANES):
             _absorb(refs, powers, pl.ds(start + offset, LANES), step - 1, vocab_size)
         refs.z[step % 2, :, pl.ds(start, group)] = common.softcapped(options, z)
@@ -248,7 +254,8 @@ def _absorb(refs: Refs, powers: tuple[float, ...], lanes: Any, block: Array, voc
     count = jnp.where(block < 0, 0, vocab_size - start) - sublane
     state = {name: ref[:, lanes] for name, ref in refs.state.items()}
     places = range(0, columns, 8)
-    pieces = [jnp.where(count > k, common.finite(z[k : k + 8, :], refs.bias is not None), FLOOR) for k in places]
+    has_bias = refs.bias is not None
+    pieces = [jnp.where(count > k, common.finite(z[k : k + 8, :], has_bias), FLOOR) for k in places]
     new = with_best(state, pieces, places, start)
     if "target" in state:
         target = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32) - sublane - start
