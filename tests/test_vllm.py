@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from assets import real_model
 from parity import torch_model
 from ports import free_port
 from tiny import LLAMA_JSON, WORDS, random_head, write_tokenizer
@@ -24,7 +25,7 @@ PYTHON = Path(os.environ.get("CALIBJAX_VLLM", Path(__file__).parents[1] / ".venv
 # Heads of 64 channels: vLLM's attention on a CPU has none of 8.
 SETTINGS = LLAMA_JSON | {"vocab_size": len(WORDS) + 3, "hidden_size": 128, "intermediate_size": 256}
 SETTINGS |= {"max_position_embeddings": 128, "tie_word_embeddings": False}
-REQUESTS, NEW = 200, 8
+NEW = 8
 
 
 def environment(**given):
@@ -101,34 +102,49 @@ NEEDS_VLLM = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} does not 
 GUIDE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
 
 
+def check_server(folder, lm, model, head, requests, log):
+    """Greedy tokens are those without the head, log-probabilities those of JAX; returns samples at temperature 1."""
+    export_head(folder / "served", head, lm)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, lm.config.vocab_size, rng.integers(4, 24)).tolist() for _ in range(requests)]
+    found, sampled, seconds = {}, {}, {}
+    for mode in ("", "calibrated", "unchanged"):
+        given = {"CALIBJAX_HEAD": str(folder / "served"), "CALIBJAX_LOGITS": mode} if mode else {}
+        with serving(model, log / f"{mode or 'plain'}.log", **given) as url:
+            found[mode] = complete_all(url, prompts)
+            seconds[mode] = min(timed(lambda: complete_all(url, prompts)) for _ in range(3))
+            sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
+    for mode in ("calibrated", "unchanged"):
+        assert [tokens for tokens, _ in found[mode]] == [tokens for tokens, _ in found[""]]
+        errors, changes = [], []
+        for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
+            errors.append(np.abs(calibrated(lm, head, prompt, tokens) - log_probs).max())
+            changes.append(np.abs(np.subtract(plain, log_probs)).max())
+        print(
+            f"{mode}: largest |Δ log p| {max(errors):.1e}; {requests / seconds[mode]:.1f} requests/s, "
+            f"{requests / seconds['']:.1f} without a head"
+        )
+        assert max(errors) < 1e-3
+        assert np.median(changes) > 1e-2  # the head does something
+    return sampled
+
+
 @pytest.mark.slow
 @NEEDS_VLLM
 def test_a_server(tmp_path, exports):
     folder, lm, heads = exports
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, SETTINGS["vocab_size"], rng.integers(4, 24)).tolist() for _ in range(REQUESTS)]
     assert "CALIBJAX_HEAD=runs/x/export vllm serve path/to/model\n" in GUIDE
-    found, sampled, seconds = {}, {}, {}
-    for mode in ("", "calibrated", "unchanged"):
-        given = {"CALIBJAX_HEAD": str(folder / "all"), "CALIBJAX_LOGITS": mode} if mode else {}
-        with serving(folder / "model", tmp_path / f"{mode or 'plain'}.log", **given) as url:
-            found[mode] = complete_all(url, prompts)
-            seconds[mode] = min(timed(lambda: complete_all(url, prompts)) for _ in range(5))
-            sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
-    for mode in ("calibrated", "unchanged"):
-        assert [tokens for tokens, _ in found[mode]] == [tokens for tokens, _ in found[""]]  # greedy
-        errors, changes = [], []
-        for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
-            errors.append(np.abs(calibrated(lm, heads["all"], prompt, tokens) - log_probs).max())
-            changes.append(np.abs(np.subtract(plain, log_probs)).max())
-        print(
-            f"{mode}: largest |Δ log p| {max(errors):.1e}; {REQUESTS / seconds[mode]:.1f} requests/s, "
-            f"{REQUESTS / seconds['']:.1f} without a head"
-        )
-        assert max(errors) < 1e-3
-        assert np.median(changes) > 1e-2  # the head does something
+    sampled = check_server(folder, lm, folder / "model", heads["all"], 200, tmp_path)
     assert [tokens for tokens, _ in sampled["unchanged"]] == [tokens for tokens, _ in sampled[""]]
     assert [tokens for tokens, _ in sampled["calibrated"]] != [tokens for tokens, _ in sampled[""]]
+
+
+@pytest.mark.slow
+@NEEDS_VLLM
+def test_a_server_of_a_real_model(tmp_path):
+    directory = real_model("smollm2-135m-instruct")
+    lm = load_model(directory)
+    check_server(tmp_path, lm, directory, random_head(lm, "linear", tuple(FEATURES)), 40, tmp_path)
 
 
 @pytest.mark.slow
