@@ -199,21 +199,30 @@ def extend(
     cache: Cache | None,
     *,
     segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on the tokens that follow those in a cache, or on the first ones, as `hidden_states` on all.
 
     The cache has T free columns (`calibjax.nn.kv_cache.fork` adds them) and the compute dtype; None for the first
-    tokens. Returns hidden states after the final norm, and the cache with these tokens.
+    tokens. Positions count from 0 in each segment unless they are given. `until` is that of `hidden_states`, counted
+    from the first of these T columns, the last ones of the cache. Returns hidden states after the final norm, and the
+    cache with these tokens.
     """
     if cache is None:
-        seen, positions = segment_ids, segment_positions(segment_ids)
+        seen, counted = segment_ids, segment_positions(segment_ids)
     else:
-        cache, positions = reserve(cache, segment_ids)
+        cache, counted = reserve(cache, segment_ids)
         seen = cache.segment_ids
+    positions = counted if positions is None else positions
+    if until is not None:
+        columns = seen.shape[1]
+        before = columns - tokens.shape[1]
+        until = jnp.pad(until + before, ((0, 0), (before, 0)), constant_values=columns)
     with _matmul_precision(dtype):
         module = Decoder(config, dtype)
-        out: Any = module.apply({"params": params}, tokens, seen, positions, cache=cache, keep=True)
+        out: Any = module.apply({"params": params}, tokens, seen, positions, cache=cache, keep=True, until=until)
     hidden, new = out
     return hidden, hold(new, segment_ids) if cache is None else fill(cache, new)
 

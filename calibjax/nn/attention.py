@@ -22,6 +22,12 @@ _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose l
 _SPLASH_BLOCKS = (512, 256)
 _ROWS, _HEADS = AXES[:2], AXES[2]  # mesh axes that divide them
 
+KeysValues = tuple[Float[Array, "*L B K S H"], Float[Array, "*L B K S H"]]
+"""Keys (rotated) and values of S tokens, with K heads of width H, of all layers or of one."""
+
+Past = tuple[KeysValues, ...]
+"""Keys and values of columns that rows may share, if there are any, and of those that new tokens are inserted in."""
+
 cudnn_attention = jax.make_user_context(False)
 """`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
 
@@ -98,21 +104,9 @@ def attend(
     time = query.shape[1]
     mask = visible.mask(time, time)
     if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
-        groups = query.shape[2] // key.shape[2]
-        key, value = (jnp.repeat(jnp.moveaxis(x, 1, 2), groups, axis=1) for x in (key, value))
+        past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
         mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
-
-        def block(start: Any, end: Any) -> Array:
-            """Of tokens that see no column from `end` on."""
-            past = key[:, :, :end], value[:, :, :end]
-            seen = mask[:, :, start:end, :end]
-            return attend_by_products(query[:, start:end], [past], seen, scale=scale, softcap=softcap, sinks=sinks)
-
-        if export.is_symbolic_dim(time):
-            return block(0, time)
-        rows = 64 * -(-time // (64 * _BLOCKS))
-        ends = itertools.pairwise([*range(0, time, rows), time])
-        return jnp.concatenate([block(*pair) for pair in ends], axis=1)
+        return attend_by_blocks(query, past, mask, scale=scale, softcap=softcap, sinks=sinks)
     suits = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
     implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
     options: Any = {"mask": mask, "is_causal": mask is None, "scale": scale, "implementation": implementation}
@@ -126,9 +120,43 @@ def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
     return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
 
 
+def attend_by_blocks(
+    query: Float[Array, "B T H K"],
+    past: Sequence[KeysValues],
+    mask: Bool[Array, "#B 1 T S"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """`attend_by_products` for blocks of tokens, whose logits stay in a CPU's cache.
+
+    If the last part of `past` has T columns, they are those of the tokens, and a block leaves out those that follow it.
+    """
+    time, options = query.shape[1], {"scale": scale, "softcap": softcap, "sinks": sinks}
+    if time == 1:
+        return attend_by_products(query, past, mask, **options)
+    groups = query.shape[2] // past[0][0].shape[1]
+    *shared, own = [(jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past]
+    columns = own[0].shape[2]
+    first = mask.shape[-1] - columns  # of the last part
+
+    def block(start: Any, end: Any) -> Array:
+        last = end if columns == time else columns
+        visible = mask[:, :, start:end, : first + last]
+        parts = [*shared, (own[0][:, :, :last], own[1][:, :, :last])]
+        return attend_by_products(query[:, start:end], parts, visible, **options)
+
+    if export.is_symbolic_dim(time):
+        return block(0, time)
+    rows = 64 * -(-time // (64 * _BLOCKS))
+    ends = itertools.pairwise([*range(0, time, rows), time])
+    return jnp.concatenate([block(*pair) for pair in ends], axis=1)
+
+
 def attend_by_products(
     query: Float[Array, "B T H K"],
-    past: Sequence[tuple[Float[Array, "A N S K"], Float[Array, "A N S K"]]],
+    past: Sequence[KeysValues],
     mask: Bool[Array, "#B 1 T S"],
     *,
     scale: float,
@@ -137,14 +165,11 @@ def attend_by_products(
 ) -> Float[Array, "B T H K"]:
     """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
-    With this order of axes, XLA's products need no transposes. The heads and the rows of single tokens that share keys
-    are rows of one product; for more tokens, products with keys that are repeated for each head are faster. `past` are
-    keys and values of consecutive columns; each row is that of B / A consecutive queries.
+    With this order of axes, XLA's products need no transposes. The heads and the rows of queries that share keys are
+    rows of one product. `past` are keys and values of consecutive columns; each row is that of B / A consecutive
+    queries.
     """
     batch, time, heads, _ = query.shape
-    if time != 1:
-        groups = heads // past[0][0].shape[1]
-        past = [(jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past]
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     query = jnp.moveaxis(query, 1, 2)
 

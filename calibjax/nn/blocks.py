@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.nn.attention import Visible, attend, attend_by_products
+from calibjax.nn.attention import KeysValues, Past, Visible, attend, attend_by_blocks
 from calibjax.nn.experts import Experts, Mixture
 from calibjax.runtime.errors import UserError, check_fields
 
@@ -166,13 +166,6 @@ class SequenceContext(NamedTuple):
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
     visible: Visible
-
-
-KeysValues = tuple[Float[Array, "*L B K S H"], Float[Array, "*L B K S H"]]
-"""Keys (rotated) and values of S tokens, with K heads of width H, of all layers or of one."""
-
-Past = tuple[KeysValues, ...]
-"""Keys and values of columns that rows may share, if there are any, and of those that new tokens are inserted in."""
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -366,7 +359,7 @@ class Attention(_Layer):
             key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(own, new, strict=True))
             mask = context.visible.mask(hidden.shape[1], sum(columns))
             assert mask is not None
-            mixed = attend_by_products(query, [*shared, (key, value)], mask, **options)
+            mixed = attend_by_blocks(query, [*shared, (key, value)], mask, **options)
         output = self._dense(cfg.hidden_size, "o", cfg.output_bias)
         return output(mixed.reshape(*hidden.shape[:2], -1)), new
 

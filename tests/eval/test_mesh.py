@@ -18,6 +18,7 @@ from calibjax.eval.layers.directions import (
     null_space,
 )
 from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
+from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
@@ -60,7 +61,11 @@ def figures(lm):
     rng = np.random.default_rng(0)
     # All are read in one width: one program. The batch is made a multiple of 8 rows where there are as many devices.
     continued = [Continuation(*(rng.integers(0, 37, n).tolist() for n in (18, 1 + count % 4))) for count in range(20)]
-    scores = Scorer(lm, HEADS, batch_size=6).score(continued)
+    beginning = rng.integers(0, 37, 9).tolist()
+    continued += [Continuation([*beginning, *rng.integers(0, 37, 4).tolist()], [1 + count]) for count in range(12)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "_PREFIX", 8)
+        scores = Scorer(lm, HEADS, batch_size=6).score(continued)
     found["log-probabilities"] = np.concatenate([score.log_probs for score in scores], axis=1)
     found["greedy"] = np.concatenate([score.greedy for score in scores])
     return found
@@ -124,10 +129,12 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         batch = place_rows(mesh, scored_batch(make_sequences(8, vocab_size=vocab, length=12), read))
         hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
         places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)
+        head = HEADS["mlp"]
+        fitted = [head.params], [jnp.float32(head.log_factor)]
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
             "edit": _edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
-            "scores": _read.lower(lm.config, lm.dtype, 0, frozen, hidden, np.zeros((1, 8, 12), np.float32), places),
+            "scores": _read.lower(lm.config, lm.dtype, (head.config,), 0, *fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():
             found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])

@@ -16,7 +16,7 @@ from tiny import VOCAB, WORDS, make_lm, random_head, write_model, write_tokenize
 
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
-from calibjax.eval.tasks.scoring import Continuation, Scorer, _read, _states
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_cache, _read, _states
 from calibjax.eval.tokens import identity_head
 from calibjax.models import load_model
 from calibjax.models.generate import generate
@@ -72,12 +72,17 @@ def dense(asked):
         yield log_probs[:, row, at, tokens], best[row, at] == tokens, log_probs[:, row, at]
 
 
-@pytest.mark.parametrize("names", [["base"], ["base", "transformer", "sequence"]])
-def test_scores_are_those_of_the_dense_formula(names):
-    """With the context of several options in one row, and in a row for each."""
+@pytest.mark.parametrize(
+    ("names", "prefix", "groups"), [(["base"], 128, 0), (["base"], 8, 1), (["base", "transformer", "sequence"], 8, 0)]
+)
+def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, groups):
+    """With the context of several options in one row, after the keys and values of a prefix, and in a row for each."""
+    monkeypatch.setattr(scoring, "_PREFIX", prefix)
     asked = requests()
     scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
-    assert (len(scorer._rows(asked)) < len(asked) - 5) == (len(names) == 1)
+    after_prefix, rows = scorer._plan(asked)
+    assert len(after_prefix) == groups
+    assert (len(rows) < len(asked) - 5) == (len(names) == 1)
     scores, close = scorer.score(asked, top_k=5), {"atol": 1e-4}  # float32 logits of up to 60, times scales of up to 2
     for request, score, (log_probs, greedy, each) in zip(asked, scores, dense(asked), strict=True):
         each = each[: len(names)]
@@ -89,24 +94,28 @@ def test_scores_are_those_of_the_dense_formula(names):
     assert any(score.cut for score in scores)
 
 
-def test_rows_are_trees():
+@pytest.mark.parametrize("shortest", [128, 8])
+def test_rows_are_trees(monkeypatch, shortest):
     """What a token attends to, before itself, is what its request reads; beginnings are held once where that pays."""
+    monkeypatch.setattr(scoring, "_PREFIX", shortest)
     asked = requests()
     scorer = Scorer(the_lm(), {"base": the_heads()["base"]})
+    groups, others = scorer._plan(asked)
+    assert len(groups) == (shortest == 8)
     found = {}
-    for row in scorer._rows(asked):
+    for prefix, row in [((), row) for row in others] + [(group.prefix, row) for group in groups for row in group.rows]:
         until, tokens = np.array(row.until), np.array(row.tokens)
         assert len(tokens) <= scorer.max_length
         for number, columns in row.columns.items():
             seen = [np.flatnonzero((np.arange(len(until)) <= column) & (column < until)) for column in columns]
-            assert [row.positions[column] + 1 for column in columns] == list(map(len, seen))
-            found[number] = [tokens[columns].tolist() for columns in seen]
+            assert [row.positions[column] + 1 for column in columns] == [len(prefix) + len(places) for places in seen]
+            found[number] = [[*prefix, *tokens[places].tolist()] for places in seen]
     for number, (context, continuation) in enumerate(asked):
         read = [*context, *continuation[:-1]][-scorer.max_length :]
         assert found[number] == [read[: end + 1] for end in range(len(read) - len(continuation), len(read))]
-    beginning = [row for row in scorer._rows(asked[-10:]) if len(row.columns) > 2]
-    assert beginning, "questions that begin alike share no row"
-    apart = scorer._rows([Continuation([5, *request.context], request.tokens) for request in asked[:10]])
+    groups, others = scorer._plan(asked[-10:])
+    assert groups or [row for row in others if len(row.columns) > 2], "questions that begin alike share no row"
+    _, apart = scorer._plan([Continuation([5, *request.context], request.tokens) for request in asked[:10]])
     assert len(apart) == 10, "one token in common does not pay"
 
 
@@ -116,7 +125,7 @@ def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
     shapes = []
 
     def spy(*args):
-        shapes.append(args[-1]["tokens"].shape)
+        shapes.append(args[-2]["tokens"].shape)
         return _states(*args)
 
     monkeypatch.setattr(scoring, "_states", spy)
@@ -128,12 +137,14 @@ def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
         np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_second_call_compiles_nothing():
-    scorer = Scorer(the_lm(), the_heads(), batch_size=8)
+def test_a_second_call_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(scoring, "_PREFIX", 8)
+    programs = _states, _read, _prefix_cache
+    scorer = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=8)
     scorer.score(requests())
-    compiled = _states._cache_size(), _read._cache_size()
+    compiled = [program._cache_size() for program in programs]
     scorer.score(requests(seed=5))
-    assert (_states._cache_size(), _read._cache_size()) == compiled
+    assert [program._cache_size() for program in programs] == compiled
 
 
 @pytest.mark.parametrize("bad", [Continuation([], [1]), Continuation([1], []), Continuation([1], [1] * 33)])

@@ -126,7 +126,7 @@ def test_blocks_of_tokens(length):
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("time", [1, 3])
+@pytest.mark.parametrize("time", [1, 3, 130])
 def test_columns_that_rows_share(time):
     """Of six rows, each three share their first 20 columns; the next columns are the tokens themselves."""
     random, columns = np.random.default_rng(2), 20 + time
@@ -136,9 +136,10 @@ def test_columns_that_rows_share(time):
     key, value = (np.concatenate([a.repeat(3, 0), b], axis=1) for a, b in zip(shared, own, strict=True))
     past = [tuple(x.swapaxes(1, 2) for x in part) for part in (shared, own)]
     mask = np.tri(columns, dtype=bool)[None, None, 20:]
-    got = jax.jit(functools.partial(attention.attend_by_products, scale=0.3))(query[:, 20:], past, mask)
     exact = dense_float64(query, key, value, np.ones((6, columns)), None, 0.3, None)[:, 20:]
-    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
+    for form in (attention.attend_by_products, attention.attend_by_blocks):
+        got = jax.jit(functools.partial(form, scale=0.3))(query[:, 20:], past, mask)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])

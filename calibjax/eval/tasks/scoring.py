@@ -4,7 +4,7 @@ import bisect
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,17 +14,19 @@ from jaxtyping import Bool, Float
 
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits, vocab_stats
-from calibjax.models import LanguageModel
+from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
+from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take_states
 
-_READS = 256  # positions whose logits are computed at a time
+_READS = 64  # positions whose logits are computed at a time
 _GROWTH = 4  # largest number of tokens of a row that several requests share, over that of one of them
 _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
+_PREFIX = 128  # fewest tokens of a prefix that is run once, and whose keys and values are kept
 
 
 class Continuation(NamedTuple):
@@ -61,13 +63,26 @@ class _Row(NamedTuple):
     columns: dict[int, list[int]]
 
 
+_Read = tuple[tuple[int, ...], Mapping[int, int]]
+"""Tokens that are read, and the number of each request that reads them -> how many tokens it scores at their end."""
+
+
+class _Group(NamedTuple):
+    """Rows after a prefix that all of them have in common; their positions continue it."""
+
+    prefix: tuple[int, ...]
+    rows: list[_Row]
+
+
 class Scorer:
     """Scores continuations in batches of a few static shapes.
 
     Requests that begin alike, as the options of a question or questions after the same examples, share a row where that
     costs less: it holds what they have in common once, and each token attends to those before it in its own request.
-    Heads that read a whole row, and models with attention windows, have a row for each request; those that are read
-    alike (options of one token) are run once there. What is longer than the model reads loses tokens at its start.
+    A long prefix of many requests, as the examples before all questions of a subject, is run once, and its keys and
+    values are kept for their rows. Heads that read a whole row, and models with attention windows, have a row for each
+    request; those that are read alike (options of one token) are run once there. What is longer than the model reads
+    loses tokens at its start.
     Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
@@ -101,8 +116,8 @@ class Scorer:
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
         self._frozen = freeze(lm, *self._configs)
-        reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
-        self._shares = not reads_rows and not any(lm.config.local_layers)
+        self._reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
+        self._shares = not self._reads_rows and not any(lm.config.local_layers)
 
     def score(self, requests: Sequence[Continuation], top_k: int = 0) -> list[Score]:
         """Returns the scores of `stream` in the order of the requests."""
@@ -129,35 +144,70 @@ class Scorer:
         return self._stream(requests, top_k)
 
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
-        rows = sorted(self._rows(requests), key=lambda row: -len(row.tokens))
+        groups, rows = self._plan(requests)
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
-            start = 0
+            for start in range(0, len(groups), self._groups):
+                yield from self._after_prefixes(requests, groups[start : start + self._groups], top_k)
+            rows, start = sorted(rows, key=lambda row: -len(row.tokens)), 0
             while start < len(rows):
-                # 16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs.
-                widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
-                width = min(next(width for width in widths if width >= len(rows[start].tokens)), self.max_length)
+                width = self._width(len(rows[start].tokens))
                 count = self.batch_size
                 while count * width > self.batch_size * _WIDE and count % (2 * self._groups) == 0:
                     count //= 2
                 yield from self._batch(requests, rows[start : start + count], (count, width), top_k)
                 start += count
 
-    def _rows(self, requests: Sequence[Continuation]) -> list["_Row"]:
-        """The requests in rows; those that are read alike share one, or a branch of one."""
+    def _width(self, length: int) -> int:
+        """16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs."""
+        widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
+        return min(next(width for width in widths if width >= length), self.max_length)
+
+    def _after_prefixes(
+        self, requests: Sequence[Continuation], groups: Sequence[_Group], top_k: int
+    ) -> Iterator[tuple[int, Score]]:
+        """The scores of some groups, one for each part of the mesh, whose prefixes are run at the same time."""
+        shape = self._groups, self._width(max(len(group.prefix) for group in groups))
+        tokens, segments = np.zeros((2, *shape), np.int32)
+        for index, group in enumerate(groups):
+            part = index, slice(len(group.prefix))
+            tokens[part], segments[part] = group.prefix, 1
+        lm, mesh = self.lm, context_mesh()
+        mine = local_rows(mesh, shape[0])
+        placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
+        cache = _prefix_cache(lm.config, lm.dtype, self._frozen, placed)
+        width = self._width(max(len(row.tokens) for group in groups for row in group.rows))
+        most = max(self.batch_size * _WIDE // (width * self._groups), 1)
+        start, count = 0, max(len(group.rows) for group in groups)
+        while start < count:
+            step = min(most, 2 ** (count - start).bit_length())
+            while 4 * (count - start) < 3 * step:  # a step is filled to three quarters
+                step //= 2
+            parts = [group.rows[start : start + step] for group in groups]
+            parts += [[]] * (self._groups - len(parts))
+            rows = [row for part in parts for row in part + [_NO_ROW] * (step - len(part))]
+            yield from self._batch(requests, rows, (len(rows), width), top_k, cache)
+            start += step
+
+    def _plan(self, requests: Sequence[Continuation]) -> tuple[list[_Group], list[_Row]]:
+        """Groups of many requests with a long prefix, and the rows of all others; requests that are read alike share a
+        row, or a branch of one."""
         alike: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
         for number, (context, tokens) in enumerate(requests):
             read = tuple((*context, *tokens[:-1])[-self.max_length :])
             scored = 0 if self._shares else len(tokens)  # heads of a whole row depend on what is scored in it
             alike.setdefault((read, scored), {})[number] = len(tokens)
-        groups, before, size = [], (), 0
-        for (read, _), numbers in sorted(alike.items()):
-            common = _common(before, read)
-            if not (groups and self._joins(common, len(read), size, len(groups[-1][0][0]))):
-                groups.append([])
-                common = size = 0
-            groups[-1].append((read, numbers))
-            before, size = read, size + len(read) - common
-        return [_lay_out(group) for group in groups]
+        reads = [(read, numbers) for (read, _), numbers in sorted(alike.items())]
+        groups, others, columns = [], [], min(_WIDE, self.max_length)
+        for prefix, group in _by_prefix(reads) if self._shares else [(0, reads)]:
+            rest = [(read[prefix:], numbers) for read, numbers in group]
+            if prefix < _PREFIX or sum(len(read) for read, _ in rest) <= prefix:
+                others += group
+            else:
+                rows = _in_rows(rest, lambda common, length, size, _: size + length - common <= columns, prefix)
+                rows.sort(key=lambda row: -len(row.tokens))
+                groups.append(_Group(group[0][0][:prefix], rows))
+        groups.sort(key=lambda group: -len(group.prefix))
+        return groups, _in_rows(others, self._joins)
 
     def _joins(self, common: int, length: int, size: int, first: int) -> bool:
         """Whether a request joins a row of `size` tokens, `common` of which it shares; `first`: of its first request.
@@ -170,9 +220,14 @@ class Scorer:
         return self._shares and shorter and common * self.lm.config.hidden_size >= columns
 
     def _batch(
-        self, requests: Sequence[Continuation], rows: Sequence["_Row"], shape: tuple[int, int], top_k: int
+        self,
+        requests: Sequence[Continuation],
+        rows: Sequence[_Row],
+        shape: tuple[int, int],
+        top_k: int,
+        cache: Cache | None = None,
     ) -> Iterator[tuple[int, Score]]:
-        """The scores of some rows, padded to `shape`."""
+        """The scores of some rows, padded to `shape`; `cache`: of the prefixes before them."""
         tokens, segments, positions, until = np.zeros((4, *shape), np.int32)
         until[:] = shape[1]
         where = np.zeros(tokens.shape, bool)
@@ -191,11 +246,12 @@ class Scorer:
         mine = local_rows(mesh, shape[0])
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
-        states = _states(lm.config, lm.dtype, self._configs, self._params, self._factors, self._frozen, batch)
+        kinds, heads = (lm.config, lm.dtype, self._configs), (self._params, self._factors)
+        hidden, log_scales = _states(*kinds, self._reads_rows, *heads, self._frozen, batch, cache)
         places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
         places[: len(reads)] = reads
         pieces = [
-            _read(lm.config, lm.dtype, top_k, self._frozen, *states, places[start : start + _READS])
+            _read(*kinds, top_k, *heads, self._frozen, hidden, log_scales, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
@@ -215,8 +271,40 @@ def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
     return bisect.bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != two[: end + 1])
 
 
-def _lay_out(group: Sequence[tuple[tuple[int, ...], Mapping[int, int]]]) -> _Row:
-    """The row of sequences in lexical order, each with its requests and the number of tokens that they score."""
+def _by_prefix(reads: Sequence[_Read]) -> list[tuple[int, list[_Read]]]:
+    """Divides reads in lexical order where they have less than half as much in common as those before.
+
+    Gives the length of each group's common prefix, which ends before every column that predicts a scored token.
+    """
+    groups: list[tuple[int, list[_Read]]] = []
+    for read, numbers in reads:
+        unscored = len(read) - max(numbers.values())
+        if groups:
+            prefix, group = groups[-1]
+            common = min(prefix, unscored, _common(group[-1][0], read))
+            if common >= max(_PREFIX, prefix // 2):
+                groups[-1] = common, [*group, (read, numbers)]
+                continue
+        groups.append((unscored, [(read, numbers)]))
+    return groups
+
+
+def _in_rows(reads: Sequence[_Read], joins: Callable[[int, int, int, int], bool], position: int = 0) -> list[_Row]:
+    """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`."""
+    groups: list[list[_Read]] = []
+    before, size = (), 0
+    for read, numbers in reads:
+        common = _common(before, read)
+        if not (groups and joins(common, len(read), size, len(groups[-1][0][0]))):
+            groups.append([])
+            common = size = 0
+        groups[-1].append((read, numbers))
+        before, size = read, size + len(read) - common
+    return [_lay_out(group, position) for group in groups]
+
+
+def _lay_out(group: Sequence[_Read], position: int) -> _Row:
+    """The row of reads in lexical order."""
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
         common = _common(before, read)
@@ -225,31 +313,61 @@ def _lay_out(group: Sequence[tuple[tuple[int, ...], Mapping[int, int]]]) -> _Row
         end = len(row.tokens) + len(read) - common
         path[common:] = range(len(row.tokens), end)
         row.tokens.extend(read[common:])
-        row.positions.extend(range(common, len(read)))
+        row.positions.extend(range(position + common, position + len(read)))
         row.until.extend(path[common:])
         row.columns.update({number: path[-count:] for number, count in numbers.items()})
         before = read
     return row
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _states(model, dtype, configs, params, factors, frozen, batch):
-    """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`."""
-    hidden = batch_hidden(model, frozen, batch, dtype)
-    given = {**batch, "hidden": hidden}
+_NO_ROW = _Row([], [], [], {})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefix_cache(model, dtype, frozen: Frozen, batch) -> Cache:
+    """Keys and values of the prefixes, `[A, P]`."""
+    return decoder.extend(model, frozen.params, batch["tokens"], None, segment_ids=batch["segment_ids"], dtype=dtype)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _states(model, dtype, configs, reads_rows, params, factors, frozen: Frozen, batch, cache):
+    """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
+
+    The first B / A rows follow the first of A prefixes in the cache, and so on.
+    """
+    if cache is None:
+        hidden = batch_hidden(model, frozen, batch, dtype)
+    else:
+        rows, columns = batch["tokens"].shape
+        free = fork(cache, rows // len(cache.segment_ids), columns)
+        places = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
+        hidden, _ = decoder.extend(model, frozen.params, batch["tokens"], free, **places, dtype=dtype)
+    if not reads_rows:
+        return hidden, None
+    return hidden, _log_scales(model, dtype, configs, params, factors, frozen, {**batch, "hidden": hidden})
+
+
+def _log_scales(model, dtype, configs, params, factors, frozen: Frozen, batch):
+    """log_scale of every head, `[M, B, T]`, from hidden states `[B, T, D]`."""
     scales = [
-        batch_log_scale(model, config, head, frozen, given, dtype, factor)
+        batch_log_scale(model, config, head, frozen, batch, dtype, factor)
         for config, head, factor in zip(configs, params, factors, strict=True)
     ]
-    return hidden, jnp.stack(scales)
+    return jnp.stack(scales)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(model, dtype, top_k, frozen: Frozen, hidden, log_scales, places):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _read(model, dtype, configs, top_k, params, factors, frozen: Frozen, hidden, log_scales, places):
     """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
     (row, position, token) `[R, 3]`."""
     row, position, token = places.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
+    if log_scales is None:  # of heads that read nothing but the token's own state
+        ones = jnp.ones((len(token), 1), jnp.int32)
+        batch = {"hidden": states[:, None], "segment_ids": ones, "where": ones > 0}
+        scales = _log_scales(model, dtype, configs, params, factors, frozen, batch)[..., 0]
+    else:
+        scales = log_scales[:, row, position]
     sharding = vocab_sharding(model)
     shared: Any = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
     largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
@@ -264,5 +382,5 @@ def _read(model, dtype, top_k, frozen: Frozen, hidden, log_scales, places):
             distribution = jnp.concatenate([stats.entropy()[None], log_p])
         return stats.log_prob(), stats.require("correct"), distribution
 
-    log_probs, correct, distributions = jax.lax.map(head_outputs, log_scales[:, row, position])
+    log_probs, correct, distributions = jax.lax.map(head_outputs, scales)
     return log_probs, correct[0], distributions
