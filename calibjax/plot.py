@@ -203,9 +203,11 @@ def forest(
         raise UserError(f"forest: expected at least one difference, found none of {figure}.")
     lines = np.arange(len(differences))[::-1]
     for line, (value, low, high) in zip(lines, differences.values(), strict=True):
-        colour = _GREEN if high < 0 else _ORANGE if low > 0 else MUTED
+        colour, fill = MUTED, "none"
+        if low > 0 or high < 0:
+            colour = fill = _GREEN if high < 0 else _ORANGE
         ax.plot([low, high], [line, line], color=colour, linewidth=2)
-        ax.plot(value, line, "o", color=colour, markersize=6, markerfacecolor=colour if low > 0 or high < 0 else "none")
+        ax.plot(value, line, "o", color=colour, markersize=6, markerfacecolor=fill)
     ax.axvline(0, color=MUTED, linewidth=1, linestyle="--")
     ax.set_yticks(lines, [name.replace("_", " ") for name in differences], fontsize="small", parse_math=False)
     ax.set(ylim=(-0.7, len(lines) - 0.3), xlabel=title or "difference")

@@ -119,7 +119,8 @@ def make_sequences(
             break
     if not source:
         hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
-        hint = "Give a smaller seq_len, or layout='pack'." if layout == "full" else hint
+        if layout == "full":
+            hint = "Give a smaller seq_len, or layout='pack'."
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
     # A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows: one step to
     # the smallest row of that sequence connects all.
@@ -285,8 +286,11 @@ def _groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray
 
 
 def _part_size(fraction: float, total: int, name: str) -> int:
+    """`fraction` of `total` sequences, rounded down; raises `UserError` where that is none."""
     check_fraction(fraction, name)
-    if not int(fraction * total):
+    size = int(fraction * total)
+    if not size:
+        sequences = "sequence" if total == 1 else "sequences"
         hint = "Give more text, shorter sequences, or a larger fraction."
-        raise UserError(f"{name}={fraction} of {total} sequence{'s'[: total > 1]} is none. {hint}")
-    return int(fraction * total)
+        raise UserError(f"{name}={fraction} of {total} {sequences} is none. {hint}")
+    return size

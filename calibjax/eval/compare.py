@@ -53,7 +53,7 @@ class Contender(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of a contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
+    """A contender that did not fail; `fit_seconds` includes compilation, `state` is what `fit` returned."""
 
     outcome: Outcome
     fit_seconds: float
@@ -175,14 +175,15 @@ def comparison_json(
     seed: int = 0,
     sort: SortKey = "log_loss",
 ) -> dict[str, dict[str, Any]]:
-    """The rows of a comparison, best first.
+    """The rows of a comparison, best first; fits that did not converge are last. Beside the metrics a row has
 
-    `nll` is the negative log-likelihood of the true class, null for methods that give a confidence alone; `log_loss`
-    that of correctness, null where it is infinite: `certain_and_wrong` counts wrong predictions with confidence 1, or
-    right ones with 0. `changed` counts the predictions that the method changed from "uncalibrated", or else from the
-    first row. `against` holds the difference from `reference`, the name of temperature scaling, for each of `COMPARED`
-    (`metrics.Comparison`), with the p-value corrected for the number of rows (`metrics.holm`); `against_uncalibrated`
-    the same, uncorrected. Fits that did not converge follow the others.
+    - `nll`: negative log-likelihood of the true class, null for methods that give a confidence alone;
+    - `log_loss`: that of correctness, null where it is infinite;
+    - `certain_and_wrong`: number of wrong predictions with confidence 1, and of right ones with confidence 0;
+    - `changed`: number of predictions that differ from those of "uncalibrated", or else of the first row;
+    - `against`: `metrics.Comparison` with `reference`, the name of temperature scaling, for each of `COMPARED`, its
+      p-value corrected for the number of rows (`metrics.holm`);
+    - `against_uncalibrated`: the same with "uncalibrated", not corrected.
     """
     base = results.get("uncalibrated", next(iter(results.values()))).outcome
     pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
@@ -195,7 +196,8 @@ def comparison_json(
         nll = None
         if result.outcome.log_prob is not None:
             likelihood = pool(*pair, log_prob=result.outcome.log_prob)
-            nll, draws[name]["nll"] = _finite(metrics.summarise(likelihood)["nll"]), draws_of(likelihood, seed)["nll"]
+            nll = _finite(metrics.summarise(likelihood)["nll"])
+            draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
         unknown = base.choice is None or result.outcome.choice is None
         row: dict[str, Any] = metrics.summarise(sums[name])
         log_loss = row.pop("nll")
@@ -227,8 +229,10 @@ def comparison_json(
 
     def order(name: str) -> tuple[bool, bool, float]:
         value = figure_of(rows[name], sort)
-        last = name in unconverged
-        return (last, True, 0.0) if value is None else (last, False, -value if sort == "auroc" else value)
+        is_missing = value is None
+        if value is None:
+            value = 0.0
+        return name in unconverged, is_missing, -value if sort == "auroc" else value
 
     return {name: rows[name] for name in sorted(rows, key=order)}
 
@@ -310,14 +314,15 @@ def compare(
     Args:
         fit: predictions to fit on, with confidence and correct, or logits and labels.
         held_out: predictions to compare on, with the same fields.
-        methods: names in `recalibrate.METHODS`; temperature scaling is always among them. Empty: all that these
-            predictions have the fields for, but those with more parameters for pairs of classes than predictions.
-        groups: labels `[N]` of held-out predictions that depend on each other and are resampled together.
-        sort: figure that the rows are ordered by, best first.
-        bins, closed: of the reliability bins.
+        methods: names in `recalibrate.METHODS`; temperature scaling is always added. Empty: all methods whose fields
+            these predictions have, except those with a parameter per pair of classes and too few predictions for it.
+        groups: `[N]`, labels of the held-out predictions; those with one label are resampled together.
+        sort: figure that orders the rows, best first.
+        bins, closed: number and edge convention of the reliability bins, see `metrics.bin_index`.
+        context: seed of the bootstrap, and progress; by default `RunContext()`.
 
     Raises:
-        UserError: an unknown method, or invalid predictions.
+        UserError: for an unknown method or invalid predictions.
 
     Example:
         >>> import calibjax

@@ -357,8 +357,10 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
             stops = read_json(file).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a JSON object ({error}).") from error
-    stops = lm.tokenizer.eos_token_id if stops is None and lm.has_tokenizer else stops
-    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if stops is None and lm.has_tokenizer:
+        stops = lm.tokenizer.eos_token_id
+    if not isinstance(stops, list):
+        stops = [] if stops is None else [stops]
     if not all(type(stop) is int and 0 <= stop <= LARGEST_SIZE for stop in stops):
         raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
     return tuple(stops)

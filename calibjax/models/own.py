@@ -86,10 +86,10 @@ def from_function(
 
     Args:
         apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
-            `unembedding`, `-> logits [B, T, V]`, held for one batch. Parameters of it that are named `segment_ids` or
-            `positions` (int32 `[B, T]`) get those of packed sequences.
-        params: pytree of arrays, its first argument. Arrays on the devices of a run's mesh stay as they are sharded
-            there; others are copied to every device.
+            `unembedding`, `-> logits [B, T, V]`, held for one batch. If it has parameters named `segment_ids` or
+            `positions`, it is called with those of packed sequences, int32 `[B, T]`.
+        params: pytree of arrays, the first argument of `apply`. Arrays on the devices of a run's mesh keep their
+            sharding; others are copied to every device.
         unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
         dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
         fingerprint: name of the model, which heads keep; None: a hash of all parameters.
@@ -160,7 +160,8 @@ def from_arrays(
     if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
-    flat, length = values.reshape(-1, values.shape[-1]), values.shape[1] if values.ndim == 3 else _ROW
+    flat, has_sequences = values.reshape(-1, values.shape[-1]), values.ndim == 3
+    length = values.shape[1] if has_sequences else _ROW
     rows = -(-len(flat) // length)
 
     def cut(x: np.ndarray) -> np.ndarray:
@@ -171,8 +172,8 @@ def from_arrays(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),
         where=cut(counted) & real,
-        segment_ids=np.where(real, 1 if values.ndim == 3 else column + 1, 0).astype(np.int32),
-        positions=np.where(real, column if values.ndim == 3 else 0, 0).astype(np.int32),
+        segment_ids=np.where(real, 1 if has_sequences else column + 1, 0).astype(np.int32),
+        positions=np.where(real, column if has_sequences else 0, 0).astype(np.int32),
         source=np.arange(rows, dtype=np.int32),
     )
     name = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))

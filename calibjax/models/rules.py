@@ -36,8 +36,9 @@ class Rule:
 
     def layout(self, config: DecoderConfig) -> "Layout":
         """Layout of the targets in the tensor of a model."""
-        groups = config.intermediate_size if self.by_column else config.num_heads if self.by_head else 1
-        return Layout(self.transpose, groups)
+        if self.by_column:
+            return Layout(self.transpose, config.intermediate_size)
+        return Layout(self.transpose, config.num_heads if self.by_head else 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,8 +115,8 @@ def minimize(
 
     with jax.enable_x64(True):
         pieces = -(-sum(row.size for row in rows) // _BLOCK)
-        split = [[jnp.asarray(piece) for piece in np.array_split(row, pieces)] for row in rows]
-        blocks = list(zip(*split, strict=True))
+        split = [np.array_split(row, pieces) for row in rows]
+        blocks = [tuple(map(jnp.asarray, block)) for block in zip(*split, strict=True)]
         like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
 
         def value_and_grad(x: np.ndarray) -> tuple[Any, ...]:

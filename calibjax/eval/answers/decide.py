@@ -42,19 +42,19 @@ def decide(
     """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
 
     Args:
-        confidence: `[N]`, of answers with known outcomes; or probabilities `[N, K]` of the options of multiple choice,
-            for which sets of options that hold the right one are found too, by each of `SET_SCORES`.
-        correct: `[N]`: 1 for right and 0 for wrong; of probabilities the number of the right option.
+        confidence: `[N]` in [0, 1], of answers with known outcomes; or `[N, K]`, probabilities of the options of
+            multiple choice: then sets of options that hold the right one are computed too, by each of `SET_SCORES`.
+        correct: `[N]`, 1 for right and 0 for wrong; with probabilities, the index of the right option.
         risk: largest fraction of wrong answers, in (0, 1).
-        level: probability, over the draw of the data, of the guarantee on the answers that are given.
-        answer: `[N]`: the rows are factual claims, and these the answers that they belong to: the threshold limits the
-            expected fraction of false claims in an answer.
-        category: `[N]`, kinds of questions: a threshold for each.
+        level: probability, over the draw of the data, with which the guarantee on the given answers holds, in (0, 1).
+        answer: `[N]`, labels. If given, rows are factual claims and a label names the answer that a claim belongs to;
+            the threshold then bounds the expected fraction of false claims in an answer.
+        category: `[N]`, labels; each category of questions gets its own threshold.
 
     Returns:
-        JSON-able: "risk", "level", "guarantees" in words, and "categories": name ("" without categories) -> kind of
-        guarantee -> threshold (None where every or no question is answered, as "answers" says) and what it does to
-        these rows.
+        A JSON-able dictionary with "risk", "level", "guarantees" (in words) and "categories": name of the category (""
+        without any) -> kind of guarantee -> its threshold and the outcome on these rows. A threshold is None where
+        "answers" is "all" or "none".
 
     Raises:
         UserError: shapes that do not fit, or outcomes that are neither right nor wrong.
@@ -109,17 +109,20 @@ def decide(
 
 
 def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
-    """What answering where the confidence exceeds a threshold does to questions with known outcomes, as fractions of
-    the questions, and of the answers that are wrong (None where none is given)."""
+    """Outcome of answering the questions whose confidence exceeds a threshold: the fractions answered and wrong, and
+    the fraction of the answers that is wrong (None where none is given)."""
     taken = confidence > threshold
     wrong = (taken & (correct < 1)).sum()
+    answers = "some"
+    if not math.isfinite(threshold):
+        answers = "none" if threshold > 0 else "all"
     return {
         "threshold": threshold if math.isfinite(threshold) else None,
         "questions": len(confidence),
         "answered": float(taken.mean()),
         "wrong": float(wrong / len(confidence)),
         "wrong_of_answered": float(wrong / taken.sum()) if taken.any() else None,
-        "answers": "some" if math.isfinite(threshold) else "none" if threshold > 0 else "all",
+        "answers": answers,
     }
 
 
