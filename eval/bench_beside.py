@@ -3,12 +3,12 @@
     pip install netcal torch accelerate
     python eval/bench_beside.py path/to/model --assets path/to/assets --jobs generate metrics fits tasks start
 
-- generate: greedy continuations of a prompt of 128 tokens by 64.
+- generate: greedy continuations of a prompt of 128 tokens by 64; with the head of `--export` too, and by llama.cpp from
+  the file of `--gguf` on one thread.
 - metrics: ECE of a million confidences and its bootstrap interval (100 resamples, by a loop where a library has none).
 - fits: post-hoc methods on 50,000 confidences, or on logits of 10 classes.
 - tasks: the harness's own evaluation of `--tasks` in float32, beside its Hugging Face backend.
 - start: a new Python that prints the help, imports, or loads the model.
-- decode: with the head of `--export` and without, in JAX and in PyTorch.
 
 "first" has the compilation of our programs, without a cache on disk; "median" is of the rounds after it. The ratio is
 that of medians: times theirs take as long as ours.
@@ -36,28 +36,75 @@ def generation(given: argparse.Namespace) -> Jobs:
     import torch
     import transformers
 
+    from calibjax.torch import attach
+
     lm = calibjax.load_model(given.model)
     other: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
     other.generation_config.eos_token_id = None
 
-    def pair(batch: int) -> dict[str, Callable[[], Any]]:
+    def libraries(batch: int) -> dict[str, Callable[[], Any]]:
         prompts = np.random.default_rng(0).integers(3, lm.config.vocab_size, (batch, 128))
         ids = torch.tensor(prompts)
         settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
 
-        def ours() -> Any:
-            made = calibjax.generate(lm, prompts.tolist(), max_new_tokens=64, stop_tokens=())
+        def ours(**options: Any) -> Any:
+            made = calibjax.generate(lm, prompts.tolist(), max_new_tokens=64, stop_tokens=(), **options)
             return np.asarray(made.tokens)
 
         def theirs() -> Any:
             with torch.no_grad():
                 return other.generate(ids, **settings).numpy()[:, 128:]
 
+        def attached() -> Any:
+            with_head = attach(other, given.export, check=False)
+            theirs()
+            with_head.detach()
+
         assert (ours() == theirs()).mean() > 0.99, "the continuations differ"
         jax.clear_caches()
-        return {"calibjax": ours, "transformers": theirs}
+        found: dict[str, Callable[[], Any]] = {"calibjax": ours, "transformers": theirs}
+        if given.gguf:
+            found["llama.cpp"] = llama_cpp(given.gguf, prompts)
+        if given.export:
+            found["calibjax, head"] = functools.partial(ours, head=calibjax.load_head(given.export, lm))
+            found["transformers, head"] = attached
+        return found
 
-    return {f"generate 64 tokens, batch {batch}": pair(batch) for batch in (1, 32)}
+    return {f"generate 64 tokens, batch {batch}": libraries(batch) for batch in (1, 16)}
+
+
+def llama_cpp(file: str, prompts: np.ndarray) -> Callable[[], Any]:
+    """64 greedy tokens after each prompt by llama.cpp, on one thread, all prompts in one batch."""
+    import llama_cpp as api  # pyright: ignore[reportMissingImports]
+
+    rows, length = prompts.shape
+    model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
+    settings = api.llama_context_default_params()
+    settings.n_ctx, settings.n_batch, settings.n_seq_max = rows * (length + 64), rows * length, rows
+    settings.n_threads = settings.n_threads_batch = 1
+    context, batch = api.llama_init_from_model(model, settings), api.llama_batch_init(rows * length, 0, 1)
+    width = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+
+    def largest(tokens: np.ndarray, first: int) -> np.ndarray:
+        """The most likely token after each row `[rows, columns]`, whose first column has this position."""
+        columns = tokens.shape[1]
+        batch.n_tokens = tokens.size
+        for place, token in enumerate(tokens.ravel().tolist()):
+            row, column = divmod(place, columns)
+            batch.token[place], batch.pos[place], batch.logits[place] = token, first + column, column == columns - 1
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+        assert api.llama_decode(context, batch) == 0
+        logits = [api.llama_get_logits_ith(context, (row + 1) * columns - 1) for row in range(rows)]
+        return np.array([[np.ctypeslib.as_array(row, (width,)).argmax()] for row in logits])
+
+    def run() -> np.ndarray:
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        tokens = [largest(prompts, 0)]
+        for step in range(63):
+            tokens.append(largest(tokens[-1], length + step))
+        return np.concatenate(tokens, axis=1)
+
+    return run
 
 
 def error_metrics(_: argparse.Namespace) -> Jobs:
@@ -181,33 +228,6 @@ def tasks(given: argparse.Namespace) -> Jobs:
     return {f"{name}, {given.limit} questions a part": pair(name) for name in given.tasks}
 
 
-def decode(given: argparse.Namespace) -> Jobs:
-    import torch
-    import transformers
-
-    import calibjax.torch
-
-    lm = calibjax.load_model(given.model)
-    prompts = [[1, 5, 9, 2 + row] for row in range(4)]
-    other: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
-
-    def ours(**options: Any) -> Any:
-        return np.asarray(calibjax.generate(lm, prompts, max_new_tokens=32, stop_tokens=(), **options).tokens)
-
-    def theirs() -> Any:
-        return other.generate(torch.tensor(prompts), **settings)
-
-    def attached() -> Any:
-        with_head = calibjax.torch.attach(other, given.export, check=False)
-        theirs()
-        with_head.detach()
-
-    calibrated = functools.partial(ours, head=calibjax.load_head(given.export, lm))
-    libraries = {"calibjax": ours, "calibjax, head": calibrated, "PyTorch": theirs, "PyTorch, head": attached}
-    return {"32 tokens of 4 sequences": libraries}
-
-
 def start(given: argparse.Namespace) -> Jobs:
     def python(*arguments: str) -> Callable[[], Any]:
         return lambda: subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
@@ -224,14 +244,7 @@ def start(given: argparse.Namespace) -> Jobs:
     }
 
 
-JOBS = {
-    "generate": generation,
-    "metrics": error_metrics,
-    "fits": fits,
-    "tasks": tasks,
-    "start": start,
-    "decode": decode,
-}
+JOBS = {"generate": generation, "metrics": error_metrics, "fits": fits, "tasks": tasks, "start": start}
 
 
 def main() -> None:
@@ -240,7 +253,8 @@ def main() -> None:
     )
     parser.add_argument("model", help="directory of a model")
     parser.add_argument("--assets", help="directory with data/, for --jobs tasks")
-    parser.add_argument("--export", help="of `calibjax export`, for --jobs decode")
+    parser.add_argument("--export", help="of `calibjax export`, for --jobs generate")
+    parser.add_argument("--gguf", help="the model as a GGUF file, for --jobs generate")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, required=True, help="what to time")
     parser.add_argument("--tasks", nargs="+", default=["mmlu_local"], help="the harness's tasks")
     parser.add_argument("--limit", type=int, default=5, help="questions of each task, or of each of its parts")

@@ -76,20 +76,6 @@ def _liger(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable:
     return functools.partial(functions.liger_fused_linear_cross_entropy, **options)
 
 
-def _liger_hopper(torch: Any, problem: dict[str, Any]) -> Callable:
-    """Liger's in CuTe DSL for Hopper GPUs, which holds all logits in bfloat16."""
-    _refuse(problem, "label_smoothing", "softcap")
-    liger = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    return functools.partial(liger.liger_fused_linear_cross_entropy_sm90, reduction="mean")
-
-
-def _liger_scaled_hopper(torch: Any, problem: dict[str, Any]) -> Callable:
-    """Liger's in CuTe DSL for Hopper GPUs that holds no logits, and computes them again for the gradients."""
-    _refuse(problem, "label_smoothing", "softcap")
-    liger = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
-    return lambda h, w, y: liger.LigerFusedScaledCrossEntropySM90Function.apply(h, w, y).mean()
-
-
 def _quack(torch: Any, problem: dict[str, Any]) -> Callable:
     """Its kernels for Hopper GPUs, which it takes itself for bfloat16 and V a multiple of 128."""
     _refuse(problem, "label_smoothing", "softcap")
@@ -108,8 +94,6 @@ LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
     "torch cut-cross-entropy unfiltered": functools.partial(_cut_cross_entropy, None),
     "torch liger-kernel": functools.partial(_liger, None),
     f"torch liger-kernel {CHUNK}": functools.partial(_liger, CHUNK),
-    "torch liger-kernel hopper": _liger_hopper,
-    "torch liger-kernel scaled hopper": _liger_scaled_hopper,
     "torch quack": _quack,
 }
 
