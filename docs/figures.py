@@ -227,25 +227,6 @@ def layer_curves(shown: list[Table]):
     return figure
 
 
-def tasks(shown: list[Table]):
-    """ECE of answers, per task."""
-    figure = blank(9.0, 3.2)
-    for axis, table in zip(figure.subplots(1, len(shown), sharey=True), shown, strict=True):
-        columns = ("ECE uncalibrated", "temperature scaling", "ATS")
-        for offset, (name, colour) in enumerate(zip(columns, LINES, strict=False)):
-            values = [number(cell) for cell in table.column(name)]
-            axis.bar(np.arange(len(values)) + 0.27 * offset, values, 0.25, color=colour, label=name.replace("ECE ", ""))
-        axis.set_xticks(
-            np.arange(len(table.rows)) + 0.27, table.column("task"), rotation=30, ha="right", fontsize="small"
-        )
-        axis.set_title(table.lead.strip("*"))
-        plain(axis)
-    figure.axes[0].set_ylabel("ECE")
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=3, frameon=False, fontsize="small")
-    return figure
-
-
 def costs(shown: list[Table]):
     """CPU time of jobs relative to the forward pass."""
     figure = blank(7.6, 2.6)
@@ -369,7 +350,6 @@ FIGURES: dict[str, tuple[str, Callable[[Table], bool], Callable[[list[Table]], A
     "ats": ("train/RESULTS.md", lambda table: table.header[:2] == ["set", "method"], ats),
     "lhts": ("docs/lhts.md", lambda table: "myopic 0.7" in table.header, variety),
     "layers": ("docs/layers.md", lambda table: table.header[0] == "layer", layer_curves),
-    "tasks": ("docs/benchmarks.md", lambda table: table.header[0] == "task", tasks),
     "evaluation": ("eval/RESULTS.md", lambda table: table.header[0] == "job", costs),
     "scaling": ("docs/plan.md", lambda table: "operations' part if nothing is hidden" in table.header, scaling),
     "performance": ("docs/performance.md", lambda table: "their time / ours" in table.header, performance),

@@ -70,7 +70,7 @@ def generation(given: argparse.Namespace) -> Jobs:
             found["transformers, head"] = attached
         return found
 
-    return {f"generate 64 tokens, batch {batch}": libraries(batch) for batch in (1, 16)}
+    return {f"generate 64 tokens, batch {batch}": libraries(batch) for batch in (1, 16, 32)}
 
 
 def llama_cpp(file: str, prompts: np.ndarray) -> Callable[[], Any]:
