@@ -41,7 +41,7 @@ _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Batch(NamedTuple):
-    """Up to `BATCH` questions of a part of a task.
+    """Up to `BATCH` questions of a part of a task, or with written answers as many as a step has rows.
 
     Attributes:
         subject: of questions that have no column category.
@@ -155,8 +155,10 @@ class TaskEvaluator:
         """Yields the questions of a part without those that have an option too long to be read."""
         task, lm = self.task.parts[part], self.model
         subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
-        for start in range(0, len(numbers), BATCH):
-            own = list(numbers[start : start + BATCH])
+        # Written answers take long: few at a time, so that progress shows and little is lost where a run is killed.
+        size = BATCH if task.OUTPUT_TYPE == "multiple_choice" else min(lm.scorer.batch_size, BATCH)
+        for start in range(0, len(numbers), size):
+            own = list(numbers[start : start + size])
             task.set_fewshot_seed(self.context.seed)
             questions = [documents[number] for number in own]
             prompts = [lm.prompt(task, question, self.shots(task)) for question in questions]
@@ -173,6 +175,10 @@ class TaskEvaluator:
     def _calibration_batches(self) -> list[Batch]:
         parts = self.task.parts.items()
         return [batch for name, task in parts for batch in self.requests(name, *self.calibration_questions(task))]
+
+    def _calibration_bar(self, batches: Sequence[Batch]) -> Any:
+        total = sum(len(batch.documents) for batch in batches)
+        return self.context.bar(title=f"{self.name}: calibration questions", unit="question", total=total)
 
     # Answers.
 
@@ -288,12 +294,15 @@ class TaskEvaluator:
         """Fits temperature scaling over the options to each head but the first, on the calibration questions that have
         one right option: s minimises the mean of −log softmax(s a)_right over the options' log-likelihoods a."""
         rows, labels = [], []
-        for batch, _, log_probs in self._score_options(self._calibration_batches()):
+        batches = self._calibration_batches()
+        bar = self._calibration_bar(batches)
+        for batch, _, log_probs in self._score_options(batches, bar.update):
             for number, document in enumerate(batch.documents):
                 right = right_options(batch.task, document)
                 if len(right) == 1:
                     rows.append(log_probs[:, number])
                     labels.append(right[0])
+        bar.close()
         parts = self.task.parts
         if not labels:
             raise UserError(f"--fit: no calibration question of {', '.join(parts)} has exactly one right option.")
@@ -469,6 +478,7 @@ class TaskEvaluator:
             raise UserError(f"--confidence {', '.join(names)}: {parts} has no questions to fit on.")
         columns: list[dict[str, np.ndarray]] = []
         needed = {PROBES[name].target for name in names}
+        bar = self._calibration_bar(batches)
         for batch in batches:
             written = self._write(batch)
             own = self._features(written, {PROBES[name].feature for name in names})
@@ -482,6 +492,8 @@ class TaskEvaluator:
             if "capability" in needed:
                 own["capability"] = self._judge(batch, texts).mean(axis=1)
             columns.append(own)
+            bar.update(len(batch.documents))
+        bar.close()
         joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
         return {name: (joined[PROBES[name].feature], joined[PROBES[name].target]) for name in names}
 
