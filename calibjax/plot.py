@@ -179,7 +179,7 @@ def risk_coverage(
         right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
     covered = np.cumsum(count)
     colour, mark = colour or _COLOURS.get(name.partition("-")[0], _BLUE), "." if correct is None else None
-    ax.plot(covered / covered[-1], 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
+    ax.plot(covered / count.sum(), 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
     return plain(ax)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.eval.answers.confidence import WORDS
+from calibjax.eval.answers.methods import METHODS
 from calibjax.eval.compare import Outcome, Result, comparison_json
 from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_interval
 from calibjax.eval.report.schema import SCHEMA, Document
@@ -162,6 +163,8 @@ def tasks_document(
             read_from[name] += "; temperatures calibrate tokens"
         if method == options.text:
             read_from[name] += f"; judge: {options.judge}"
+            if options.confidence and options.closed == "none":
+                read_from[name] += "; bins of further confidences are closed on the right"
         sets[name] = {
             **answers_json(own, methods, **binning),
             "title": name,
@@ -197,7 +200,10 @@ def answers_json(
         choice = answers.choice[row] if (answers.choice[row] >= 0).all() else None
         log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
-    compared = comparison_json(results, reference="temperature", bins=bins, closed=closed, seed=seed)
+    compare = functools.partial(comparison_json, results, reference="temperature", bins=bins, seed=seed)
+    compared = compare(closed=closed)
+    if closed == "none" and set(names) & set(METHODS):  # open bins leave out values on an edge, as fractions of samples
+        compared |= {name: row for name, row in compare(closed="right").items() if name in METHODS}
     methods: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
