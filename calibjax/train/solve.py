@@ -54,7 +54,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     arrays = tokens.flat([*tokens.arrays])
     count = len(arrays["valid"])
     fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
-    features = np.asarray(features_of(head, arrays, tokens.scales), np.float32)
+    features = np.asarray(to_host(_features(head, arrays, tokens.scales)), np.float32)
     mean = features.mean(axis=0, dtype=np.float64)
     features = features - mean.astype(np.float32)
     deviation = np.sqrt(np.square(features).mean(axis=0, dtype=np.float64))
@@ -67,6 +67,9 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
     return Design(features, mean, deviation, decayed, curves, curvature, start, count)
+
+
+_features = jax.jit(features_of, static_argnums=(0, 2))  # one program: each operation alone would be compiled, too
 
 
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -95,12 +98,13 @@ def _gram(features: Float[Array, "N F"], curves: VocabCurves, log_scale: Float[A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _value_and_slope(trial: Trial, x: Float[Array, " G"], features, curves: VocabCurves, weights):
+def _value_and_slope(
+    loss: str, hyper: dict[str, Float[Array, ""]], x: Float[Array, " G"], features, curves: VocabCurves, weights
+):
     """Sums of the loss over `_SUM` tokens at a time, and the gradient of their sum, at bias and weights x."""
 
     def total(x: Array) -> tuple[Array, Array]:
-        hyper = {} if trial.alpha is None else {"alpha": trial.alpha}
-        values, _ = curve_loss(LOSSES[trial.loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
+        values, _ = curve_loss(LOSSES[loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
         sums = jnp.sum(jnp.where(weights > 0, weights * values, 0.0).reshape(-1, _SUM), axis=1)
         return jnp.sum(sums), sums
 
@@ -133,11 +137,12 @@ def solve(
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
     lower = np.linalg.cholesky(design.curvature + np.diag(penalty + ridge))
     first = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
+    hyper = {} if trial.alpha is None else {"alpha": jnp.float32(trial.alpha)}
 
     def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
         x = first + scipy.linalg.solve_triangular(lower, v, lower=True, trans=1)
         at = jnp.asarray(x, jnp.float32)
-        sums, slope = to_host(_value_and_slope(trial, at, design.features, design.curves, placed))
+        sums, slope = to_host(_value_and_slope(trial.loss, hyper, at, design.features, design.curves, placed))
         value = np.asarray(sums, np.float64).sum() / count + 0.5 * (penalty * x) @ x
         gradient = np.asarray(slope, np.float64) / count + penalty * x
         return value, scipy.linalg.solve_triangular(lower, gradient, lower=True)
