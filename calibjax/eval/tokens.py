@@ -15,6 +15,8 @@ from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import top_logits
+from calibjax.kernels.api import hold_logits
+from calibjax.kernels.platforms import platform
 from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
@@ -63,42 +65,76 @@ def identity_head(lm: FrozenModel) -> FittedHead:
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
-_BLOCK = 256  # tokens: batches and sets with nearly as many tokens share a program
+_BLOCK = 128  # tokens whose logits are held at once; sets with nearly as many tokens share a program
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="count")
 def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, count=None):
     """Sums and outputs of every method on one batch; the frozen forward pass is shared, and the statistics of the base
-    model, a configuration of None, which the heads' features read. `count`: see `stats_at`."""
+    model, a configuration of None, which the heads' features read.
+
+    `count`: at least the number of tokens with `where`, a multiple of `_BLOCK`: then no other token is multiplied by
+    the vocabulary, and on CPUs one product serves all methods. None: where several devices hold the tokens.
+    """
     hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    zeros = jnp.zeros(batch["targets"].shape, jnp.float32)
+    heads = list(zip(configs, params, factors, strict=True))
+
+    def log_scale_of(head, tokens, base=None):
+        return batch_log_scale(model, head[0], head[1], frozen, tokens, dtype, head[2], base)
+
+    # Heads that read other tokens have their features from all of them.
+    wide = [head[0] is not None and (head[0].attends or head[0].pooling == "sequence") for head in heads]
+    given = [log_scale_of(head, shared) if is_wide else None for head, is_wide in zip(heads, wide, strict=True)]
     read = {statistic for config in configs if config for statistic in config.statistics}
-    base = None
-    if read or None in configs:
-        names = tuple(sorted({*_STATISTICS, *read}))
-        base = stats_at(model, frozen, shared, zeros, dtype=dtype, statistics=names, count=count)
-    results = []
-    for config, head_params, factor in zip(configs, params, factors, strict=True):
-        if config is None:
-            assert base is not None
-            stats, log_scale = base, zeros
+
+    def outputs(tokens):
+        """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
+        tokens, given = tokens
+        logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
+        if count is not None and platform().name == "cpu":
+            unembedding = frozen.unembedding.astype(dtype)
+            stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **logits)
         else:
-            at_hand = None if config.attends else base  # one that attends reads the features of all tokens
-            log_scale = batch_log_scale(model, config, head_params, frozen, shared, dtype, factor, at_hand)
-            stats = stats_at(model, frozen, shared, log_scale, dtype=dtype, statistics=_STATISTICS, count=count)
-        sums = metrics.calibration_sums(
-            stats.confidence(),
-            stats.require("correct"),
-            log_prob=stats.log_prob(),
-            bins=bins,
-            closed=closed,
-            where=stats.valid,
-        )
-        tokens = (stats.confidence(), stats.require("argmax"), jnp.exp(-log_scale), stats.log_prob())
-        grid = metrics.grid_sums(stats.confidence(), stats.require("correct"), stats.valid)
-        results.append((sums, tokens, stats.valid, grid))
+            stats_of = functools.partial(stats_at, model, frozen, tokens, dtype=dtype)
+        zeros, base, results = jnp.zeros(tokens["where"].shape, jnp.float32), None, []
+        if read or None in configs:
+            base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
+        for head, log_scale in zip(heads, given, strict=True):
+            stats = base
+            if head[0] is None:
+                log_scale = zeros
+            else:
+                log_scale = log_scale_of(head, tokens, base) if log_scale is None else log_scale
+                stats = stats_of(log_scale, statistics=_STATISTICS)
+            assert stats is not None
+            numbers = (stats.confidence(), stats.require("correct"), stats.log_prob(), stats.require("argmax"))
+            results.append((*numbers, stats.valid, log_scale))
+        return results
+
+    at_places = outputs((shared, given)) if count is None else _in_blocks(outputs, (shared, given), count)
+    results = []
+    for confidence, correct, log_prob, argmax, valid, log_scale in at_places:
+        options = {"bins": bins, "closed": closed, "where": valid}
+        sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **options)
+        tokens = (confidence, argmax, jnp.exp(-log_scale), log_prob)
+        results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
+
+
+def _in_blocks(function, shared, count):
+    """`function` of the tokens with `where`, in rows of `_BLOCK` on CPUs; its outputs at the tokens' places, else 0."""
+    where, size = shared[0]["where"], _BLOCK if platform().name == "cpu" else count
+    (place,) = jnp.nonzero(where.reshape(-1), size=count, fill_value=where.size)
+
+    def rows(x):
+        flat = x.reshape(where.size, *x.shape[2:]).at[place].get(mode="fill", fill_value=0)
+        return flat.reshape(-1, 1, size, *flat.shape[1:])
+
+    def spread(x):
+        return jnp.zeros(where.size, x.dtype).at[place].set(x.reshape(-1), mode="drop").reshape(where.shape)
+
+    return jax.tree.map(spread, jax.lax.map(function, jax.tree.map(rows, shared)))
 
 
 def evaluate_tokens(
@@ -126,7 +162,7 @@ def evaluate_tokens(
     factors = [jnp.float32(head.log_factor) for head in heads.values()]
     frozen = freeze(lm, *(config for config in configs if config))
     mesh, scored, count = context_mesh(), sequences.where.sum(axis=1), None
-    if mesh is None or mesh.size == 1:  # several devices hold rows
+    if lm.unembedding is not None and (mesh is None or mesh.size == 1):  # several devices hold rows
         largest = max(int(scored[start : start + batch_size].sum()) for start in range(0, len(scored), batch_size))
         count = -(-max(largest, 1) // _BLOCK) * _BLOCK
     sums_of: dict[str, list[Any]] = {name: [] for name in names}

@@ -114,10 +114,43 @@ def as_scale(scale: Any, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), shape)
 
 
+def hold_logits(
+    hidden: Float[Array, "*B D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "*B"],
+    *,
+    bias: Float[Array, " V"] | None,
+    softcap: float | None,
+    where: Bool[Array, "*B"],
+) -> Callable[..., VocabStats]:
+    """`vocab_stats` as a function of log s `[...]` and `statistics`, by one product for all calls.
+
+    The float32 logits [N, V] are held between the calls: for a few tokens at a time, on one device.
+    """
+    given: Any = (hidden, unembedding, targets, bias, where)
+    dispatch, arrays = prepare(given, softcap, (), None, {"implementation": "chunked"})
+    inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
+    held = chunked.Chunked(chunked.chunk_logits(dispatch.options, operator.with_dtypes(inputs)))
+
+    def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
+        scale = jnp.exp(log_scale)
+        values, valid = evaluate(dispatch._replace(wanted=frozenset(statistics)), arrays, scale, -100, held)
+        return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
+
+    return stats
+
+
 def evaluate(
-    dispatch: "Dispatch", arrays: tuple[Any, ...], scale: Array, ignore_index: int
+    dispatch: "Dispatch",
+    arrays: tuple[Any, ...],
+    scale: Array,
+    ignore_index: int,
+    held: Implementation | None = None,
 ) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
-    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count."""
+    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count.
+
+    `held`: see `hold_logits`.
+    """
     sharding, hidden = dispatch.sharding, arrays[0]
     if sharding is not None and sharding.explicit_axes:
 
@@ -134,7 +167,10 @@ def evaluate(
         targets=padded(inputs.targets, length),
         valid=None if dispatch.shapes.valid is None else padded(inputs.valid, length),
     )
-    values = (reference if call.implementation is None else operator).compute(call, inputs)
+    if held is not None:
+        values, _, _ = operator.forward(call._replace(implementation=held), operator.with_dtypes(inputs), call.wanted)
+    else:
+        values = (reference if call.implementation is None else operator).compute(call, inputs)
     values = {name: value[:tokens].reshape(*shape, *value.shape[1:]) for name, value in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.

@@ -114,10 +114,26 @@ def add_gradients(
     )
 
 
+def chunk_logits(options: Options, inputs: Inputs) -> _Saved:
+    """All logits, for `Chunked`: [N, V] float32, of a few tokens whose statistics are wanted at several scales."""
+
+    def step(carry: None, start: Array | int, width: int, _: None) -> tuple[None, Array]:
+        return carry, _block_logits(options, inputs, start, width)[1]
+
+    inputs, vocab_size = inputs.masked(), inputs.unembedding.shape[0]
+    return fold(step, None, vocab_size, _chunk(options, inputs.hidden.shape[0], vocab_size))[1]
+
+
 class Chunked(Implementation):
-    """Runs anywhere, with any options."""
+    """Runs anywhere, with any options.
+
+    `logits`: of the forward pass, as `chunk_logits` returns them; None: they are computed.
+    """
 
     accumulates = True
+
+    def __init__(self, logits: _Saved | None = None):
+        self._logits = logits
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
         vocab_size = inputs.unembedding.shape[0]
@@ -134,10 +150,15 @@ class Chunked(Implementation):
         linear_mean = "total" in needed and options.softcap is None
         per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
 
-        def step(total: Moments | None, start: Array | int, width: int, _: None) -> tuple[Moments, Array | None]:
-            weights, z = _block_logits(options, inputs, start, width)
+        def step(
+            total: Moments | None, start: Array | int, width: int, z: Array | None
+        ) -> tuple[Moments, Array | None]:
+            weights = None
+            if z is None:
+                weights, z = _block_logits(options, inputs, start, width)
             moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
             if "rows" in needed:
+                assert weights is not None
                 e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
                 e = times_slope(e, z, options.softcap)
                 if targets is not None:
@@ -147,7 +168,7 @@ class Chunked(Implementation):
                 moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
             return moments if total is None else stats.merge(total, moments, scale), z if save else None
 
-        total, saved = fold(step, None, vocab_size, _chunk(options, hidden.shape[0], vocab_size))
+        total, saved = fold(step, None, vocab_size, _chunk(options, hidden.shape[0], vocab_size), self._logits)
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)

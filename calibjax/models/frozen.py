@@ -143,41 +143,19 @@ def stats_at(
     *,
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
-    count: int | None = None,
 ) -> VocabStats:
-    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'.
-
-    count: at least the number of tokens with `where`: then no other token is multiplied by the vocabulary. Static.
-    """
-    hidden, where, shape = batch_hidden(config, frozen, batch, dtype), batch["where"], batch["where"].shape
+    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'."""
+    hidden, where = batch_hidden(config, frozen, batch, dtype), batch["where"]
     if frozen.unembedding is None:
         return dense_stats(hidden, batch["targets"], scale=jnp.exp(log_scale), where=where)
-    targets, scale = batch["targets"], jnp.exp(log_scale)
-    place = None
-    if count is not None and count < where.size:
-        (place,) = jnp.nonzero(where.reshape(-1), size=count, fill_value=where.size)
-        hidden, targets, scale = (
-            x.reshape(where.size, *x.shape[2:]).at[place].get(mode="fill", fill_value=1)
-            for x in (hidden, targets, scale)
-        )
-        where = place < where.size
-    stats = vocab_stats(
+    return vocab_stats(
         hidden,
         frozen.unembedding.astype(dtype),
-        targets,
-        scale=scale,
+        batch["targets"],
+        scale=jnp.exp(log_scale),
         bias=frozen.bias,
         softcap=config.logit_softcap,
         where=where,
         statistics=statistics,
         sharding=vocab_sharding(config),
     )
-    if place is None:
-        return stats
-
-    def spread(x: Array) -> Array:
-        """Back to the tokens' positions; elsewhere what `vocab_stats` gives for a token that does not count."""
-        empty = jnp.full(batch["where"].size, -1 if x.dtype == jnp.int32 else 0, x.dtype)
-        return empty.at[place].set(x, mode="drop").reshape(shape)
-
-    return jax.tree.map(spread, stats)._replace(scale=jnp.exp(log_scale))
