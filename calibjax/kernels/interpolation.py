@@ -41,9 +41,7 @@ def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) ->
         scale: [...], > 0.
     """
     table = np.asarray(nodes, scale.dtype)
-    index = jnp.zeros(scale.shape, jnp.int32)  # of the node below
-    for node in table[1:-1]:
-        index = index + (scale >= node).astype(jnp.int32)
+    index = jnp.searchsorted(table[1:-1], scale, side="right", method="compare_all")  # of the node below
     left = Jet(*(_at(x, index) for x in jets))
     right = Jet(*(_at(x, index + 1) for x in jets))
     start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
@@ -69,7 +67,7 @@ def _at(x: Float[Array, "... K"], index: Array) -> Array:
     if platform().name == "tpu":
         column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
         return jnp.sum(jnp.where(column == index[..., None], x, 0.0), axis=-1)
-    return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
+    return jnp.take_along_axis(x, index[..., None], axis=-1, mode="promise_in_bounds")[..., 0]
 
 
 def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
