@@ -88,9 +88,9 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
     given = [log_scale_of(head, shared) if is_wide else None for head, is_wide in zip(heads, wide, strict=True)]
     read = {statistic for config in configs if config for statistic in config.statistics}
 
-    def outputs(tokens):
+    def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
-        tokens, given = tokens
+        tokens, log_scales = block
         logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
         if count is not None and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
@@ -100,7 +100,7 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
         zeros, base, results = jnp.zeros(tokens["where"].shape, jnp.float32), None, []
         if read or None in configs:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
-        for head, log_scale in zip(heads, given, strict=True):
+        for head, log_scale in zip(heads, log_scales, strict=True):
             stats = base
             if head[0] is None:
                 log_scale = zeros
