@@ -282,12 +282,16 @@ class _Fitting:
     def _is_promising(self, candidate: Candidate, tried: Iterable[Score]) -> bool:
         """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
         best = min(tried, key=lambda scored: scored.mean("nll"))
-        fold = self.tokens.take(self.folds[0])
         mine = self.fold == 0
-        towards = self._towards[mine]
-        log_scale = shrunk(self._predict(candidate, 0), towards, SHRINKAGE)
-        here = score(fold, candidate, log_scale, refit=False)
-        difference, error = here.difference(score(fold, best.name, best.log_scale[mine], refit=False), "nll")
+        log_scale = best.log_scale.copy()
+        log_scale[mine] = shrunk(self._predict(candidate, 0), self._towards[mine], SHRINKAGE)
+
+        def on_fold(candidate: Any, log_scale: np.ndarray) -> Score:
+            scored = score(self.tokens, candidate, log_scale, refit=False)  # of all tokens, by a program that is there
+            return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
+
+        here = on_fold(candidate, log_scale)
+        difference, error = here.difference(on_fold(best.name, best.log_scale), "nll")
         is_lower = difference < -error
         self.context.log(
             f"{here.name}: on the first fold NLL {here.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "

@@ -28,6 +28,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves
+from calibjax.kernels.platforms import platform
 from calibjax.models.frozen import Frozen, batch_hidden, freeze, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.context import RunContext
@@ -37,8 +38,9 @@ from calibjax.runtime.files import read_json, write_file
 from calibjax.runtime.sharding import AXES, context_mesh, take_states
 
 Keep = Literal["disk", "memory"]
-_BLOCK, _BLOCK_OF_DEVICE = 512, 1024  # tokens of one pass over the vocabulary: on one device, and on each of several,
-# where a pass gathers the columns of an unembedding that is stored in parts
+# Tokens of one pass over the vocabulary: on a CPU, where the last block of a batch is better short, on another device,
+# and on each of several, where a pass gathers the columns of an unembedding that is stored in parts.
+_BLOCK_OF_CPU, _BLOCK, _BLOCK_OF_DEVICE = 256, 512, 1024
 _NOTE_EVERY = 20.0  # seconds between notes of how far the pass is
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
 
@@ -222,7 +224,7 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
 def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
     """At most the tokens of a batch, and a multiple of the devices they lie on."""
     if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
-        return _BLOCK
+        return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return min(_BLOCK_OF_DEVICE, -(-tokens // devices)) * devices
 
