@@ -91,10 +91,10 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
     def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
         tokens, log_scales = block
-        logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
+        options = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
         if count is not None and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
-            stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **logits)
+            stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **options)
         else:
             stats_of = functools.partial(stats_at, model, frozen, tokens, dtype=dtype)
         zeros, base, results = jnp.zeros(tokens["where"].shape, jnp.float32), None, []

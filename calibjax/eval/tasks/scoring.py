@@ -63,7 +63,7 @@ class _Row(NamedTuple):
     columns: dict[int, list[int]]
 
 
-_Read = tuple[tuple[int, ...], Mapping[int, int]]
+_Branch = tuple[tuple[int, ...], Mapping[int, int]]
 """Tokens that are read, and the number of each request that reads them -> how many tokens it scores at their end."""
 
 
@@ -82,8 +82,7 @@ class Scorer:
     A long prefix of many requests, as the examples before all questions of a subject, is run once, and its keys and
     values are kept for their rows. Heads that read a whole row, and models with attention windows, have a row for each
     request; those that are read alike (options of one token) are run once there. What is longer than the model reads
-    loses tokens at its start.
-    Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+    loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
@@ -271,12 +270,12 @@ def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
     return bisect.bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != two[: end + 1])
 
 
-def _by_prefix(reads: Sequence[_Read]) -> list[tuple[int, list[_Read]]]:
+def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
     """Divides reads in lexical order where they have less than half as much in common as those before.
 
     Gives the length of each group's common prefix, which ends before every column that predicts a scored token.
     """
-    groups: list[tuple[int, list[_Read]]] = []
+    groups: list[tuple[int, list[_Branch]]] = []
     for read, numbers in reads:
         unscored = len(read) - max(numbers.values())
         if groups:
@@ -289,9 +288,9 @@ def _by_prefix(reads: Sequence[_Read]) -> list[tuple[int, list[_Read]]]:
     return groups
 
 
-def _in_rows(reads: Sequence[_Read], joins: Callable[[int, int, int, int], bool], position: int = 0) -> list[_Row]:
+def _in_rows(reads: Sequence[_Branch], joins: Callable[[int, int, int, int], bool], position: int = 0) -> list[_Row]:
     """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`."""
-    groups: list[list[_Read]] = []
+    groups: list[list[_Branch]] = []
     before, size = (), 0
     for read, numbers in reads:
         common = _common(before, read)
@@ -303,7 +302,7 @@ def _in_rows(reads: Sequence[_Read], joins: Callable[[int, int, int, int], bool]
     return [_lay_out(group, position) for group in groups]
 
 
-def _lay_out(group: Sequence[_Read], position: int) -> _Row:
+def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
     """The row of reads in lexical order."""
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
