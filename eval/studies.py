@@ -3,9 +3,9 @@
     python eval/studies.py pooling --model path/to/model --data data.jsonl --out runs/pooling
     python eval/studies.py transfer --model path/to/model --data alpaca.jsonl lima.jsonl --out runs/transfer
 
-`pooling`, `losses`, `alpha` and `heads` vary one property of the head. `amount` varies the number of tokens to fit on.
-`transfer` fits on each set of `--data` and evaluates on all of them. Each prints tables in Markdown and writes them to
---out with metrics.json; fitted heads are kept there, so that an interrupted study resumes. docs/studies.md has results.
+`pooling`, `losses`, `alpha` and `heads` vary one property of the head. `transfer` fits on each set of `--data` and
+evaluates on all of them. Each prints tables in Markdown and writes them to --out with metrics.json; fitted heads are
+kept there, so that an interrupted study resumes. docs/studies.md has results.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
 import numpy as np
 
 from calibjax import metrics
@@ -68,16 +67,12 @@ class Study:
         mmlu: of transfer: questions of MMLU; its medical, legal and technical subjects become domains of text, each row
             a question and its right answer.
         fit_fraction: fraction of the sequences, from the first, to fit on.
-        seeds: fits of each head; of amount, draws of the sequences.
-        epochs: passes over the sequences to fit on.
-        batch_size: sequences per step.
-        learning_rate: peak learning rate.
-        tokens: of amount: numbers of tokens to fit on.
+        seeds: fits of each head.
         text: how text becomes sequences.
         quiet: no progress bars.
     """
 
-    name: Annotated[Literal["pooling", "losses", "alpha", "heads", "transfer", "amount"], Positional()]
+    name: Annotated[Literal["pooling", "losses", "alpha", "heads", "transfer"], Positional()]
     model: str
     data: tuple[str, ...]
     out: Path
@@ -85,19 +80,13 @@ class Study:
     mmlu: str | None = None
     fit_fraction: float = 0.6
     seeds: int = 3
-    epochs: int = 6
-    batch_size: int = 16
-    learning_rate: float = 2e-3
-    tokens: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
     text: DataOptions = DataOptions()
     quiet: bool = False
 
     def head(self, **changes: Any) -> AtsOptions:
         """What a study does not vary: an MLP on the hidden state of each token, one loss, no refitted temperature."""
-        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False} | changes
-        if shared["head"] != "linear" or changes.get("pooling") == "sequence":  # others are solved at once
-            shared = {"epochs": self.epochs, "learning_rate": self.learning_rate} | shared
-        return AtsOptions(batch_size=self.batch_size, **shared)
+        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False}
+        return AtsOptions(**shared | changes)
 
 
 def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -317,26 +306,6 @@ def subject_files(study: Study) -> list[Path]:
     return files
 
 
-def compare_amounts(study: Study, lm: LanguageModel, context: RunContext) -> dict[str, Any]:
-    """Of `amount`: temperature scaling and ATS by its default, fitted on ever more tokens; every seed draws others."""
-    (source,) = study.data
-    fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction, order="sequential")
-    heads: dict[str, list[FittedHead]] = {BASE: [identity_head(lm)]}
-    for seed in range(study.seeds):
-        order = np.random.default_rng(seed).permutation(len(fit.tokens))
-        counts = np.cumsum(fit.where[order].sum(axis=1))
-        for tokens in study.tokens:
-            if counts[-1] < tokens:
-                raise UserError(f"--tokens: expected at most the {counts[-1]:,} tokens to fit on, got {tokens:,}.")
-            part = fit.take(np.sort(order[: 1 + int(np.searchsorted(counts, tokens))]))
-            fitted = fit_default(lm, part, context.within(f"{tokens}-{seed}"))
-            for name, head in fitted.items():
-                heads.setdefault(f"{name}, {tokens}", []).append(head)
-            jax.clear_caches()
-    against = {name: f"{TEMPERATURE}, {name.split(', ')[1]}" for name in heads if name.startswith("ATS")}
-    return {"held out": evaluate_repeats(lm, held_out, heads, against, context=context)}
-
-
 def fit_default(lm: LanguageModel, sequences: Sequences, context: RunContext) -> dict[str, FittedHead]:
     """Temperature scaling and ATS as `fit_ats` fits them by default; those in the context's directory are loaded."""
     places = {TEMPERATURE: context.within("temperature"), "ATS": context.within("ats")}
@@ -352,11 +321,10 @@ def main(study: Study) -> None:
         raise UserError(f"--data: expected one set of text, got {len(study.data)}; only transfer compares several.")
     lm = load_model(study.model)
     hashes = {source: array_hash(study.text.read(source, lm, lambda _: None)._asdict()) for source in study.data}
-    settings = {name: getattr(study, name) for name in ("fit_fraction", "epochs", "batch_size", "learning_rate")}
-    claim_directory(study.out, {"command": f"study {study.name}", "model": lm.fingerprint, **settings, **hashes})
+    identity = {"command": f"study {study.name}", "model": lm.fingerprint, "fit_fraction": study.fit_fraction}
+    claim_directory(study.out, {**identity, **hashes})
     context = RunContext(directory=study.out / "heads", progress=not study.quiet)
-    run = {"transfer": compare_domains, "amount": compare_amounts}.get(study.name, compare_variants)
-    sets = run(study, lm, context)
+    sets = (compare_domains if study.name == "transfer" else compare_variants)(study, lm, context)
     tables = "\n".join(table(title, figures) for title, figures in sets.items())
     if study.name == "transfer":
         tables += "\n" + transfer_counts(sets)

@@ -55,7 +55,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--dtype", choices=TOLERANCE, help="of hidden states and unembedding, instead of the preset's")
     add("--label-smoothing", type=float, nargs="+", help="one table for each; default: 0, on a GPU 0 0.1")
     add("--softcap", type=softcap, nargs="+", help="one table for each; default: none, on a GPU none 30")
-    add("--save-logits", action="store_true", help="ours keep the logits for the backward pass")
     add("--task", nargs="+", choices=TASKS, help="default: all; statistics in --static only")
     add("--only", nargs="+", help="contenders whose names contain one of these; on a GPU the main ones")
     add("--repeats", type=int, default=7, help="timed calls of each")
@@ -76,8 +75,7 @@ def _problems(options: argparse.Namespace, where: str) -> Iterator[Problem]:
     caps = options.softcap or ([None, 30.0] if where == "gpu" else [None])
     presets = options.preset or DEFAULT_PRESETS.get(where, ("cpu",))
     for smoothing, cap, preset in itertools.product(smoothings, caps, presets):
-        own = {"label_smoothing": smoothing, "softcap": cap, "save_logits": options.save_logits}
-        yield dataclasses.replace(PRESETS[preset], **sizes, **own)
+        yield dataclasses.replace(PRESETS[preset], label_smoothing=smoothing, softcap=cap, **sizes)
 
 
 def _names(options: argparse.Namespace, problem: Problem, ahead_of_time: bool = False) -> list[str]:
@@ -161,7 +159,7 @@ def _measured(
                 jax.block_until_ready(run())
                 times.append(time.perf_counter() - start)
         for row, _, times in ready.values():  # the first round warms up
-            row |= {"seconds": statistics.median(times[1:]), "fastest_seconds": min(times[1:])}
+            row["seconds"] = statistics.median(times[1:])
         yield from _with_ratio(rows, ("optax", "dense jnp"))
 
 
@@ -177,37 +175,30 @@ def _with_ratio(rows: list[dict[str, Any]], baselines: tuple[str, ...]) -> list[
 
 def _estimated(options: argparse.Namespace, problem: Problem) -> Iterator[dict[str, Any]]:
     """Estimates every contender for every task; tokamax's kernel always without the options that it lacks."""
-    plain = dataclasses.replace(problem, label_smoothing=0.0, softcap=None, save_logits=False)
+    plain = dataclasses.replace(problem, label_smoothing=0.0, softcap=None)
     for task in options.task or TASKS:
         rows = []
         for name in _names(options, problem, ahead_of_time=True):
             if name == "tokamax":
                 label = name if problem == plain else "tokamax (plain loss)"
                 rows.append({**_estimate(options.static, name, task, plain), "contender": label})
-            elif "reference" not in name:  # the dense jnp loss
+            else:
                 rows.append(_estimate(options.static, name, task, problem))
         yield from _with_ratio(rows, ("tokamax", "tokamax (plain loss)"))
 
 
 @functools.cache
 def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, Any]:
-    """A row: temporaries from the compilation at the full size, time from the profiles of smaller sizes.
-
-    XLA code is not profiled: its loops would count once, and so they do in XLA's own cost model.
-    """
+    """A row: temporaries from the compilation at the full size, time from the profiles of smaller sizes."""
     _progress(f"{TASKS[task].title}: compile {name} for {chip}")
-    kernel = contenders.contenders(problem, ahead_of_time=True)[name].kernel
-    saves = problem.save_logits or name.startswith("linear_cross_entropy")
     products = TASKS[task].products
-    if kernel and not saves:
+    if not name.startswith("linear_cross_entropy"):
         products = TASKS[task].recomputing + (problem.dh_waits and 0 in TASKS[task].differentiated)
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}
     build, sizes = contenders.program_of_sizes, (problem.tokens, problem.vocab)
     try:
         whole = static_profile.compile_for(chip, build, name, task, problem, *sizes, profile=False)
-        row |= {"extra_bytes": whole.temporaries, "compile_seconds": whole.compile_seconds}
-        if not kernel:
-            return row
+        row["extra_bytes"] = whole.temporaries
         points, flops = contenders.profiled(name, chip, task, problem), products * problem.product_flops()
         found = static_profile.estimate(chip, build, name, task, problem, sizes=sizes, points=points, flops=flops)
     except DoesNotCompile as error:

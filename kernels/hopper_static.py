@@ -1,7 +1,7 @@
 """Compile the operator for an H100 on a machine without one: registers, spills, shared memory, temporaries. No time.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt     # 132 MB, of the version that jax has; nothing else of CUDA
-    python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30 --json hopper.json
+    python kernels/hopper_static.py --preset gemma2-2b tokens-32k --softcap none 30
 
 The programs are those of `bench.py` with `implementation="pallas_gpu"`. Registers, spills and shared memory are of the
 Pallas kernels in them, temporaries of the whole. A kernel that two of them share is compiled, and listed, once.
@@ -10,7 +10,6 @@ Pallas kernels in them, temporaries of the whole. A kernel that two of them shar
 import argparse
 import dataclasses
 import importlib
-import json
 import os
 import pathlib
 import re
@@ -67,8 +66,7 @@ def compile_for_h100(problem: Problem, task: str, name: str = "vocab_stats palla
 
 
 def main(options: argparse.Namespace) -> None:
-    """Compile, print and record."""
-    rows = []
+    """Compile and print."""
     name = f"{'linear_cross_entropy' if options.scalar else 'vocab_stats'} pallas_gpu"
     name += ", logits saved" if options.save_logits else ""
     for preset in options.preset:
@@ -76,13 +74,10 @@ def main(options: argparse.Namespace) -> None:
             problem = dataclasses.replace(PRESETS[preset], softcap=cap, label_smoothing=0.1)
             for task in options.task:
                 row = compile_for_h100(problem, task, name)
-                rows.append({**dataclasses.asdict(problem), "task": task, "contender": name, **row})
                 mebibytes, seconds = row["temporaries"] / 2**20, row["compile_seconds"]
                 print(f"{name}, {problem}, {task}: {mebibytes:.1f} MiB of temporaries, compiled in {seconds:.0f} s")
                 for kernel in row["kernels"]:
                     print("   ", ", ".join(f"{key} {value}" for key, value in kernel.items()), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
@@ -93,5 +88,4 @@ if __name__ == "__main__":
     parser.add_argument("--scalar", action="store_true", help="the mean loss, whose gradients the forward pass forms")
     parser.add_argument("--save-logits", action="store_true", help="with --task both")
     parser.add_argument("--softcap", type=softcap, nargs="+", default=[None, 30.0], help="or none")
-    parser.add_argument("--json", type=pathlib.Path, help="write everything there")
     main(parser.parse_args())

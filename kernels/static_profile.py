@@ -9,7 +9,6 @@ import functools
 import math
 import re
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +50,6 @@ class Compiled(NamedTuple):
 
     cycles: Mapping[str, int]  # of each operation, as often as it runs; empty unless profiled
     temporaries: int  # bytes beyond arguments and outputs
-    compile_seconds: float  # with the simulation where profiled
 
 
 def compile_for(chip: str, build: Callable[..., Program], *args: Any, profile: bool = True) -> Compiled:
@@ -85,11 +83,10 @@ def _compile(chip: Chip, build: Callable[..., Program], args: tuple, directory: 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program = build(*args)
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.arguments]
-    start = time.perf_counter()
     compiled = jax.jit(program.function).lower(*arguments).compile()
-    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     cycles = {} if directory is None else profiled_cycles(directory, compiled.as_text() or "")
-    return Compiled(cycles, 0 if memory is None else memory.temp_size_in_bytes, seconds)
+    return Compiled(cycles, 0 if memory is None else memory.temp_size_in_bytes)
 
 
 def profiled_cycles(directory: str, text: str) -> dict[str, int]:

@@ -1,18 +1,15 @@
-"""Checks and times PyTorch losses on this machine's GPU or CPU, beside those that `bench.py` times.
+"""Checks and times PyTorch losses on this machine's GPU, beside those that `bench.py` times.
 
-    python kernels/torch_losses.py --platform gpu --json torch.json
+    python kernels/torch_losses.py
 
 It prints a line for each problem, task and loss. A loss that is not installed, or lacks an option, has a line with the
 reason. It imports neither calibjax nor JAX: two frameworks share no GPU memory.
 """
 
 import argparse
-import contextlib
 import functools
 import importlib
-import importlib.metadata
 import itertools
-import json
 import math
 import statistics
 import time
@@ -20,12 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 DIFFERENTIATED = {"forward": (), "hidden": (0,), "both": (0, 1)}  # positions among (hidden, unembedding)
-PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
 # Of the loss, and of loss and gradients. Some of these losses round dW, or the logits, to 16 bits while they add: that
 # is allowed, and the table shows the error. A forgotten option changes the loss by some 2%.
-SIZES = {"cpu": [(2048, 512, 32_000)], "gpu": [(8192, 2304, 256_000), (4096, 4096, 128_256), (32_768, 2560, 128_256)]}
+SIZES = [(8192, 2304, 256_000), (4096, 4096, 128_256), (32_768, 2560, 128_256)]  # N, D, V
 TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (1e-2, 3e-2), "bfloat16": (1e-2, 1e-1)}
-CHUNK = 4096  # tokens at a time, as quack's default: with few, reading and writing dW takes longer than the products
+CHUNK = 4096  # tokens at a time: with few, reading and writing dW takes longer than the products
 
 
 def _plain(torch: Any, problem: dict[str, Any]) -> Callable:
@@ -41,60 +37,33 @@ def _plain(torch: Any, problem: dict[str, Any]) -> Callable:
     return loss
 
 
-def _refuse(problem: dict[str, Any], *lacking: str) -> None:
-    for option in lacking:
-        if problem[option]:
-            raise NotImplementedError(f"has no {option.replace('_', ' ')}")
-
-
 def _compiled(torch: Any, problem: dict[str, Any]) -> Callable:
     torch.compiler.reset()  # after eight graphs of one function it would run uncompiled
     return torch.compile(_plain(torch, problem), dynamic=False, fullgraph=True)
 
 
-def _chunked(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable:
-    """PyTorch's own, by chunks of tokens; with label smoothing it would fall back to all logits."""
-    _refuse(problem, "label_smoothing", "softcap")
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-    return functools.partial(torch.nn.functional.linear_cross_entropy, options=options)
-
-
-def _cut_cross_entropy(filter_eps: str | None, torch: Any, problem: dict[str, Any]) -> Callable:
-    """Apple's; `filter_eps` "auto" leaves out blocks of small gradients, None computes all."""
-    _refuse(problem, "label_smoothing")
+def _cut_cross_entropy(torch: Any, problem: dict[str, Any]) -> Callable:
+    """Apple's; by its default it leaves out blocks of small gradients."""
+    if problem["label_smoothing"]:
+        raise NotImplementedError("has no label smoothing")
     loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return functools.partial(loss, softcap=problem["softcap"], reduction="mean", filter_eps=filter_eps, impl="cce")
+    return functools.partial(loss, softcap=problem["softcap"], reduction="mean", filter_eps="auto", impl="cce")
 
 
-def _liger(chunk: int | None, torch: Any, problem: dict[str, Any]) -> Callable:
-    """Liger's in Triton. Its own chunks hold as many logits as there are numbers in the hidden states."""
+def _liger(torch: Any, problem: dict[str, Any]) -> Callable:
+    """Liger's in Triton."""
     options = {"label_smoothing": problem["label_smoothing"], "softcap": problem["softcap"], "reduction": "mean"}
-    if chunk is not None:
-        chunks = math.ceil(problem["tokens"] / chunk)
-        options["chunk_mem_const"] = math.ceil(problem["vocab"] / (problem["width"] * chunks))
+    chunks = math.ceil(problem["tokens"] / CHUNK)
+    options["chunk_mem_const"] = math.ceil(problem["vocab"] / (problem["width"] * chunks))
     functions = importlib.import_module("liger_kernel.transformers.functional")
     return functools.partial(functions.liger_fused_linear_cross_entropy, **options)
-
-
-def _quack(torch: Any, problem: dict[str, Any]) -> Callable:
-    """Its kernels for Hopper GPUs, which it takes itself for bfloat16 and V a multiple of 128."""
-    _refuse(problem, "label_smoothing", "softcap")
-    # Version 0.6.5 refuses gradients by chunks of as many tokens as the hidden states are wide.
-    chunk = CHUNK if min(CHUNK, problem["tokens"]) != problem["width"] else problem["width"] // 2
-    quack = importlib.import_module("quack.linear_cross_entropy")
-    return functools.partial(quack.chunked_linear_cross_entropy, chunk_size=chunk, reduction="mean")
 
 
 LOSSES: dict[str, Callable[[Any, dict[str, Any]], Callable]] = {
     "torch eager": _plain,
     "torch.compile": _compiled,
-    "torch linear_cross_entropy": functools.partial(_chunked, None),
-    f"torch linear_cross_entropy {CHUNK}": functools.partial(_chunked, CHUNK),
-    "torch cut-cross-entropy": functools.partial(_cut_cross_entropy, "auto"),
-    "torch cut-cross-entropy unfiltered": functools.partial(_cut_cross_entropy, None),
-    "torch liger-kernel": functools.partial(_liger, None),
-    f"torch liger-kernel {CHUNK}": functools.partial(_liger, CHUNK),
-    "torch quack": _quack,
+    "torch cut-cross-entropy": _cut_cross_entropy,
+    "torch liger-kernel": _liger,
 }
 
 
@@ -153,6 +122,8 @@ def main(
             except Exception as error:  # a failure of one loss does not stop the others
                 row["note"] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
             note = row.get("note") or f"{1e3 * row['seconds']:.2f} ms, error {row['error']:.1e}"
+            if "peak_extra_bytes" in row:
+                note += f", {row['peak_extra_bytes'] / 2**20:,.0f} MiB"
             print(f"{problem}, {task}, {name}: {note}", flush=True)
     return rows
 
@@ -198,26 +169,16 @@ def _timed(
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return row | {"seconds": statistics.median(times), "fastest_seconds": min(times)}
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
+    return row | {"seconds": statistics.median(times)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--platform", choices=SIZES, default="gpu")
     parser.add_argument("--only", nargs="+", help="losses whose names contain one of these")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each")
-    parser.add_argument("--json", type=argparse.FileType("w"), help="write everything there")
     given = parser.parse_args()
-    dtype, device = ("bfloat16", "cuda") if given.platform == "gpu" else ("float32", "cpu")
     problems = [
-        {"tokens": n, "width": d, "vocab": v, "dtype": dtype, "label_smoothing": smoothing, "softcap": cap}
-        for (n, d, v), smoothing, cap in itertools.product(SIZES[given.platform], (0.0, 0.1), (None, 30.0))
+        {"tokens": n, "width": d, "vocab": v, "dtype": "bfloat16", "label_smoothing": smoothing, "softcap": cap}
+        for (n, d, v), smoothing, cap in itertools.product(SIZES, (0.0, 0.1), (None, 30.0))
     ]
-    rows = main(problems, list(DIFFERENTIATED), device, time.time_ns() % 2**31, given.repeats, given.only)
-    if given.json is not None:
-        json.dump({"versions": {name: _version(name) for name in PACKAGES}, "rows": rows}, given.json, indent=1)
+    main(problems, list(DIFFERENTIATED), "cuda", time.time_ns() % 2**31, given.repeats, given.only)

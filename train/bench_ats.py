@@ -1,11 +1,10 @@
 """Cost of `calibjax train ats`, divided by one pass of the frozen model over the same tokens, in one process.
 
     python train/bench_ats.py path/to/SmolLM2-135M-Instruct path/to/alpaca.jsonl
-    python train/bench_ats.py path/to/model data.jsonl --sequences 200 --head-kind mlp
 
 The frozen pass computes the hidden states of all sequences, those to fit on and those held out. Divided by it are the
 fit (`calibjax.fit_ats`) and the exact evaluation of the base model, temperature scaling and the head on the held-out
-sequences (`calibjax.evaluate`). Programs are compiled before, on a few sequences, unless `--cold`.
+sequences (`calibjax.evaluate`). Programs are compiled before, on a few sequences.
 """
 
 import dataclasses
@@ -21,6 +20,8 @@ from calibjax.commands.parser import parse_script
 from calibjax.data import eval_batches
 from calibjax.runtime.options import Positional
 
+BATCH_SIZE = 16  # sequences per forward pass
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
@@ -31,55 +32,45 @@ class Bench:
         data: as `calibjax train ats --data`.
         sequences: to read, of `seq_len` tokens.
         seq_len: tokens of a sequence.
-        fit_fraction: of the sequences, to fit on.
-        head_kind: of `train ats`; None: its default, which tries several.
-        batch_size: sequences per forward pass.
-        cold: count compilation too.
     """
 
     model: Annotated[str, Positional()]
     data: Annotated[str, Positional()]
     sequences: int = 560
     seq_len: int = 257
-    fit_fraction: float = 0.7
-    head_kind: str | None = None
-    batch_size: int = 16
-    cold: bool = False
 
 
-def frozen_pass(lm: calibjax.LanguageModel, sequences: calibjax.Sequences, batch_size: int) -> float:
+def frozen_pass(lm: calibjax.LanguageModel, sequences: calibjax.Sequences) -> float:
     """Seconds to compute the hidden states of all sequences."""
     begin = time.perf_counter()
-    for batch, _ in eval_batches(sequences.arrays(), batch_size):
+    for batch, _ in eval_batches(sequences.arrays(), BATCH_SIZE):
         where = {name: batch[name] for name in ("segment_ids", "positions")}
         jax.block_until_ready(lm.hidden_states(batch["tokens"], **where))
     return time.perf_counter() - begin
 
 
 def fit_and_evaluate(
-    bench: Bench, lm: calibjax.LanguageModel, fit: calibjax.Sequences, held_out: calibjax.Sequences
+    lm: calibjax.LanguageModel, fit: calibjax.Sequences, held_out: calibjax.Sequences
 ) -> tuple[float, float, calibjax.Evaluation]:
     """Seconds of the fit and of the evaluation, and its figures."""
-    options = calibjax.AtsOptions(head=bench.head_kind, batch_size=bench.batch_size)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         context = calibjax.RunContext(directory=Path(directory), progress=False)
-        fitted = calibjax.fit_ats(lm, fit, options, context)
+        fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(batch_size=BATCH_SIZE), context)
     middle = time.perf_counter()
-    figures = calibjax.evaluate(lm, held_out, fitted.heads, batch_size=bench.batch_size, context=context.silent())
+    figures = calibjax.evaluate(lm, held_out, fitted.heads, batch_size=BATCH_SIZE, context=context.silent())
     return middle - begin, time.perf_counter() - middle, figures
 
 
 def main(bench: Bench) -> None:
     lm = calibjax.load_model(bench.model)
     data = calibjax.load_text(bench.data, lm, seq_len=bench.seq_len, max_sequences=bench.sequences)
-    fit, held_out = calibjax.split_sequences(data, bench.fit_fraction)
-    few = 2 * bench.batch_size
-    frozen_pass(lm, data.take(slice(few)), bench.batch_size)
-    if not bench.cold:
-        fit_and_evaluate(bench, lm, fit.take(slice(few)), held_out.take(slice(few)))
-    forward = frozen_pass(lm, data, bench.batch_size)
-    fitting, evaluation, figures = fit_and_evaluate(bench, lm, fit, held_out)
+    fit, held_out = calibjax.split_sequences(data, 0.7)
+    few = 2 * BATCH_SIZE
+    frozen_pass(lm, data.take(slice(few)))
+    fit_and_evaluate(lm, fit.take(slice(few)), held_out.take(slice(few)))
+    forward = frozen_pass(lm, data)
+    fitting, evaluation, figures = fit_and_evaluate(lm, fit, held_out)
     tokens = data.tokens.size
     print(f"frozen pass over {tokens:,} positions: {forward:.1f} s ({tokens / forward:,.0f} a second)")
     print(f"fit, its own frozen pass included:      {fitting:.1f} s")

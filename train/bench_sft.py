@@ -25,6 +25,7 @@ from calibjax.train import OptimizerConfig, create_state, make_train_step
 from calibjax.train.sft import SftObjective, SftOptions
 
 CONTENDERS = ("ours", "optax", "optax, plain")
+BATCH, SEQ_LEN = 16, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,8 @@ class Bench:
         model: directory of a model to take the shape of, in place of V, D and two layers.
         vocab_size: V.
         hidden_size: D.
-        batch: sequences.
-        seq_len: tokens a sequence.
         tie: unembedding and embedding are the same array.
         dtype: compute dtype; weights are float32.
-        label_smoothing: of the loss.
         repeats: timed steps of each contender.
         compile_only: run no steps; print only the memory.
     """
@@ -47,11 +45,8 @@ class Bench:
     model: str | None = None
     vocab_size: int = 128_256
     hidden_size: int = 2_048
-    batch: int = 16
-    seq_len: int = 128
     tie: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
-    label_smoothing: float = 0.1
     repeats: int = 3
     compile_only: bool = False
 
@@ -59,14 +54,14 @@ class Bench:
 def _objective(bench: Bench, config: DecoderConfig, name: str):
     dtype = jnp.dtype(bench.dtype)
     if name == "ours":
-        return SftObjective(model=config, options=SftOptions(label_smoothing=bench.label_smoothing), dtype=dtype)
+        return SftObjective(model=config, options=SftOptions(), dtype=dtype)
 
     def full_logits(params, frozen, batch, hyper):
         places = {"segment_ids": batch["segment_ids"], "positions": batch["positions"]}
         hidden = decoder.hidden_states(config, params, batch["tokens"], **places, dtype=dtype, remat="full")
         z, targets = decoder.unembed(config, params, hidden), batch["targets"]
         if name == "optax":
-            labels = optax.smooth_labels(jax.nn.one_hot(targets, config.vocab_size), bench.label_smoothing)
+            labels = optax.smooth_labels(jax.nn.one_hot(targets, config.vocab_size), SftOptions.label_smoothing)
             loss = optax.softmax_cross_entropy(z, labels)
         else:
             loss = optax.softmax_cross_entropy_with_integer_labels(z, targets)
@@ -78,7 +73,7 @@ def _objective(bench: Bench, config: DecoderConfig, name: str):
 def measure(bench: Bench, name: str) -> dict[str, Any]:
     """Compiles one contender's step, and runs it; for a process of its own."""
     adamw, heads = OptimizerConfig(), bench.hidden_size // 128
-    optimizer, shape = adamw.build(100), (bench.batch, bench.seq_len)
+    optimizer, shape = adamw.build(100), (BATCH, SEQ_LEN)
     config = DecoderConfig(
         family="llama",
         vocab_size=bench.vocab_size,
@@ -88,7 +83,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=128,
-        max_positions=bench.seq_len,
+        max_positions=SEQ_LEN,
         tie_embeddings=bench.tie,
     )
     config = config if bench.model is None else config_from_hf(bench.model)
@@ -97,7 +92,7 @@ def measure(bench: Bench, name: str) -> dict[str, Any]:
         "targets": jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size),
         "where": jnp.ones(shape, bool),
         "segment_ids": jnp.ones(shape, jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(bench.seq_len), shape),
+        "positions": jnp.broadcast_to(jnp.arange(SEQ_LEN), shape),
     }
 
     def start():
@@ -126,7 +121,7 @@ def main(bench: Bench) -> None:
     for name in CONTENDERS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             results[name] = pool.apply(measure, (bench, name))
-    ours, tokens = results["ours"], bench.batch * bench.seq_len
+    ours, tokens = results["ours"], BATCH * SEQ_LEN
     print(
         f"{ours['device']}, jax {jax.__version__}; {tokens:,} tokens, D {ours['width']:,}, V {ours['vocab_size']:,}, "
         f"{bench.dtype}; weights {ours['weights_mib']:,.0f} MiB, logits {tokens * ours['vocab_size'] / 2**18:,.0f} MiB"
