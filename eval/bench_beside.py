@@ -2,7 +2,10 @@
 
     pip install netcal torch accelerate
     python eval/bench_beside.py path/to/model --assets path/to/assets --jobs generate metrics fits tasks start
+    taskset -c 0 python eval/bench_beside.py path/to/model --data alpaca.jsonl --jobs ats --cpu-time
 
+- ats: `train ats --recipe paper`, beside the authors' method in PyTorch (arXiv 2409.19817): the same initial head,
+  batches and optimiser, and the frozen model in every step; then `train ats` by default, which chooses among heads.
 - generate: greedy continuations of a prompt of 128 tokens by 64; with the head of `--export` too, and by llama.cpp from
   the file of `--gguf` on one thread.
 - metrics: ECE of a million confidences and its bootstrap interval (100 resamples, by a loop where a library has none).
@@ -20,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,6 +33,94 @@ import calibjax
 
 Jobs = dict[str, dict[str, Callable[[], Any]]]
 """Work -> library -> what to time; the first library is ours."""
+
+
+def temperature_heads(given: argparse.Namespace) -> Jobs:
+    import torch
+    import transformers
+
+    from calibjax.data import batches
+    from calibjax.train.options import make_plan
+
+    lm = calibjax.load_model(given.model)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
+    data = calibjax.load_text(given.data, lm, seq_len=given.seq_len, layout="full", max_sequences=given.sequences)
+    paper = calibjax.AtsOptions(recipe="paper")
+    plan = make_plan(paper, lm.config.hidden_size)
+    steps = plan.epochs * len(data.tokens) // plan.batch_size
+    start = plan.head.init(jax.random.key(0))  # as `fit_ats` does with its default seed
+
+    def ours(options: calibjax.AtsOptions = paper) -> Any:
+        return calibjax.fit_ats(lm, data, options, calibjax.RunContext().silent()).head.params
+
+    def loss(head: Any, tokens: np.ndarray, targets: np.ndarray, where: np.ndarray) -> Any:
+        """The authors' selective smoothing of a sequence, with uniform smoothing and weight 0.5."""
+        with torch.no_grad():
+            hidden = base.model(torch.tensor(tokens)[None]).last_hidden_state
+            logits = base.lm_head(hidden)
+        calibrated = (logits * head(hidden).exp().clip(max=10))[0]
+        labels = torch.tensor(np.where(where, targets, -100)).long()
+        right = calibrated.argmax(dim=-1) == labels  # an ignored token counts as wrong, with a loss of 0
+        cross_entropy = functools.partial(torch.nn.functional.cross_entropy, reduction="sum")
+        hard = cross_entropy(calibrated[right], labels[right]) / right.sum().clip(min=1)
+        smooth = cross_entropy(calibrated[~right], labels[~right], label_smoothing=1.0) / (~right).sum().clip(min=1)
+        return (~right).float().mean() * hard + right.float().mean() * smooth
+
+    def losses(head: Any, batch: dict[str, np.ndarray]) -> Iterator[Any]:
+        for row in zip(batch["tokens"], batch["targets"], batch["where"], strict=True):
+            yield loss(head, *row) / len(batch["tokens"])
+
+    def theirs() -> Any:
+        head = authors_head(plan.head, start)
+        optimizer = torch.optim.AdamW(head.parameters(), plan.optimizer.learning_rate, weight_decay=0.0)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, steps)
+        for batch in batches(data.arrays(), plan.batch_size, seed=0, epochs=plan.epochs):
+            for value in losses(head, batch):
+                value.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), max_norm=1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return head
+
+    heads = [authors_head(plan.head, start), authors_head(plan.head, ours()), theirs()]
+    with torch.no_grad():
+        first, *last = [float(sum(losses(head, data.arrays()))) for head in heads]
+    assert abs(last[0] - last[1]) < 0.01 * abs(first - last[1]), f"the losses differ: {first}, then {last}"
+    jax.clear_caches()
+    work = f"ATS, {steps} steps on {data.tokens.size:,} positions, loss {first:.4f} to {last[0]:.4f}"
+    return {work: {"calibjax": ours, "PyTorch": theirs, "calibjax, default": lambda: ours(calibjax.AtsOptions())}}
+
+
+def authors_head(config: calibjax.HeadConfig, params: Any) -> Any:
+    """The authors' transformer head in PyTorch with our parameters: from hidden states `[B, T, D]` to log 1/T."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    module: Any = config.build()
+    sizes: Any = {name: getattr(module.block, name) for name in ("hidden_size", "intermediate_size")}
+    shape = LlamaConfig(num_attention_heads=module.block.num_heads, attn_implementation="sdpa", **sizes)
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.rotary = LlamaDecoderLayer(shape, 0), LlamaRotaryEmbedding(shape)
+            self.output = torch.nn.Linear(config.hidden_size, 1)
+
+        def forward(self, hidden: Any) -> Any:
+            positions = torch.arange(hidden.shape[1])[None]
+            return self.output(self.layer(hidden, position_embeddings=self.rotary(hidden, positions)))
+
+    block, output = params["block"], params["output"]
+    arrays = {"output.weight": output["kernel"].T, "output.bias": output["bias"]}
+    for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
+        arrays[f"layer.{theirs}.weight"] = block[ours]["scale"]
+    for theirs, ours in (("self_attn", "attention"), ("mlp", "mlp")):
+        arrays |= {f"layer.{theirs}.{name}_proj.weight": x["kernel"].T for name, x in block[ours].items()}
+    head = Head()
+    head.load_state_dict({name: torch.tensor(np.asarray(x)) for name, x in arrays.items()})
+    return head
 
 
 def generation(given: argparse.Namespace) -> Jobs:
@@ -244,7 +335,14 @@ def start(given: argparse.Namespace) -> Jobs:
     }
 
 
-JOBS = {"generate": generation, "metrics": error_metrics, "fits": fits, "tasks": tasks, "start": start}
+JOBS = {
+    "ats": temperature_heads,
+    "generate": generation,
+    "metrics": error_metrics,
+    "fits": fits,
+    "tasks": tasks,
+    "start": start,
+}
 
 
 def main() -> None:
@@ -253,22 +351,27 @@ def main() -> None:
     )
     parser.add_argument("model", help="directory of a model")
     parser.add_argument("--assets", help="directory with data/, for --jobs tasks")
+    parser.add_argument("--data", help="text, for --jobs ats")
+    parser.add_argument("--sequences", type=int, default=16, help="of the text; shorter rows are left out")
+    parser.add_argument("--seq-len", type=int, default=129, help="tokens of a sequence")
     parser.add_argument("--export", help="of `calibjax export`, for --jobs generate")
     parser.add_argument("--gguf", help="the model as a GGUF file, for --jobs generate")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, required=True, help="what to time")
     parser.add_argument("--tasks", nargs="+", default=["mmlu_local"], help="the harness's tasks")
     parser.add_argument("--limit", type=int, default=5, help="questions of each task, or of each of its parts")
+    parser.add_argument("--cpu-time", action="store_true", help="of this process, for a core that others use too")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first")
     given = parser.parse_args()
+    clock = time.process_time if given.cpu_time else time.perf_counter
     print("| work | library | first | median | times ours |\n|---|---|---|---|---|", flush=True)
     for name in given.jobs:
         for work, libraries in JOBS[name](given).items():
             seconds: dict[str, list[float]] = {library: [] for library in libraries}
             for _ in range(given.rounds + 1):
                 for library, run in libraries.items():
-                    began = time.perf_counter()
+                    began = clock()
                     run()
-                    seconds[library].append(time.perf_counter() - began)
+                    seconds[library].append(clock() - began)
             middle = {library: statistics.median(times[1:]) for library, times in seconds.items()}
             for library, times in seconds.items():
                 ratio = middle[library] / middle["calibjax"]

@@ -24,6 +24,7 @@ from tiny import (
 
 from calibjax import fit_ats
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.losses import LOSSES
 from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
 
@@ -49,6 +50,25 @@ def test_a_wrong_path_ends_with_one_line(script, monkeypatch, capsys, tmp_path):
     code, error = run(script, monkeypatch, capsys, "--assets", tmp_path / "none", "--out", tmp_path / "out")
     assert (code, error) == (2, f"error: --assets: {tmp_path}/none/data does not exist.\n")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ats_beside_the_authors_method(monkeypatch, tmp_path, capsys):
+    """It refuses to time a head that is not theirs after the same steps, such as one of another loss."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("calibjax.RunContext", silent)
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    bench = importlib.import_module("bench_beside")
+    files = [str(write_model(tmp_path / "model")), "--data", str(write_text(tmp_path / "data.jsonl"))]
+    options = ["--jobs", "ats", "--rounds", "1", "--sequences", "16", "--seq-len", "17"]
+    monkeypatch.setattr(sys, "argv", ["bench_beside.py", *files, *options])
+    bench.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ATS")]
+    assert [row.split(" | ")[1] for row in rows] == ["calibjax", "PyTorch", "calibjax, default"]
+    monkeypatch.setitem(LOSSES, "selective-authors", LOSSES["selective"])
+    jax.clear_caches()  # programs are found by the name of the loss
+    with pytest.raises(AssertionError, match="the losses differ"):
+        bench.main()
 
 
 # --- eval/studies.py ---
