@@ -99,8 +99,8 @@ def authors_head(config: calibjax.HeadConfig, params: Any) -> Any:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     module: Any = config.build()
-    sizes: Any = {name: getattr(module.block, name) for name in ("hidden_size", "intermediate_size")}
-    shape = LlamaConfig(num_attention_heads=module.block.num_heads, attn_implementation="sdpa", **sizes)
+    options: Any = {"num_attention_heads": module.block.num_heads, "attn_implementation": "sdpa"}
+    shape = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=module.block.intermediate_size, **options)
 
     class Head(torch.nn.Module):
         def __init__(self):
