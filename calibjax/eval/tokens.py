@@ -65,16 +65,16 @@ def identity_head(lm: FrozenModel) -> FittedHead:
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
-_BLOCK = 128  # tokens whose logits are held at once; sets with nearly as many tokens share a program
+_BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="count")
-def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, count=None):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
+def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, compact=False):
     """Sums and outputs of every method on one batch; the frozen forward pass is shared, and the statistics of the base
     model, a configuration of None, which the heads' features read.
 
-    `count`: at least the number of tokens with `where`, a multiple of `_BLOCK`: then no other token is multiplied by
-    the vocabulary, and on CPUs one product serves all methods. None: where several devices hold the tokens.
+    `compact`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all methods;
+    not for tokens that several devices hold.
     """
     hidden = batch_hidden(model, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
@@ -92,7 +92,7 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
         tokens, log_scales = block
         options = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
-        if count is not None and platform().name == "cpu":
+        if compact and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
             stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **options)
         else:
@@ -112,9 +112,9 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
             results.append((*numbers, stats.valid, log_scale))
         return results
 
-    at_places = outputs((shared, given)) if count is None else _in_blocks(outputs, (shared, given), count)
     results = []
-    for confidence, correct, log_prob, argmax, valid, log_scale in at_places:
+    for numbers in _in_blocks(outputs, (shared, given)) if compact else outputs((shared, given)):
+        confidence, correct, log_prob, argmax, valid, log_scale = numbers
         options = {"bins": bins, "closed": closed, "where": valid}
         sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **options)
         tokens = (confidence, argmax, jnp.exp(-log_scale), log_prob)
@@ -122,19 +122,24 @@ def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen,
     return results
 
 
-def _in_blocks(function, shared, count):
-    """`function` of the tokens with `where`, in rows of `_BLOCK` on CPUs; its outputs at the tokens' places, else 0."""
-    where, size = shared[0]["where"], _BLOCK if platform().name == "cpu" else count
-    (place,) = jnp.nonzero(where.reshape(-1), size=count, fill_value=where.size)
+def _in_blocks(function, shared):
+    """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at the tokens' places, else 0."""
+    where = shared[0]["where"]
+    width = _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
+    (places,) = jnp.nonzero(where.reshape(-1), size=-(-where.size // width) * width, fill_value=where.size)
+    flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), shared)
 
-    def rows(x):
-        flat = x.reshape(where.size, *x.shape[2:]).at[place].get(mode="fill", fill_value=0)
-        return flat.reshape(-1, 1, size, *flat.shape[1:])
+    def take(place):
+        return jax.tree.map(lambda x: x.at[place].get(mode="fill", fill_value=0)[None], flat)
 
-    def spread(x):
-        return jnp.zeros(where.size, x.dtype).at[place].set(x.reshape(-1), mode="drop").reshape(where.shape)
+    def step(number, results):
+        place = jax.lax.dynamic_slice_in_dim(places, number * width, width)
+        return jax.tree.map(lambda x, new: x.at[place].set(new[0], mode="drop"), results, function(take(place)))
 
-    return jax.tree.map(spread, jax.lax.map(function, jax.tree.map(rows, shared)))
+    shapes = jax.eval_shape(lambda: function(take(places[:width])))
+    results = jax.tree.map(lambda x: jnp.zeros(where.size, x.dtype), shapes)
+    results = jax.lax.fori_loop(0, -(-jnp.sum(where) // width), step, results)
+    return jax.tree.map(lambda x: x.reshape(where.shape), results)
 
 
 def evaluate_tokens(
@@ -161,10 +166,8 @@ def evaluate_tokens(
     params = [head.params for head in heads.values()]
     factors = [jnp.float32(head.log_factor) for head in heads.values()]
     frozen = freeze(lm, *(config for config in configs if config))
-    mesh, scored, count = context_mesh(), sequences.where.sum(axis=1), None
-    if lm.unembedding is not None and (mesh is None or mesh.size == 1):  # several devices hold rows
-        largest = max(int(scored[start : start + batch_size].sum()) for start in range(0, len(scored), batch_size))
-        count = -(-max(largest, 1) // _BLOCK) * _BLOCK
+    mesh = context_mesh()
+    compact = lm.unembedding is not None and (mesh is None or mesh.size == 1)
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
     outputs: dict[str, list[Any]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
@@ -173,10 +176,8 @@ def evaluate_tokens(
     grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
     first = 0
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        evaluated = evaluate_batch(
-            lm.config, configs, lm.dtype, bins, closed, params, factors, frozen, batch, count=count
-        )
-        results = to_host(evaluated)
+        static = (lm.config, configs, lm.dtype, bins, closed)
+        results = to_host(evaluate_batch(*static, params, factors, frozen, batch, compact=compact))
         for name, (sums, values, valid, grid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*values)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,9 @@ Keep = Literal["disk", "memory"]
 # Tokens of one pass over the vocabulary: on a CPU, where the last block of a batch is better short, on another device,
 # and on each of several, where a pass gathers the columns of an unembedding that is stored in parts.
 _BLOCK_OF_CPU, _BLOCK, _BLOCK_OF_DEVICE = 256, 512, 1024
+# "Fast math" that still keeps NaN, infinities, divisions and exponentials exact.
+_HONORED = ("nans", "infs", "division", "functions")
+_ANY_ORDER = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{name}": True for name in _HONORED}}
 _NOTE_EVERY = 20.0  # seconds between notes of how far the pass is
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
 
@@ -144,8 +147,10 @@ def token_curves(
     hidden, stored = jax.eval_shape(run, frozen, batch)
     width = _block_width(context_mesh(), batch_size * sequences.tokens.shape[1])
     index = jax.ShapeDtypeStruct((width,), jnp.int32)
-    block = functools.partial(_block, lm.config, lm.dtype, top_k)
-    curves = jax.eval_shape(block, frozen, hidden, batch["targets"], index, index)
+    static = (lm.config, lm.dtype, top_k)
+    shape_of = functools.partial(_block, *static)
+    curves = jax.eval_shape(shape_of, frozen, hidden, batch["targets"], index, index)
+    block = functools.partial(_block_program(platform().name), *static)
     count, length = sequences.tokens.shape
     shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
     shapes |= {
@@ -204,7 +209,6 @@ def _run(config, dtype, features, frozen, batch):
     return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
     """The curves of some tokens of a batch."""
     hidden = take_states(hidden, row, position)
@@ -219,6 +223,12 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
         top_k=top_k,
         sharding=vocab_sharding(config),
     )
+
+
+@functools.cache
+def _block_program(platform_name: str) -> Callable[..., VocabCurves]:
+    """`_block`, compiled. XLA's CPU compiler vectorises the sums only where it may add their terms in another order."""
+    return jax.jit(_block, static_argnums=(0, 1, 2), compiler_options=_ANY_ORDER if platform_name == "cpu" else None)
 
 
 def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
