@@ -41,10 +41,10 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 
 
 class Decoder(nn.Module):
-    """A transformer decoder up to its final norm. The parameters of the blocks are stacked along a first axis L.
+    """The decoder from token ids to the final norm, as a scan over blocks: their parameters are stacked along axis L.
 
-    Returns what `hidden_states` returns. With a cache in which `reserve` has reserved columns for the tokens, or with
-    `keep`, it also returns their keys and values in all layers.
+    Inputs and output are those of `hidden_states`. With `keep`, the output is a pair: the hidden states, and the keys
+    and values of the tokens in all layers. A `cache`, with columns that `reserve` assigned to the tokens, implies it.
     """
 
     config: DecoderConfig
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         def step(
             block: Block, hidden: Array, layer: tuple[Array, Past | None, Array | None], contexts: _Contexts
         ) -> tuple[Array, Any]:
-            local, past, added = layer
+            local, past, added = layer  # whether its attention is local, its part of the cache, its row of `edit`
             context = contexts[0] if len(contexts) == 1 else choose_context(local.astype(jnp.int32), *contexts)
             if keep:
                 hidden, new = block(hidden, context, past, keep)
@@ -148,10 +148,10 @@ def hidden_states(
         remat: what the backward pass recomputes of a block: `"none"`; `"dots"`: all except its matrix products;
             `"full"`: the whole block, of which only the input is stored.
         lora: low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
-        condition: vector added to the embeddings of a row's tokens, `[B, D]`.
+        condition: for each row, a vector added to the embedding of every token, `[B, D]`.
         edit: vectors added to the residual stream of every token after each block, `[L, D]`.
-        until: first column of its row that no longer attends to the token, `[B, T]`. With `positions` that continue
-            those of the tokens before, one row holds a tree of continuations, depth first. Not with windows.
+        until: for each token, the first later column of its row that may not attend to it, `[B, T]`. A row can then
+            hold a tree of continuations, depth first, with `positions` counted along each branch. Not with windows.
 
     Returns:
         `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
@@ -203,12 +203,12 @@ def extend(
     until: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Runs the decoder on the tokens that follow those in a cache, or on the first ones, as `hidden_states` on all.
+    """Runs the decoder on the next T tokens of each row, with the keys and values of the tokens before them.
 
-    The cache has T free columns (`calibjax.nn.kv_cache.fork` adds them) and the compute dtype; None for the first
-    tokens. Positions count from 0 in each segment unless they are given. `until` is that of `hidden_states`, counted
-    from the first of these T columns, the last ones of the cache. Returns hidden states after the final norm, and the
-    cache with these tokens.
+    `cache` holds these in the compute dtype and has free columns for the new tokens (`calibjax.nn.kv_cache.fork` adds
+    them); None: nothing comes before. Positions count from 0 in each segment, tokens in the cache included, unless they
+    are given. `until` is that of `hidden_states` for the T new columns, which are then the last ones of the cache.
+    Returns hidden states after the final norm, and the cache with the new tokens.
     """
     if cache is None:
         seen, counted = segment_ids, segment_positions(segment_ids)
@@ -282,7 +282,7 @@ def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp
 
 
 def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:
-    """Returns a tree of float32 adapters, which `lora.join` adds: A from He's uniform distribution, B zero."""
+    """Returns initial float32 adapters for `lora.join`: A from He's uniform distribution, B zero, so that A B is 0."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     module = lora.adapt(Decoder(config))
     return jax.jit(lambda key: adapters_of(module.init(key, tokens, None, tokens)["params"]))(key)
@@ -297,7 +297,7 @@ def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Ma
 def _layer_contexts(
     config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None, until: Array | None
 ) -> _Contexts:
-    """One context if all layers are of one kind, else those of global and of local layers."""
+    """Rotary table and mask for all layers; where some are local and some not, those of global, then of local ones."""
     unlimited = sequence_context(config, positions, segment_ids, start=start, until=until)
     if not any(config.local_layers):
         return (unlimited,)

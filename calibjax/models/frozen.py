@@ -18,7 +18,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, constrain_batch
 
 Config = Any
-"""The configuration of a `FrozenModel`: a `DecoderConfig`, or that of a function."""
+"""The configuration of a `FrozenModel`: a `DecoderConfig` or a `FunctionConfig`."""
 
 
 class Frozen(NamedTuple):
@@ -33,7 +33,7 @@ class Frozen(NamedTuple):
 def freeze(lm: FrozenModel, *heads: HeadConfig) -> Frozen:
     """Returns the arrays of `lm` that a step with these heads needs.
 
-    Heads of one step share them: a compiled step divides and gathers each of its arguments, even if they are one array.
+    Call it once for all heads of a step: a program shards and gathers each argument, even if two are the same array.
     """
     covariance = None
     reads = {name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"}

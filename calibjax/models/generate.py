@@ -1,7 +1,7 @@
-"""Generation of text with the calibrated confidence of every token, and of sequences that objectives sample.
+"""Generation of text with a calibrated confidence for every token, and of sequences sampled from a model.
 
-The decoder processes the prompts once; then a loop runs decoder and head on one token of every row, with cached keys
-and values of earlier tokens: one compiled program.
+The decoder processes the prompts once and caches their keys and values; then a loop runs decoder and head on one new
+token of every row at a time. Both are one compiled program.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Generation(NamedTuple):
             was sampled from; 0 after the end.
         confidence: calibrated probability of each token over the whole vocabulary, in [0, 1]; 0 after the end.
         temperature: temperature of the head at each token; 1 without a head and after the end.
-        where: which entries are tokens.
+        where: True up to the end of a row.
     """
 
     tokens: Int[Array, "B N"]
@@ -71,7 +71,7 @@ class Generation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
-    """Choice of tokens in `generate`: by default the most likely one.
+    """How `generate` chooses each token: by default the most likely one.
 
     Attributes:
         temperature: 0 for the most likely token; otherwise the sampling temperature, within `TEMPERATURES`, which
@@ -83,7 +83,7 @@ class Sampling:
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its number and its text.
         count: samples of each prompt, K; each prompt is processed once.
-        numbers: a number of each prompt, folded into the key; None: its index.
+        numbers: an integer of each prompt, which is folded into the key; None: the prompt's index.
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
@@ -127,7 +127,7 @@ def sampling_logits(
 
     As in transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018, arXiv 1805.04833,
     section 5.4), then to the fewest whose probabilities sum to `top_p` at least (Holtzman et al., 2020,
-    arXiv 1904.09751, section 3.1). Ties with the last token are included. `top_k` is static.
+    arXiv 1904.09751, section 3.1). Tokens that tie with the last one kept are kept too. `top_k` is static.
 
     Example:
         >>> import jax.numpy as jnp
@@ -169,7 +169,7 @@ class _Inputs(NamedTuple):
     tokens: Any  # prompts [B, T]
     segment_ids: Any
     stop_tokens: Any  # [E], padded with -1, which is no token id
-    numbers: Any  # of the prompts, [B]
+    numbers: Any  # `Sampling.numbers`, [B]
     key: PRNGKeyArray
     temperature: Any  # None: the most likely token
     top_p: Any
@@ -178,7 +178,7 @@ class _Inputs(NamedTuple):
 class _State(NamedTuple):
     """State of the loop."""
 
-    count: Int[Array, ""]  # tokens of each row
+    count: Int[Array, ""]  # tokens that every row has so far, those after its end included
     done: Bool[Array, " B"]
     generated: Generation
     caches: tuple[Cache, ...]  # of the model and, if it attends, of the head
@@ -186,7 +186,7 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decode(program: _Program, inputs: _Inputs) -> Generation:
-    """Processes the prompts, then adds a token to every row in a loop; the rows are those of `generate`."""
+    """Processes the prompts, then adds one token to every row at a time; returns what `generate` returns."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
     row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
@@ -195,7 +195,7 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
         row_keys = jax.vmap(lambda key: jax.vmap(lambda k: jax.random.fold_in(key, k))(samples))(row_keys).ravel()
 
     def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
-        """Logits and log_scale of the last column, and the caches."""
+        """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
         cache, head_cache = (*caches, None, None)[:2]
         options: Any = {"segment_ids": segment_ids, "dtype": program.dtype}
         hidden, cache = decoder.extend(config, frozen.params, tokens, cache, **options)
@@ -281,7 +281,7 @@ def generate(
 ) -> Generation:
     """Continues prompts and returns the calibrated confidence of every token.
 
-    `base_log_probs` and `confidence` refer to the whole distribution: `sampling` changes only the choice of tokens.
+    `base_log_probs` and `confidence` come from the whole vocabulary: `sampling` only changes which tokens are chosen.
     Where the model was loaded on a mesh, rows are divided over its data and fsdp axes.
 
     Args:
@@ -402,10 +402,10 @@ def sample_sequences(
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
-    """Continues the first tokens of every sequence with samples of the model, up to its length or the end of the text.
+    """Keeps the first `prompt` tokens of every sequence and samples the rest from the model, up to a stop token.
 
-    Returns sequences of the same shape, one text each, padded at the end; `where` is False for the first `prompt`
-    tokens. With temperature 0 they are continued greedily. `context` has the seed, progress and its title.
+    Returns sequences of the same shape, one text each, padded at the end; `where` is False for targets that are tokens
+    of the prompt. Temperature 0 decodes greedily. `context` gives the seed, the progress bar and its title.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape

@@ -130,7 +130,7 @@ class LanguageModel:
         positions: Int[AnyArray, "B T"] | None = None,
         layers: Layers = "last",
     ) -> Float[Array, "*L B T D"]:
-        """Returns hidden states in the compute dtype; see `calibjax.models.hidden_states`. Packed texts are apart."""
+        """Returns hidden states in the compute dtype; see `calibjax.models.hidden_states`. Packed texts do not mix."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
 
@@ -141,7 +141,7 @@ class LanguageModel:
         segment_ids: Int[AnyArray, "B T"] | None = None,
         positions: Int[AnyArray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Packed texts are apart."""
+        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Packed texts do not mix."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
 
@@ -159,7 +159,7 @@ class LanguageModel:
 
         Args:
             hidden: `hidden_states(sequences)`.
-            sequences: their targets, and `where` they count.
+            sequences: the same, for their targets and the loss mask `where`.
             scale, statistics: as `calibjax.vocab_stats`'.
         """
         return vocab_stats(

@@ -144,9 +144,9 @@ def from_arrays(
         where: bool, of the leading shape; False for predictions that do not count.
 
     Returns:
-        (model, data), for `fit_ats` and `evaluate`. Heads fit every model with the same unembedding, such as that of
-        further arrays. Of `[N, D]`, 64 consecutive predictions are one sequence, a unit of splits and intervals; heads
-        that attend read each prediction alone.
+        (model, data), for `fit_ats` and `evaluate`. A fitted head is accepted by any model with the same unembedding,
+        such as one of further arrays. 64 consecutive predictions of `[N, D]` make a sequence, the unit of splits and
+        intervals; heads with attention read each prediction alone.
 
     Example:
         >>> rng = np.random.default_rng(0)

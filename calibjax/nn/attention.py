@@ -26,7 +26,7 @@ KeysValues = tuple[Float[Array, "*L B K S H"], Float[Array, "*L B K S H"]]
 """Keys (rotated) and values of S tokens, with K heads of width H, of all layers or of one."""
 
 Past = tuple[KeysValues, ...]
-"""Keys and values of columns that rows may share, if there are any, and of those that new tokens are inserted in."""
+"""Keys and values of the columns that several rows share, if any, then of each row's own, which take new tokens."""
 
 cudnn_attention = jax.make_user_context(False)
 """`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
@@ -40,11 +40,11 @@ class Visible:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
-        segment_ids: segment of each column, `[B, S]`; padding is one too. None: one segment per row.
-        start: the tokens are at columns `start` to `start + T`. None: the columns are the tokens.
+        segment_ids: segment of each column, `[B, S]`; padding is segment 0. None: one segment per row.
+        start: first column of the T tokens, which follow those in a cache. None: the columns are the tokens.
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
         kind: index into `windows`, known at run time; None if there is one window.
-        until: first column that does not attend to the column any more, `[B, S]`; for trees laid out depth first.
+        until: for each column, the first later one that may not attend to it, `[B, S]`; for trees, depth first.
     """
 
     segment_ids: Int[Array, "B S"] | None = None

@@ -322,7 +322,7 @@ class _Layer(nn.Module):
 
 
 class Attention(_Layer):
-    """Causal grouped-query attention: output, keys and values; with `past` these are inserted from `start` on."""
+    """Causal grouped-query attention: its output, and keys and values of the tokens. `past`: those of earlier ones."""
 
     @nn.compact
     def __call__(
@@ -380,7 +380,7 @@ class MLP(_Layer):
 class Block(_Layer):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
-    Called with `past`, or to `keep` them, it also returns the keys and values of the tokens, which
+    With `past` or `keep` it returns a pair: hidden states, and the keys and values of the tokens, which
     `calibjax.nn.kv_cache` stores. `dtype` is that of computations and of the output, `param_dtype` that of the
     parameters that `init` creates, `kernel_init` the initializer of every matrix.
     """

@@ -1,8 +1,8 @@
 """Key/value cache for incremental decoding: a pytree for pure functions.
 
-`hold` makes it of the first tokens, `fork` adds free columns, and continues rows several times; `reserve` assigns
-columns and positions to new tokens, the blocks compute their keys and values, `fill` stores them. Rows may be padded on
-the left. Segment ids alone determine which columns a token attends to.
+`hold` makes a cache of the prompts, `fork` repeats each row for several samples and appends free columns. In each step
+`reserve` assigns columns and positions to the new tokens, the blocks compute their keys and values, and `fill` stores
+them. Rows may be padded on the left: segment ids determine which columns a token attends to.
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ class Cache(NamedTuple):
     """Keys and values of P + S columns, of which the first `length` are filled.
 
     Attributes:
-        keys, values: of the last S columns, `[L, B, K, S, H]`, or `[B, K, S, H]` for a single block; keys are rotated.
+        keys, values: of the last S columns, K heads of width H; `[B, K, S, H]` for a single block. Keys are rotated.
         segment_ids: segment of each column; 0 is padding.
         length: number of filled columns.
-        shared: keys and values of the first P columns, `[L, A, K, P, H]`, each for B / A consecutive rows; None if P is
-            0.
+        shared: keys and values of the first P columns, `[L, A, K, P, H]`: those of a prompt, which its B / A samples,
+            consecutive rows, read. None if P is 0.
     """
 
     keys: Float[Array, "*L B K S H"]
@@ -49,7 +49,7 @@ def hold(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
 
 
 def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Array, "B T"]]:
-    """Stores the segment ids of the next T tokens; returns the cache and their positions within segments."""
+    """Stores the segment ids of the next T tokens; returns the cache and the tokens' positions in their segments."""
     segments = jax.lax.dynamic_update_slice_in_dim(
         cache.segment_ids, segment_ids.astype(jnp.int32), cache.length, axis=1
     )
@@ -58,7 +58,7 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 
 
 def fill(cache: Cache, new: KeysValues) -> Cache:
-    """Stores the keys and values of the tokens in their reserved columns."""
+    """Stores keys and values of the tokens that `reserve` was last called for, in their columns."""
     start = cache.length - (cache.segment_ids.shape[1] - cache.keys.shape[-2])
     keys, values = (
         constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=old.ndim - 2))
@@ -68,7 +68,7 @@ def fill(cache: Cache, new: KeysValues) -> Cache:
 
 
 def fork(cache: Cache, count: int, columns: int) -> Cache:
-    """Continues every row of a full cache `count` times, by free columns; the rows share what it holds."""
+    """Repeats every row of a full cache `count` times, each with free columns of its own; filled ones are shared."""
     assert cache.shared is None, "a cache is forked once"
     rows = [*cache.keys.shape]
     rows[-4:] = cache.keys.shape[-4] * count, cache.keys.shape[-3], columns, cache.keys.shape[-1]
