@@ -204,10 +204,10 @@ class Candidate(NamedTuple):
 
 @dataclasses.dataclass
 class _Fitting:
-    """The fits of one call to the same tokens: out of fold, and to all of them.
+    """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `solutions`: the last one of a head
-    without a fold, where the next fit begins.
+    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `solutions`: by head and by the fold that
+    was left out, the last solution, from which the next fit starts.
     """
 
     tokens: TokenCurves
@@ -221,7 +221,7 @@ class _Fitting:
 
     @functools.cached_property
     def fold(self) -> Int[np.ndarray, " N"]:
-        """Of each token that counts."""
+        """The fold of each token that counts."""
         fold = np.zeros(len(self.tokens.source), np.int32)
         for number, rows in enumerate(self.folds):
             fold[rows] = number
@@ -308,7 +308,7 @@ class _Fitting:
 
     @functools.cached_property
     def _towards(self) -> Float[np.ndarray, " N"]:
-        """Log s of temperature scaling. For a set it is fitted on the others; a fold of rows hardly moves it."""
+        """Per token, log s of temperature scaling fitted to the other sets; or to all rows: a fold hardly moves it."""
         if not self.by_set:
             return np.full(len(self.fold), self.log_scale, np.float32)
         ends = np.cumsum([len(rows) for rows in self.folds])
@@ -317,7 +317,7 @@ class _Fitting:
         return np.array(fitted, np.float32)[self.fold]
 
     def _cross_fit(self, candidate: Candidate) -> Score:
-        """Predicts each fold by a head fitted to the others; the predictions are shrunk towards temperature scaling."""
+        """Predicts each fold by a head fitted to the others; shrinks the predictions towards temperature scaling."""
         log_scale = np.zeros(len(self.fold), np.float32)
         for fold in range(len(self.folds)):
             log_scale[self.fold == fold] = self._predict(candidate, fold)

@@ -33,7 +33,7 @@ class Score(NamedTuple):
     """Out-of-fold predictions of one candidate, and how good they are.
 
     Attributes:
-        candidate: what predicted, or its name.
+        candidate: what made the predictions, or its name.
         log_scale: log 1/T of each token that counts, float32 `[N]`, with the shrinkage, without the refit.
         refit: the factor fitted on top; None without one.
         sums: of each sequence, with the refit if it is applied.
@@ -95,7 +95,7 @@ class Score(NamedTuple):
 def score(
     tokens: TokenCurves, candidate: Any, log_scale: Float[np.ndarray, " N"], *, refit: bool, shrinkage: float = 0.0
 ) -> Score:
-    """Scores out-of-fold predictions, which were shrunk, with a temperature refitted on top if `refit`.
+    """Scores out-of-fold predictions that are already shrunk; `refit`: with a temperature fitted on top.
 
     The refit minimises the log loss of the most likely token: that of the target would leave the confidence biased.
     """
@@ -107,7 +107,7 @@ def score(
 
 
 def _applied(refit: recalibrate.TemperatureFit | None) -> float:
-    """The log of a factor that differs from 1 by more than two standard errors; applying another would add noise."""
+    """The refitted log factor if it is more than two standard errors from 0, else 0: a smaller one would add noise."""
     if refit is None or not refit.converged or abs(refit.log_scale) <= _ERRORS * refit.standard_error:
         return 0.0
     return refit.log_scale
@@ -122,7 +122,7 @@ def _sums(curves: VocabCurves, log_scale: Float[Any, "S T"]) -> metrics.Calibrat
 
 
 def shrunk(log_scale: Any, towards: Any, shrinkage: float) -> Any:
-    """Log scales moved towards others, by a fraction of the distance."""
+    """Log scales moved a fraction of the way towards others; 0 leaves them, 1 gives the others."""
     return np.float32((1 - shrinkage) * log_scale + shrinkage * towards)
 
 

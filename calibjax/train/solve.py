@@ -1,11 +1,11 @@
 """Linear heads and temperature scaling, fitted to all tokens at once on their scale curves.
 
 u = log s = b + w·f̂ with standardised features f̂, and the objective mean ℓ(u) + ½ decay |w_D|², where w_D are the
-weights of the features as wide as the model. The statistics of the logits are few and are not penalised.
+weights of the features as wide as the model. The statistics of the logits are few and hardly penalised.
 
 With ℓ the negative log-likelihood, ∂ℓ/∂u = s (E_p[z] − z_y), whose derivative has the expectation s² Var_p[z] (Fisher).
 So H = Σ s² Var_p[z] f̂ f̂ᵀ / N at temperature scaling's s is nearly the Hessian of every fit on these tokens, whatever
-the fold, loss or decay. L-BFGS in the coordinates v = Lᵀ[b, w], with L Lᵀ = H + decay, needs some ten passes.
+the fold, loss or decay. It preconditions L-BFGS, which in v = Lᵀ[b, w], with L Lᵀ = H + decay, needs some ten passes.
 """
 
 import functools
@@ -37,12 +37,12 @@ _LBFGS = {"maxiter": 60, "maxfun": 120, "maxcor": 20, "ftol": 1e-8, "gtol": 3e-5
 
 
 class Design(NamedTuple):
-    """The N tokens of a fit, padded to whole sums, and their standardised features, on the devices."""
+    """The N tokens of a fit, padded to a multiple of `_SUM`, and their standardised features, on the devices."""
 
     features: Float[Array, "N F"]
     mean: Float[np.ndarray, " F"]
     deviation: Float[np.ndarray, " F"]
-    decayed: Bool[np.ndarray, " F"]  # the features whose weights are penalised
+    decayed: Bool[np.ndarray, " F"]  # features whose weights `decay` penalises; the others have `_FREE_DECAY`
     curves: VocabCurves
     curvature: Float[np.ndarray, "G G"]  # H of bias and weights
     start: float  # log s of temperature scaling
@@ -73,7 +73,7 @@ _features = jax.jit(features_of, static_argnums=(0, 2))  # one program: each ope
 
 
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The arrays padded to whole sums and to the devices, as rows of the current mesh."""
+    """The arrays, padded to a multiple of `_SUM` and of the devices, with their rows divided over the current mesh."""
     mesh = context_mesh()
     rows = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     multiple = math.lcm(_SUM, rows)
@@ -125,9 +125,9 @@ def solve(
     weights: Float[np.ndarray, " N"] | None = None,
     start: Float[np.ndarray, " G"] | None = None,
 ) -> Float[np.ndarray, " G"]:
-    """Bias and weights `[1 + F]`, float64, of the standardised features, with the least objective.
+    """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    `weights`: of the tokens; None: 1. `start`: such as the solution for a larger decay; None: temperature scaling.
+    `weights`: of tokens; None: 1. `start`: first iterate, such as a solution for more decay; None: temperature scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights
@@ -157,7 +157,7 @@ def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N
 
 
 def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
-    """The parameters of the linear head on features that are not standardised."""
+    """The parameters of a linear head that reads the features as they are, by undoing the standardisation."""
     kernel = x[1:] / design.deviation
     bias = x[0] - kernel @ design.mean
     return {"output": {"kernel": kernel.astype(np.float32)[:, None], "bias": np.array([bias], np.float32)}}
@@ -171,7 +171,7 @@ def fit_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
 def likelihood(
     tokens: TokenCurves, log_scale: Float[np.ndarray, " N"] | None = None, *, top_label: bool = False
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
-    """The likelihood of the tokens as a function of a factor e^u on every scale; groups are sequences.
+    """The likelihood as a function of a factor e^u on the scale of every token, in sums of each sequence.
 
     `log_scale`: of the tokens that count; None: 0. `top_label`: see `recalibrate.likelihood_sums`.
     """
