@@ -256,8 +256,7 @@ class HeadConfig:
     Attributes:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".
         hidden_size: D of the base model.
-        features: names from `FEATURES`, joined along the last axis. Those with `statistics` cost one more product with
-            the unembedding.
+        features: of `FEATURES`, joined on the last axis; those with `statistics` cost a product with the unembedding.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start, of every matrix.
         intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").

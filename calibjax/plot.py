@@ -5,7 +5,7 @@ Results are what `calibjax.evaluate` returned, the contents of a metrics.json, o
 results without the method or the figures that are drawn, raise `UserError`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,8 +42,7 @@ def reliability(
 ) -> "Axes":
     """Accuracy by confidence: a smooth curve with its 95% band, bins with whiskers, and the density below.
 
-    A point is a bin's accuracy at its mean confidence, with its 95% interval; the curve is `metrics.reliability_curve`.
-    Points below the diagonal are overconfident.
+    Points: a bin's accuracy at its mean confidence, overconfident below the diagonal; see `metrics.reliability_curve`.
 
     Args:
         confidence: `[N]`, in [0, 1]; or results (see the module), which hold the intervals.
@@ -70,7 +69,7 @@ def reliability(
         ax.plot(at, accuracy, color=colour, linewidth=2, label=label)
     y = _numbers(points["accuracy"])
     full = ~np.isnan(y)
-    x, y, low, high = (_numbers(points.get(key, y))[full] for key in ("confidence", "accuracy", "low", "high"))
+    x, y, low, high = (_numbers(points[key])[full] for key in ("confidence", "accuracy", "low", "high"))
     reach = np.nan_to_num(np.stack([y - low, high - y]).clip(min=0))
     ax.errorbar(x, y, reach, fmt="o", linewidth=1, markersize=3.5, capsize=2, **marks)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
@@ -131,8 +130,8 @@ def layers(
     phase, last = None, 0
     if "layers" in curves:
         rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
-        keys = ("value", "low", "high")
-        curves = {name: [[row[name][key] for key in keys] for row in rows] for name in figures if name in rows[0]}
+        shown = [name for name in figures if name in rows[0]]
+        curves = {name: with_ends(row[name] for row in rows) for name in shown}
     for name, colour, mark in zip(figures, LINES, MARKS, strict=False):
         if name not in curves:
             raise UserError(f"layers: expected some of {', '.join(curves)}, got {name}.")
@@ -169,7 +168,8 @@ def risk_coverage(
     if correct is None:
         name, row = _row(confidence, method)
         count, accuracy = (_numbers(row["reliability"][key])[::-1] for key in ("count", "accuracy"))
-        count, right = count[count > 0], (count * accuracy)[count > 0]
+        full = count > 0
+        count, right = count[full], (count * accuracy)[full]
     else:
         name = method or ""
         points, right = _points(confidence, correct)
@@ -195,7 +195,8 @@ def forest(
         title: of the horizontal axis.
     """
     ax = _axes(ax)
-    if "methods" in (results := _set(differences)):
+    results = _set(differences)
+    if "methods" in results:
         rows = {name: row.get("against", {}).get(figure) for name, row in results["methods"].items()}
         differences = {name: (row["difference"], row["low"], row["high"]) for name, row in rows.items() if row}
         title = title or f"Δ {_NAMES.get(figure, figure)} against {results.get('reference', 'temperature')}"
@@ -230,6 +231,11 @@ def legend(ax: "Axes", **options: Any) -> "Axes":
     """Adds a legend without a frame."""
     ax.legend(fontsize="small", frameon=False, labelcolor=INK, **options)
     return ax
+
+
+def with_ends(figures: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """Value, low and high of N figures, `[N, 3]`."""
+    return _numbers([[figure["value"], figure["low"], figure["high"]] for figure in figures])
 
 
 def _axes(ax: "Axes | None") -> "Axes":
@@ -274,9 +280,10 @@ def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, An
     sums = metrics.total(metrics.calibration_sums(confidence, correct, bins=bins))
     n = np.where(np.asarray(sums.count) > 0, sums.count, np.nan)
     p, z = np.asarray(sums.correct) / n, 1.959963984540054
-    middle, reach = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    ends = {"low": (middle - reach) / (1 + z * z / n), "high": (middle + reach) / (1 + z * z / n)}
-    points = {"count": sums.count, "confidence": np.asarray(sums.confidence) / n, "accuracy": p, **ends}
+    middle, width = p + z * z / (2 * n), 1 + z * z / n
+    reach = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = (middle - reach) / width, (middle + reach) / width
+    points = {"confidence": np.asarray(sums.confidence) / n, "accuracy": p, "low": low, "high": high}
     return points, metrics.reliability_curve(confidence, correct)._asdict()
 
 

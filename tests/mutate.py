@@ -241,7 +241,7 @@ TABLE = {
     "data/records.py": [
         ("others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
         ('"confidence": math.exp(total', '"confidence": math.exp(total / 1.5', "data/test_table.py -k server-chat"),
-        ("if ranks[name] <= len(held)", "if ranks[name]", "data/test_table.py -k unlikely"),
+        ('if item["rank"] <= len(held)', 'if item["rank"]', "data/test_table.py -k unlikely"),
         ("choice.text.strip() in after", "place == 0", "data/test_table.py -k reasoning"),
         ("not _LEAST < value", "not _LEAST <= value", "data/test_table.py -k sentinel"),
     ],
@@ -258,7 +258,7 @@ TABLE = {
     ],
     "eval/answers/probes.py": [
         ("places.start - 1)", "places.start)", "train/test_probes.py -k features"),
-        ("_REACH * size", "_REACH", "train/test_probes.py -k features"),
+        ("_REACH * hidden_norm", "_REACH", "train/test_probes.py -k features"),
     ],
     "runtime/files.py": [
         ("- {entry.name for entry in fresh.iterdir()}", "- _entries(path, replace)", "runtime/test_files.py")

@@ -1,7 +1,7 @@
 """`calibjax apply`: a fitted recalibrator on new predictions."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
 from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import uncalibrated
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file
 from calibjax.runtime.options import Count
@@ -53,7 +55,7 @@ class ApplyOptions(TableOptions, JsonOptions):
             raise UserError(f"--out {self.out}: expected another file than --table, whose columns would be lost.")
 
 
-def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: ApplyOptions, log: Log = print) -> Document:
     """Runs the command; returns the number of rows, and the figures where the outcomes are known."""
     options.check()
     table = options.read_table(options.table, log, outcomes=False, skip_broken=options.skip_broken)
@@ -63,7 +65,7 @@ def run(options: ApplyOptions, log: Callable[[str], None] = print) -> dict[str, 
     if options.budget is not None:
         columns["samples"] = allocate(columns["confidence"], options.budget)
     _write(options, table, columns)
-    document: dict[str, Any] = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
+    document: Document = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
     document["converged"] = bool(recalibrator.state.report.converged)
     if table.predictions.labels is not None or table.predictions.correct is not None:
         before = uncalibrated(table.predictions)
@@ -127,7 +129,7 @@ def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.
     write_rows(options.out, rows)
 
 
-def _print(document: dict[str, Any], options: ApplyOptions) -> None:
+def _print(document: Document, options: ApplyOptions) -> None:
     name, figures = document["method"], document.get("figures")
     files = f"{document['rows']:,} rows in {options.out}"
     notes = [] if document["converged"] else [f"{name} did not converge: {UNCONVERGED}."]
@@ -139,15 +141,10 @@ def _print(document: dict[str, Any], options: ApplyOptions) -> None:
     better = after["log_loss"] < before["log_loss"]
     line = f"log loss {short(after['log_loss'])} with {name} against {short(before['log_loss'])} uncalibrated"
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]
-    rows = [
-        [
-            title,
-            *(short(row[key]) for key in ("log_loss", "brier")),
-            f"{short(row['ece'])} [{short(row['ece_low'])}, {short(row['ece_high'])}]",
-            *(short(row[key]) for key in ("accuracy", "confidence")),
-        ]
-        for title, row in figures.items()
-    ]
+    rows = []
+    for title, row in figures.items():
+        log_loss, brier, ece, low, high, accuracy, confidence = map(short, row.values())
+        rows.append([title, log_loss, brier, f"{ece} [{low}, {high}]", accuracy, confidence])
     verdict = (
         f"The recalibrated predictions are better: {line}." if better else f"WARNING: no improvement here: {line}."
     )

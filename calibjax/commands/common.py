@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from calibjax.commands.parser import CONFIG, write_config
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_report
-from calibjax.runtime.context import RunContext
+from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file, writing
@@ -67,9 +68,7 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16"] | None = None
     devices: DeviceOptions = presentation(DeviceOptions())
 
-    def load(
-        self, mesh: Mesh, log: Callable[[str], None] | None = None, *, stored: DTypeLike | None = None
-    ) -> "LanguageModel":
+    def load(self, mesh: Mesh, log: Log | None = None, *, stored: DTypeLike | None = None) -> "LanguageModel":
         """The model, placed by `load_placed`."""
         return load_placed(self.model, mesh, self.dtype, stored=stored, adapter=self.adapter, log=log)
 
@@ -86,7 +85,7 @@ class ChatOptions:
     chat: bool | None = None
     system: Annotated[str, AnyText()] | None = None
 
-    def applies(self, lm: "LanguageModel", log: Callable[[str], None]) -> bool:
+    def applies(self, lm: "LanguageModel", log: Log) -> bool:
         """Whether prompts are messages, which is logged; raises `UserError` if there is no template for it."""
         if self.chat is False and self.system is not None:
             raise UserError("--system: only a chat template writes a system message. Leave out --no-chat.")
@@ -169,15 +168,16 @@ class ColumnOptions:
     tokens: bool = False
     truth: Path | None = None
 
-    def read_table(self, file: Path, log: Callable[[str], None], **options: Any) -> "PredictionTable":
+    def read_table(self, file: Path, log: Log, **options: Any) -> "PredictionTable":
         """The table in a file, with notes on it logged; further options are those of `data.table.read_table`."""
         from calibjax.data.table import read_table
 
-        pairs = [pair for given in self.columns for pair in re.split(r",(?=\w+=)", given.strip(", "))]
-        for pair in pairs:
-            if not re.fullmatch(r"\w+=.+", pair):
-                raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
-        columns = dict(pair.split("=", 1) for pair in pairs)
+        columns = {}
+        for given in self.columns:
+            for pair in re.split(r",(?=\w+=)", given.strip(", ")):
+                if not re.fullmatch(r"\w+=.+", pair):
+                    raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
+                role, columns[role] = pair.split("=", 1)
         with about("--table"):
             table = read_table(file, columns=columns, tokens=self.tokens, truth=self.truth, **options)
         for note in table.notes:
@@ -228,7 +228,9 @@ class DataOptions:
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
-        return "full" if self.full_sequences else "pack" if self.packing else "pad"
+        if self.full_sequences:
+            return "full"
+        return "pack" if self.packing else "pad"
 
     def open(self, source: str, split: str | None = None) -> "Rows":
         """The rows of a source, of which the first was read."""
@@ -247,9 +249,7 @@ class DataOptions:
             score_template_text=self.score_template_text,
         )
 
-    def read(
-        self, source: str, lm: "LanguageModel", log: Callable[[str], None], *, split: str | None = None
-    ) -> "Sequences":
+    def read(self, source: str, lm: "LanguageModel", log: Log, *, split: str | None = None) -> "Sequences":
         """Reads a source and logs what it gave."""
         (sequences,) = self.read_all((source,), lm, log, split=split, column_optional=False).values()
         return sequences
@@ -258,7 +258,7 @@ class DataOptions:
         self,
         sources: tuple[str, ...],
         lm: "LanguageModel",
-        log: Callable[[str], None],
+        log: Log,
         *,
         split: str | None = None,
         column_optional: bool = True,
@@ -347,7 +347,7 @@ def load_placed(
     *,
     stored: DTypeLike | None = None,
     adapter: Path | None = None,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
@@ -381,7 +381,7 @@ def load_placed(
     return lm
 
 
-def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
+def begin(command: str, options: Any, log: Log) -> RunContext:
     """Checks the options of a command, makes its mesh, opens its data and claims its output directory.
 
     Of data that is at hand the first row is read, so that a wrong path or column is found before the model is loaded.
@@ -407,7 +407,7 @@ def begin(command: str, options: Any, log: Callable[[str], None]) -> RunContext:
 def split_text(
     sequences: "Sequences",
     fit_fraction: float,
-    log: Callable[[str], None],
+    log: Log,
     *,
     order: "SplitOrder" = "sequential",
     seed: int = 0,
@@ -498,7 +498,7 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
     except ValueError as error:
         raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
     if stored != identity:
-        different = ", ".join(_differences(stored, identity)[:8])
+        different = ", ".join(itertools.islice(_differences(stored, identity), 8))
         raise UserError(
             f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
             "or give the same options to resume it."
@@ -506,10 +506,12 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
     return True
 
 
-def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        return [d for key in sorted(a.keys() | b.keys()) for d in _differences(a.get(key), b.get(key), f"{path}.{key}")]
-    return [] if a == b else [f"{path.lstrip('.')} {a!r} there, {b!r} now"]
+        for key in sorted(a.keys() | b.keys()):
+            yield from _differences(a.get(key), b.get(key), f"{path}.{key}")
+    elif a != b:
+        yield f"{path.lstrip('.')} {a!r} there, {b!r} now"
 
 
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
@@ -530,18 +532,19 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
 
 def split_names(given: tuple[str, ...]) -> tuple[str, ...]:
     """Names, each once, of an option that takes them apart or joined by commas, with spaces or without."""
-    return tuple(dict.fromkeys(name.strip() for part in given for name in part.split(",") if name.strip()))
+    names = map(str.strip, ",".join(given).split(","))
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
-def make_document(
-    results: "Mapping[str, dict[str, MethodResult]]", run: Mapping[str, Any], **options: Any
-) -> dict[str, Any]:
+def make_document(results: "Mapping[str, dict[str, MethodResult]]", run: Mapping[str, Any], **options: Any) -> Document:
     """The contents of metrics.json: the figures of the set `held_out` and of others; options as `results_json`'s."""
     from calibjax.eval.tokens import results_json
 
     figures = {name: results_json(methods, **options) for name, methods in results.items()}
     document: Document = {"schema": SCHEMA, "held_out": figures.pop("held_out"), "run": dict(run)}
-    return document | ({"transfer": figures} if figures else {})
+    if figures:
+        document["transfer"] = figures
+    return document
 
 
 def write_results(document: Document, out: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_comparison
 from calibjax.recalibrate import METHODS, fit_daca
 from calibjax.recalibrate.saved import check_directory, save
+from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import Count, run_identity
@@ -78,7 +78,7 @@ class CompareOptions(
                 check_directory(self.save)
 
 
-def run(options: CompareOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: CompareOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     given = common.split_names(options.methods)
     unknown = [name for name in given if name not in (*METHODS, "all", "uncalibrated")]
@@ -125,9 +125,7 @@ def _save_winner(directory: Path, comparison: Comparison, material: Material) ->
     return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
 
 
-def _from_table(
-    options: CompareOptions, names: tuple[str, ...], log: Callable[[str], None], *, however_large: bool
-) -> Material:
+def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, however_large: bool) -> Material:
     assert options.table is not None
     table = options.read_table(options.table, log, skip_broken=options.text.skip_broken)
     if len(table) < _FEWEST_ROWS:

@@ -11,6 +11,7 @@ import numpy as np
 
 from calibjax.commands.common import split_text
 from calibjax.data import Sequences, eval_batches
+from calibjax.data.sequences import limit_tokens, row_groups
 from calibjax.eval.compare import Contender, Material, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
@@ -47,7 +48,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
     limit = options.max_tokens
     if "logits" in reads:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
-    fit, held_out = (_subsample(part, limit, options.seed) for part in parts)
+    fit, held_out = (limit_tokens(part, limit, options.seed) for part in parts)
     counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
     reason = ", or a GiB of logits" if limit < options.max_tokens else ""
     log(
@@ -57,16 +58,13 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
 
     def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
         """The predictions of the scored tokens under a head."""
+        options: Any = {"batch_size": batch_size, "keep_tokens": True, "context": context.silent()}
         with jax.set_mesh(mesh):
-            quiet = context.silent()
-            results = evaluate_tokens(
-                lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=quiet
-            )
+            results = evaluate_tokens(lm, sequences, {"head": head}, **options)
         tokens, where = results["head"].tokens, sequences.where
         assert tokens is not None
-        confidence, choice, log_prob = (
-            np.asarray(x)[where] for x in (tokens.confidence, tokens.argmax, tokens.log_prob)
-        )
+        fields = (tokens.confidence, tokens.argmax, tokens.log_prob)
+        confidence, choice, log_prob = (np.asarray(field)[where] for field in fields)
         return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
 
     def temperature() -> FittedHead:
@@ -85,46 +83,24 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
         with jax.set_mesh(mesh):
             linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
             matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None
-            calibration, testing = (
-                _predictions(lm, sequences, outcome, batch_size, reads, matrix)
-                for sequences, outcome in ((fit, fitted), (held_out, base))
-            )
+            calibration = _predictions(lm, fit, fitted, batch_size, reads, matrix)
+            testing = _predictions(lm, held_out, base, batch_size, reads, matrix)
         more, left_out = contenders(calibration, testing, base, others, however_large=however_large)
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
+    group = np.broadcast_to(row_groups(held_out)[0][:, None], held_out.where.shape)[held_out.where]
     return Material(
         base,
         rows,
         left_out,
         "temperature",
-        _clusters(held_out),
+        group.astype(np.int32),
         "tokens",
-        "sequences" if _one_row(held_out) else "rows of the text",
+        "sequences" if len(np.unique(held_out.source)) == 1 else "rows of the text",
         f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
         functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
-
-
-def _subsample(sequences: Sequences, limit: int, seed: int) -> Sequences:
-    """At most `limit` tokens: sequences drawn at random until the next would exceed it, at least one, in order."""
-    sizes = sequences.where.sum(axis=1)
-    if sizes.sum() <= limit:
-        return sequences
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    number = max(1, int(np.searchsorted(np.cumsum(sizes[order]), limit, side="right")))
-    return sequences.take(np.sort(order[:number]))
-
-
-def _one_row(sequences: Sequences) -> bool:
-    return bool((sequences.source == sequences.source[0]).all())
-
-
-def _clusters(sequences: Sequences) -> np.ndarray:
-    """Of each token that counts: its row of the text, from 0; its sequence where all are of one row."""
-    number = np.unique(sequences.source, return_inverse=True)[1]
-    number = np.arange(len(number)) if _one_row(sequences) else number
-    return np.broadcast_to(number[:, None], sequences.where.shape)[sequences.where].astype(np.int32)
 
 
 def _predictions(

@@ -2,17 +2,18 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
 from calibjax.commands.common import JsonOptions
+from calibjax.eval.report.schema import Document
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.models.load import stored_dtype
 from calibjax.models.orbax_checkpoint import save_checkpoint
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_directory, check_orbax_path
 from calibjax.runtime.sharding import make_mesh
@@ -38,7 +39,7 @@ class ConvertOptions(JsonOptions):
     to: Literal["orbax", "safetensors"] = "orbax"
 
 
-def run(options: ConvertOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: ConvertOptions, log: Log = print) -> Document:
     """Runs the command; returns what was written."""
     model = Path(options.model)
     if model.exists():

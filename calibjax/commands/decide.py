@@ -2,17 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from calibjax.commands.common import JsonOptions, TableOptions, presentation
 from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, SET_SCORES, decide
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file
 from calibjax.runtime.options import Fraction
@@ -52,7 +52,7 @@ class DecideOptions(TableOptions, JsonOptions):
                 check_new_file(self.out)
 
 
-def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: DecideOptions, log: Log = print) -> Document:
     """Runs the command; returns thresholds, with what they guarantee and what they do to the rows of the table."""
     options.check()
     table = options.read_table(options.table, log, skip_broken=options.skip_broken)
@@ -78,7 +78,7 @@ def run(options: DecideOptions, log: Callable[[str], None] = print) -> dict[str,
     return document
 
 
-def _print(document: dict[str, Any], options: DecideOptions) -> None:
+def _print(document: Document, options: DecideOptions) -> None:
     rows, sets = [], []
     for category, decided in document["categories"].items():
         for name, row in decided.items():
@@ -108,7 +108,7 @@ def _print(document: dict[str, Any], options: DecideOptions) -> None:
     )
 
 
-def _verdict(document: dict[str, Any], options: DecideOptions) -> str:
+def _verdict(document: Document, options: DecideOptions) -> str:
     decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
     threshold, none = decided[0]["threshold"], sum(row["answers"] == "none" for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from calibjax.commands.common import JsonOptions, load_placed, presentation
 from calibjax.eval.layers.bounds import head_bound, print_head_bounds
+from calibjax.eval.report.schema import Document
+from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, write_file
@@ -32,7 +32,7 @@ class EvalBoundsOptions(JsonOptions):
     devices: DeviceOptions = presentation(DeviceOptions())
 
 
-def run(options: EvalBoundsOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: EvalBoundsOptions, log: Log = print) -> Document:
     """Runs the command; returns the figures."""
     if not options.model:
         raise UserError("--model: expected at least one directory or hub id, got none.")

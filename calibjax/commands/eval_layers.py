@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_ch
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import together
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch
@@ -41,7 +41,7 @@ class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOption
     subjects: bool = common.presentation(False)
 
 
-def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: EvalLayersOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
@@ -65,7 +65,7 @@ def run(options: EvalLayersOptions, log: Callable[[str], None] = print) -> Docum
 
 
 def _read(
-    options: EvalLayersOptions, lm: LanguageModel, log: Callable[[str], None]
+    options: EvalLayersOptions, lm: LanguageModel, log: Log
 ) -> tuple[tuple[Sequences, Sequences], str, dict[str, Any]]:
     """The half that is fitted on and the other, what their predictions are, and letters and subjects of questions."""
     rows = options.text.open(options.data, options.split)

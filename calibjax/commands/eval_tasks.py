@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_task
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import LanguageModel
+from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.options import Positive, run_identity
@@ -53,7 +53,7 @@ class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, c
     subjects: bool = common.presentation(False)
 
 
-def run(options: EvalTasksOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: EvalTasksOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     try:
         from calibjax.eval.tasks.harness import Chat
@@ -105,7 +105,7 @@ def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
         return {name: load_probe(folder / name, fingerprint) for name in evaluator.probe_names}
 
 
-def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Callable[[str], None]) -> dict[str, FittedHead]:
+def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Log) -> dict[str, FittedHead]:
     heads: dict[str, FittedHead] = {}
     temperature = options.temperature
     if options.head is not None and temperature is None and not options.fit:

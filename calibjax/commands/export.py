@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from calibjax.commands.common import JsonOptions
+from calibjax.eval.report.schema import Document
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.calibrated import head_program
 from calibjax.recalibrate.programs import onnx_model, stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
 from calibjax.runtime.options import Positional
@@ -55,7 +56,7 @@ class ExportOptions(HeadOptions):
     also: tuple[Literal["onnx", "stablehlo"], ...] = ()
 
 
-def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: ExportOptions, log: Log = print) -> Document:
     """Runs the command; returns what was written."""
     if is_recalibrator(options.run):
         return _recalibrator(options, log)
@@ -67,7 +68,7 @@ def run(options: ExportOptions, log: Callable[[str], None] = print) -> dict[str,
     return {"out": str(options.out), "base_fingerprint": lm.fingerprint, "files": files}
 
 
-def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[str, Any]:
+def _recalibrator(options: ExportOptions, log: Log) -> dict[str, Any]:
     """Verifies what `compare --save` kept, which is portable already, and writes it again."""
     if options.method != "ats" or options.model is not None:
         raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
@@ -86,7 +87,7 @@ def _recalibrator(options: ExportOptions, log: Callable[[str], None]) -> dict[st
 
 
 def write_export(
-    options: HeadOptions, directory: Path, log: Callable[[str], None], also: tuple[str, ...] = ()
+    options: HeadOptions, directory: Path, log: Log, also: tuple[str, ...] = ()
 ) -> tuple[FittedHead, LanguageModel]:
     """Writes the head that the options name into a directory; returns it and its base model."""
     head, notes = load_head(options.run), head_notes(options.run)

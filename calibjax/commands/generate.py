@@ -1,7 +1,6 @@
 """`calibjax generate`: text from a model, with the calibrated confidence of every token."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +9,12 @@ import numpy as np
 
 from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions
 from calibjax.data.chat_template import render_chat
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate
+from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
 from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed
@@ -47,7 +48,7 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
     seed: Seed = 0
 
 
-def run(options: GenerateOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: GenerateOptions, log: Log = print) -> Document:
     """Runs the command; returns texts and tokens."""
     if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")

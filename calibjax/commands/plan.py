@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from calibjax.commands.common import JsonOptions
 from calibjax.data import check_context
+from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
@@ -30,6 +31,7 @@ from calibjax.models.shapes import SHAPES
 from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime import compilers
 from calibjax.runtime.compilers import DoesNotCompile
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
@@ -103,7 +105,7 @@ class PlanOptions(JsonOptions):
         return {"objective": command.removeprefix("train "), **read}
 
 
-def run(options: PlanOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: PlanOptions, log: Log = print) -> Document:
     """Runs the command; returns the document that `--json` prints."""
     options.check()
     jax.config.update("jax_platforms", "cpu")  # programs are traced, and nothing runs on a device
@@ -360,8 +362,7 @@ def _equation_flops(equation: Any) -> float:
 class Compiled(NamedTuple):
     """Result of compiling a step: bytes of its arguments with their padding, and in total with the program itself.
 
-    `collectives` is None where jaxlib cannot read the program that libtpu made. `unknown_loops` counts loops of unknown
-    length.
+    `collectives` is None where jaxlib cannot read libtpu's program; `unknown_loops` are those of unknown length.
     """
 
     arguments: int
@@ -552,7 +553,7 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
 # --- what is printed ---
 
 
-def _print(document: dict[str, Any], topology: Topology, options: PlanOptions) -> None:
+def _print(document: Document, topology: Topology, options: PlanOptions) -> None:
     if document["compiled"]:
         notes = [f"The step was compiled by {document['compiler']}; nothing was run."]
     else:
@@ -572,7 +573,7 @@ def _print(document: dict[str, Any], topology: Topology, options: PlanOptions) -
     )
 
 
-def _plan_table(document: dict[str, Any]) -> TextTable:
+def _plan_table(document: Document) -> TextTable:
     rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
     rows.append(["fits", _margin(document)])
     counts = document["parameters"]
@@ -607,7 +608,7 @@ def _milliseconds(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{1e3 * seconds:,.0f} ms"
 
 
-def _margin(plan: dict[str, Any]) -> str:
+def _margin(plan: Document) -> str:
     margin = plan["margin_bytes"]
     if margin is None:
         return "no"

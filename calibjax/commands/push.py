@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from calibjax.commands.export import HeadOptions, write_export
 from calibjax.eval.report.figures import figures_of, png
 from calibjax.eval.report.notes import Subject, model_card
-from calibjax.eval.report.schema import read_metrics, readable
+from calibjax.eval.report.schema import Document, read_metrics, readable
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_directory, new_directory, write_file
 from calibjax.runtime.options import Positional
@@ -38,7 +38,7 @@ class PushOptions(HeadOptions):
     dry_run: Path | None = None
 
 
-def run(options: PushOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: PushOptions, log: Log = print) -> Document:
     """Runs the command; returns what was uploaded."""
     base = None if options.base is None else repository_of(options.base)
     if options.base is not None and base is None:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from calibjax.eval.report.schema import Document
 from calibjax.kernels import vocab_stats
 from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, hidden_states, init_params, unembedding
 from calibjax.models.hf_export import save_model
-from calibjax.runtime.context import RunContext
+from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Count
 from calibjax.runtime.sharding import replicated
@@ -69,7 +69,7 @@ class LanguageModelObjective:
         return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
 
 
-def run(options: QuickstartOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: QuickstartOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
     context = common.begin("quickstart", options, log)
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)

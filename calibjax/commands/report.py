@@ -3,15 +3,15 @@
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from calibjax.commands.common import JsonOptions
 from calibjax.commands.parser import made_by
 from calibjax.eval.report.page import Run, save_report
-from calibjax.eval.report.schema import read_metrics, read_tokens, readable
+from calibjax.eval.report.schema import Document, read_metrics, read_tokens, readable
 from calibjax.eval.report.terminal import print_comparison, print_report
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import writing
 from calibjax.runtime.locks import hold
@@ -36,7 +36,7 @@ class ReportOptions(JsonOptions):
     subjects: bool = False
 
 
-def run(options: ReportOptions, log: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: ReportOptions, log: Log = print) -> Document:
     """Runs the command; returns the names of the files written."""
     if not options.runs:
         raise UserError("report: expected the directory of at least one run.")

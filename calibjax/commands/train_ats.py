@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, token_sample
 from calibjax.models import LanguageModel
-from calibjax.runtime.context import RunContext
+from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
@@ -42,7 +42,7 @@ class TrainAtsOptions(
     ats: AtsOptions = AtsOptions()
 
 
-def run(options: TrainAtsOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: TrainAtsOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("train ats", options, log)
     lm = options.load(context.mesh, log)

@@ -1,7 +1,6 @@
 """`calibjax train lhts`: train a long-horizon temperature and compare its text with that of other temperatures."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -13,6 +12,7 @@ from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.text import evaluate_analogies, evaluate_text, load_analogies, load_bleu, read_analogies
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
 from calibjax.models.hf_export import save_model, settings_files
+from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, NonNegative, Range, named, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
@@ -68,7 +68,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
             load_bleu()
 
 
-def run(options: TrainLhtsOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("train lhts", options, log)
     base = options.load(context.mesh, log, stored=jnp.float32)

@@ -1,7 +1,7 @@
 """`calibjax train sft`: fine-tune a model with label smoothing and compare it with the base model on held-out text."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -13,7 +13,7 @@ from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
 from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
-from calibjax.runtime.context import RunContext
+from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.options import Fraction, run_identity
 from calibjax.train.ats import fit_temperature_head
 from calibjax.train.sft import SftOptions, fit_sft
@@ -42,7 +42,7 @@ class TrainSftOptions(
     sft: SftOptions = SftOptions()
 
 
-def run(options: TrainSftOptions, log: Callable[[str], None] = print) -> Document:
+def run(options: TrainSftOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     context = common.begin("train sft", options, log)
     adapters = options.sft.lora is not None

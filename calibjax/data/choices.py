@@ -1,7 +1,7 @@
 """Sequences from multiple-choice questions, whose answer is one letter predicted at one position."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from calibjax.data.chat_template import Tokenizer
 from calibjax.data.examples import Example
 from calibjax.data.sequences import Sequences, make_sequences
-from calibjax.data.source import Rows, is_text
+from calibjax.data.source import Row, Rows, is_text
 from calibjax.runtime.errors import UserError
 
 # Text before the letter. The first cue after which every letter is a single token is used.
@@ -38,8 +38,7 @@ def choice_sequences(
     """Renders questions without few-shot examples, and samples from those that fit the model's context.
 
     A question is `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, the common format of MMLU
-    (Hendrycks et al., 2021, arXiv 2009.03300). If some letter is not a single token there, the space, the colon or both
-    are omitted.
+    (Hendrycks et al. 2021, arXiv 2009.03300); without space, colon or both where some letter is not a single token.
 
     Args:
         rows: with the columns question, choices (equally many in each row) and answer, and optionally subject.
@@ -85,7 +84,7 @@ def choice_sequences(
     return Choices(sequences, letters, cue, chosen_subjects, too_long=len(ids) - len(short), read=len(ids))
 
 
-def _choices(row: Mapping[str, Any], place: str) -> Sequence[str]:
+def _choices(row: Row, place: str) -> Sequence[str]:
     choices = row.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")

@@ -1,7 +1,7 @@
 """Examples from rows: token ids and the loss mask."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int32
 from calibjax.data.chat_template import Tokenizer
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, render_row
-from calibjax.data.source import Rows, Skipped
+from calibjax.data.source import Row, Rows, Skipped
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
 
@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 
 def tokenize_rows(
-    rows: Rows | Sequence[Mapping[str, Any]],
+    rows: Rows | Sequence[Row],
     format: Format,
     tokenizer: Tokenizer,
     *,
@@ -47,8 +47,7 @@ def tokenize_rows(
 
     Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. For
     prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and the
-    special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token is
-    appended, if it has one.
+    special token that ends each of them. If nothing follows the last answer, the end-of-sequence token, if any, is.
 
     Args:
         rows: result of `read_source`, or any sequence of dicts.

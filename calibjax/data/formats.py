@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from calibjax.data.source import Rows, is_text
+from calibjax.data.source import Row, Rows, is_text
 from calibjax.runtime.errors import UserError
 
 _FORMATS: tuple[tuple[Any, ...], ...] = (
@@ -45,11 +45,12 @@ class Format:
     def __str__(self) -> str:
         names = {"text": "plain text", "document": "whole documents", "prompt": "prompts with responses"}
         names |= {"instruction": "instructions", "chat": "chat"}
-        return f"{names[self.kind]} (column{'s'[: len(self.columns) > 1]} {', '.join(self.columns)})"
+        columns = "columns" if len(self.columns) > 1 else "column"
+        return f"{names[self.kind]} ({columns} {', '.join(self.columns)})"
 
 
 def recognise(
-    rows: Rows | Sequence[Mapping[str, Any]],
+    rows: Rows | Sequence[Row],
     text_column: str | None = None,
     *,
     prompt_template: str | None = None,
@@ -63,8 +64,8 @@ def recognise(
         UserError: there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template` does
             not apply to the format or is not a format string.
     """
-    format = _recognise(rows, text_column)
-    if (template := prompt_template) is not None:
+    format, template = _recognise(rows, text_column), prompt_template
+    if template is not None:
         if format.kind not in ("instruction", "prompt"):
             raise UserError(f"prompt_template is for instructions and prompts, but rows are {format}. Leave it out.")
         try:
@@ -76,10 +77,10 @@ def recognise(
             raise UserError(f"prompt_template={template!r}: expected column names in braces, such as {example!r}.")
         if format.columns[-1] in fields:
             raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
-    return replace(format, prompt_template=prompt_template, score_template_text=score_template_text)
+    return replace(format, prompt_template=template, score_template_text=score_template_text)
 
 
-def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None) -> Format:
+def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
     rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     columns, plain = list(rows.first), "document" if rows.documents else "text"
     if text_column is not None:
@@ -91,12 +92,14 @@ def _recognise(rows: Rows | Sequence[Mapping[str, Any]], text_column: str | None
         found = [next(filter(columns.__contains__, names), None) for names in roles]
         if None not in found:
             return Format(plain if kind == "text" else kind, tuple(map(str, found)))
-    expected = ", or ".join(f"{kind} ({', '.join(' or '.join(names) for names in roles)})" for kind, *roles in _FORMATS)
+    expected = []
+    for kind, *roles in _FORMATS:
+        expected.append(f"{kind} ({', '.join(map(' or '.join, roles))})")
     hint = "To read one column as plain text, set `text_column`."
-    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {expected}. {hint}")
+    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {', or '.join(expected)}. {hint}")
 
 
-def string_at(row: Mapping[str, Any], column: str, place: str, *, optional: bool = False) -> str:
+def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:
     """Returns the Unicode string in `column`; "" for a missing one if `optional`."""
     value = row.get(column)
     if value is None and optional:
@@ -124,7 +127,7 @@ class Conversation(NamedTuple):
     options: dict[str, Any]  # of the template: "tools", "documents" and those of "chat_template_kwargs"
 
 
-def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Conversation:
+def read_conversation(row: Row, format: Format, place: str) -> Conversation:
     """Returns the conversation of a row: its messages, or its prompt and response as two messages.
 
     Messages have `role` and `content`, or ShareGPT's `from` and `value`; messages, tools and the arguments of calls may
@@ -153,7 +156,7 @@ def read_conversation(row: Mapping[str, Any], format: Format, place: str) -> Con
     return Conversation(messages, tuple(answers), options)
 
 
-def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[Any]]:
+def _turns(row: Row, column: str, place: str) -> tuple[str, list[Any]]:
     where, turns = f"{place}, column {column!r}", row.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parsed(turns, where)
@@ -162,20 +165,20 @@ def _turns(row: Mapping[str, Any], column: str, place: str) -> tuple[str, list[A
     return where, list(turns)
 
 
-def _text_turns(row: Mapping[str, Any], format: Format, place: str) -> list[tuple[str, list[Any]]]:
+def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[Any]]]:
     """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
     prompt, *inputs, response = format.columns
     text = string_at(row, prompt, place)
     for column in inputs:
-        if more := string_at(row, column, place, optional=True):
-            text += SEPARATOR + more
+        more = string_at(row, column, place, optional=True)
+        text += SEPARATOR + more if more else ""
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
-    return [
-        (place, [{"role": "user", "content": request}, {"role": "assistant", "content": answer}])
-        for request, answer in [*pairs, (text, string_at(row, response, place))]
-    ]
+    parts = []
+    for request, answer in [*pairs, (text, string_at(row, response, place))]:
+        parts.append((place, [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]))
+    return parts
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
@@ -183,8 +186,8 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
     message = _without_nulls(turn)
-    role, content = (message.pop(old, None) for old in ("from", "value"))
-    role, content = message.get("role") or role, message.get("content") or content or ""
+    sender, value = message.pop("from", None), message.pop("value", None)
+    role, content = message.get("role") or sender, message.get("content") or value or ""
     if not isinstance(role, str):
         raise UserError(f"{where}: expected role and content (or from and value) as strings, got {str(turn)[:60]!r}.")
     if "train_detail" in message:
@@ -218,12 +221,14 @@ def _read_call(call: Any, where: str) -> Message:
     return {**call, "function": read} if "function" in call else read
 
 
-def _template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _template_options(row: Row, place: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for column in ("tools", "documents"):
-        if value := _without_nulls(_parsed(row.get(column) or None, f"{place}, column {column!r}")):
+        where = f"{place}, column {column!r}"
+        value = _without_nulls(_parsed(row.get(column) or [], where))
+        if value:
             if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-                raise UserError(f"{place}, column {column!r}: expected a list of objects, got {str(value)[:60]!r}.")
+                raise UserError(f"{where}: expected a list of objects, got {str(value)[:60]!r}.")
             options[column] = value
     more = _without_nulls(row.get("chat_template_kwargs") or {})
     reserved = {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}

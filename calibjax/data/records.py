@@ -9,6 +9,7 @@ likely tokens and of all others together as one more outcome; `label` is the pla
 scaling of such logits is exact only where the probability of the others is small.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ _LEAST = -9999.0  # what OpenAI writes in place of a log-probability that is not
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     """Rows of a table: those of records are flat, with `tokens` one for each token; others are unchanged."""
     columns = rows.first
-    if any(_records(_body(columns).get(n)) for n in ("choices", "output", "logprobs", "completion_probabilities")):
+    body = _body(columns)
+    if any(_records(body.get(name)) for name in ("choices", "output", "logprobs", "completion_probabilities")):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         expected = "expected responses of a server with choices"
@@ -74,15 +76,13 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
         for count, (place, row) in enumerate(rows.placed(), 1):
             key = str(count - 1 if name is None else row.get(name, _body(row).get(name)))
             more = {column: value for column, value in known.get(key, {}).items() if column != name}
+            both = more.keys() & row.keys()
+            result: Row | UserError = {**row, **more}
             if not more:
-                yield place, UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
-            elif both := more.keys() & row.keys():
-                yield (
-                    place,
-                    UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them."),
-                )
-            else:
-                yield place, {**row, **more}
+                result = UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
+            elif both:
+                result = UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
+            yield place, result
         if name is None and count != len(known):
             raise UserError(f"{truth.name}: expected {count:,} rows, as in {rows.name}, got {len(known):,}.")
 
@@ -99,7 +99,7 @@ class _Choice(NamedTuple):
     top: list[Any]  # the most likely tokens at each place with their log-probabilities, or empty
 
 
-def _body(row: Row) -> Mapping[str, Any]:
+def _body(row: Row) -> Row:
     """The response: the row itself, or what batches and logs put around it."""
     for name in ("response", "body"):
         inner = row.get(name)
@@ -107,7 +107,7 @@ def _body(row: Row) -> Mapping[str, Any]:
     return row
 
 
-def _records(value: Any) -> list[Mapping[str, Any]]:
+def _records(value: Any) -> list[Row]:
     return value if isinstance(value, list) and value and isinstance(value[0], Mapping) else []
 
 
@@ -117,19 +117,24 @@ def _scalars(row: Row) -> dict[str, Any]:
 
 def _read_choices(row: Row) -> list[_Choice]:
     body = _body(row)
-    if choices := _records(body.get("choices")):
+    choices = _records(body.get("choices"))
+    if choices:
         return [_read_choice(choice) for choice in choices]
-    parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
-    if parts:  # OpenAI's Responses
-        items = [item for part in parts for item in part.get("logprobs") or ()]
-        return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
+    parts, items, texts = [], [], []
+    for item in _records(body.get("output")):  # OpenAI's Responses
+        parts += _records(item.get("content"))
+    for part in parts:
+        items += part.get("logprobs") or ()
+        texts.append(part.get("text") or "")
+    if parts:
+        return [_from_items(items, "".join(texts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
     message = body.get("message") or {}
     text = message.get("content") or body.get("content") or body.get("response")
     return [_from_items(items, text, message.get("thinking") or "")]
 
 
-def _read_choice(choice: Mapping[str, Any]) -> _Choice:
+def _read_choice(choice: Row) -> _Choice:
     if "delta" in choice:
         raise UserError("a part of a streamed response; save whole responses (stream=false).")
     held, message = choice.get("logprobs") or {}, choice.get("message") or {}
@@ -142,7 +147,7 @@ def _read_choice(choice: Mapping[str, Any]) -> _Choice:
     return _Choice(text, reasoning, held.get("tokens") or [], log_probs, top)
 
 
-def _from_items(items: list[Mapping[str, Any]], text: str | None, reasoning: str) -> _Choice:
+def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
     """A choice whose tokens are objects with `token`, `logprob` and `top_logprobs`."""
     if not items:
         raise UserError("the response holds no log-probabilities; ask the server for them (logprobs=true, or =5).")
@@ -217,21 +222,22 @@ def _scored_tokens(row: Row) -> list[Row]:
             "--tokens: expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5): of tokens "
             "that a model wrote itself, nothing says which were right."
         )
-    return [{**one, **_scalars(row)} for text, end in zip(texts, ends, strict=True) for one in _token_rows(text, end)]
+    flat = itertools.chain.from_iterable(map(_token_rows, texts, ends))
+    return [{**one, **_scalars(row)} for one in flat]
 
 
-def _from_prompt(places: list[Mapping[str, Any] | None], ids: list[int] | None) -> _Choice:
+def _from_prompt(places: list[Row | None], ids: list[int] | None) -> _Choice:
     """vLLM's `prompt_logprobs`: at each place, token id -> log-probability and rank; the text's own token is first."""
     choice = _Choice(None, "", ["the first"], [None], [None])
     for number, held in enumerate(places[1:], 1):
         assert held is not None
         token = str(ids[number]) if ids else next(iter(held))
-        ranks = {name: item["rank"] for name, item in held.items()}
-        if any(rank > len(held) for name, rank in ranks.items() if name != token):
+        top = {name: item["logprob"] for name, item in held.items() if item["rank"] <= len(held)}
+        if not held.keys() - {token} <= top.keys():
             raise UserError(f"prompt_logprobs: place {number}: the order of the keys has changed; save it as it was.")
         choice.tokens.append(token)
         choice.log_probs.append(held[token]["logprob"])
-        choice.top.append({name: item["logprob"] for name, item in held.items() if ranks[name] <= len(held)})
+        choice.top.append(top)
     return choice
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from calibjax.data.chat_template import Tokenizer, render_chat, render_chats
 from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read_conversation, string_at
-from calibjax.data.source import is_text
+from calibjax.data.source import Row, is_text
 from calibjax.runtime.errors import UserError
 
 _REASONING = ("reasoning", "reasoning_content", "thinking")
@@ -22,7 +22,7 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...] | None
 
 
-def render_row(row: Mapping[str, Any], format: Format, tokenizer: Tokenizer, place: str) -> Rendered:
+def render_row(row: Row, format: Format, tokenizer: Tokenizer, place: str) -> Rendered:
     """Renders a row; its `place`, such as "line 7", is named in errors.
 
     Prompts and conversations are rendered with the prompt template that is given, or the tokenizer's chat template;
@@ -86,8 +86,7 @@ def _without_chat_template(conversation: Conversation, tokenizer: Tokenizer) -> 
 class _Chat:
     """A conversation and its tokenizer's chat template.
 
-    An answer is located by rendering the conversation once more with a mark in its place: what stands around the mark
-    must stand around the answer.
+    An answer is located by rendering the conversation again with a mark in its place: the rest must be equal.
     """
 
     def __init__(self, tokenizer: Tokenizer, conversation: Conversation):

@@ -180,7 +180,7 @@ def split_sequences(
     such as one text file, is always cut between two sequences, its start for fitting.
     """
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
-    group, counts = _groups(sequences)
+    group, counts = row_groups(sequences)
     drawn = np.arange(len(counts))
     if order == "shuffled" and len(np.unique(sequences.source)) > 1:
         drawn = np.random.default_rng(seed).permutation(len(counts))
@@ -215,8 +215,7 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
 def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
     """Divides at least 2 sequences into 2 to `folds` folds of about equal size, none empty; returns ascending indices.
 
-    Rows are drawn at random by `seed`; a row is in the fold in which it starts. A single row, such as one text file, is
-    divided into consecutive parts.
+    Rows are drawn at random by `seed`; a row is in the fold in which it starts. A single row is cut into equal parts.
     """
     total = len(sequences.source)
     if total < 2:
@@ -265,7 +264,7 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
     size = _part_size(fraction, len(sequences.source), "validation_fraction")
-    group, counts = _groups(sequences)
+    group, counts = row_groups(sequences)
     drawn = np.random.default_rng(seed).permutation(len(counts))
     number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
     validation = np.isin(group, drawn[: min(max(number, 1), len(counts) - 1)])
@@ -278,7 +277,7 @@ def check_fraction(fraction: float, name: str) -> None:
         raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
 
 
-def _groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " G"]]:
+def row_groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " G"]]:
     """Group of each sequence, its row or the sequence itself if all are of one row, and the sizes of the groups."""
     source = sequences.source
     source = np.arange(len(source)) if (source == source[0]).all() else source

@@ -1,5 +1,6 @@
 """Tables of recorded predictions: confidences or logits with outcomes, read from a file and checked row by row."""
 
+import collections
 import dataclasses
 import decimal
 import itertools
@@ -66,15 +67,17 @@ class PredictionTable:
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
         """Returns the rows at `rows`."""
-        held = self.predictions._asdict()
-        picked = {name: np.asarray(x)[rows] for name, x in held.items() if x is not None and name != "unembedding"}
-        others = (self.groups, self.categories, self.probabilities)
-        groups, categories, probabilities = (None if x is None else x[rows] for x in others)
-        return PredictionTable(self.predictions._replace(**picked), groups, categories, probabilities)
+
+        def taken(x: Any) -> Any:
+            return None if x is None else np.asarray(x)[rows]
+
+        predictions = Predictions(*map(taken, self.predictions._replace(unembedding=None)))
+        predictions = predictions._replace(unembedding=self.predictions.unembedding)
+        return PredictionTable(predictions, taken(self.groups), taken(self.categories), taken(self.probabilities))
 
     def __len__(self) -> int:
-        fields = (self.predictions.logits, self.predictions.confidence)
-        return next(len(np.asarray(field)) for field in fields if field is not None)
+        logits, confidence = self.predictions.logits, self.predictions.confidence
+        return len(np.asarray(confidence if logits is None else logits))
 
 
 def read_table(
@@ -94,12 +97,10 @@ def read_table(
             `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and `label` (0 to K − 1).
             A logit of −inf is an option that is impossible, as are those that a list lacks. Optionally `group`, labels
             of dependent rows, and `category`, labels of kinds of questions that new data will have too. Or `.npz` with
-            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or records of servers
-            and of lm-eval; see `calibjax.data.records`.
+            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`; or `data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
-            precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
-            the confidence where the table has no other.
+            precedence over a confidence that is not named. "confidences" -> names by commas; the first is the default.
         skip_broken: leave out rows that cannot be read; a note counts them.
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
@@ -115,11 +116,14 @@ def read_table(
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
     named = (*columns.values(), *several)
     reader = _Columns(path, skip_broken, *_read_columns(path, named, skip_broken, tokens, truth))
-    if absent := [name for name in several if name not in reader.names]:
-        raise UserError(f"{path}: there is no column {absent[0]}; got: {_listed(reader.names)}.")
+    for name in several:
+        if name not in reader.names:
+            raise UserError(f"{path}: there is no column {name}; got: {_listed(reader.names)}.")
     for role, column in columns.items():
-        if column not in reader.names and (match := re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column)) and float(match[2]):
-            columns[role], divisors[role] = match[1], float(match[2])
+        name, _, divisor = column.rpartition("/")
+        is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) is not None
+        if column not in reader.names and name and is_number and float(divisor):
+            columns[role], divisors[role] = name, float(divisor)
     names = _assigned(path, reader.names, columns)
     if several:
         names.setdefault("confidence", several[0])
@@ -139,14 +143,16 @@ def read_table(
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
         predictions = predictions._replace(**{role: reader.matrix(names[role])})
-    groups, categories = (reader.labels(names[role]) if role in names else None for role in ("group", "category"))
+    groups = reader.labels(names["group"]) if "group" in names else None
+    categories = reader.labels(names["category"]) if "category" in names else None
     lengths = {name: len(reader.cells[name]) for role, name in names.items() if role != "unembedding"}
     if len(set(lengths.values())) > 1:
         raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
     rows = np.flatnonzero(~reader.broken)
     if not len(rows):
         raise UserError(f"{path}: expected at least one row, got none.")
-    if count := reader.skipped.count + int(reader.broken.sum()):
+    count = reader.skipped.count + int(reader.broken.sum())
+    if count:
         reader.notes.append(f"{count:,} broken rows left out, the first: {reader.skipped.first.rstrip('.')}")
     table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
     if table.categories is not None:
@@ -154,8 +160,8 @@ def read_table(
         table = dataclasses.replace(table, predictions=predictions)
     if table.groups is not None:
         # By first appearance, so that labels as numbers and as text give the same result.
-        order = {label: number for number, label in enumerate(dict.fromkeys(table.groups.tolist()))}
-        table = dataclasses.replace(table, groups=np.array([order[label] for label in table.groups.tolist()]))
+        numbers = collections.defaultdict(itertools.count().__next__)
+        table = dataclasses.replace(table, groups=np.array([numbers[label] for label in table.groups.tolist()]))
     return dataclasses.replace(table, rows=rows, notes=tuple(reader.notes))
 
 
@@ -209,9 +215,9 @@ def _read_columns(
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
-    if suffix == ".npz" and truth is not None:
-        raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
     if suffix == ".npz":
+        if truth is not None:
+            raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
         return arrays, names, rows, Skipped()
@@ -238,7 +244,8 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
             names = file.files
     except Exception as error:  # of zipfile, zlib, tokenize and numpy
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
-    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+    others = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+    if others:
         raise UserError(f"{path}: expected arrays, got other files too: {', '.join(others)}.")
     lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
     if len(set(lengths.values())) > 1:
@@ -254,7 +261,8 @@ def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], l
     try:
         with pyarrow.parquet.ParquetFile(path.absolute()) as file:
             names = file.schema_arrow.names
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
                 raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
             table = file.read([name for name in names if _is_read(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
@@ -360,8 +368,9 @@ class _Columns:
                 raise UserError(f"{self._path}: {name}: expected real numbers, got {got}; give one for each row.")
             return cells
         cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
-        commas = [cell for cell in cells if isinstance(cell, str) and "," in cell]
-        points = any(isinstance(cell, str) and "." in cell for cell in cells)
+        texts = [cell for cell in cells if isinstance(cell, str)]
+        commas = [text for text in texts if "," in text]
+        points = any("." in text for text in texts)
         thousands = all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", cell) for cell in commas)
         decimal_comma = bool(commas) and not points and not thousands
         values, bad = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
@@ -383,9 +392,10 @@ class _Columns:
         elif not words and within and not ((known > 0) & (known < 1)).any():
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
-        bad = np.asarray(~((values >= 0) & (values <= 1)))
-        hint = "" if words else " (of another range, such as 1 to 10? --columns confidence=NAME/10 divides by 10)"
-        self._refuse(name, bad, "0 to 1" + (hint if np.nanmax(values, initial=0) > 1 else ""))
+        expected = "0 to 1"
+        if not words and np.nanmax(values, initial=0) > 1:
+            expected += " (of another range, such as 1 to 10? --columns confidence=NAME/10 divides by 10)"
+        self._refuse(name, np.asarray(~((values >= 0) & (values <= 1))), expected)
         return values
 
     def labels(self, name: str) -> np.ndarray:
@@ -398,8 +408,9 @@ class _Columns:
         texts = [_label(cell) for cell in cells]
         missing = np.array([text is None for text in texts], bool)
         self._refuse(name, missing, "a label: Unicode text or a number", cells)
-        if words := ", ".join(sorted({text for text in texts if text and text.casefold() in _NULLS})):
-            self.notes.append(f"{name}: {words} is read as a label as any other, not as a missing one")
+        nulls = sorted({text for text in texts if text and text.casefold() in _NULLS})
+        if nulls:
+            self.notes.append(f"{name}: {', '.join(nulls)} is read as a label as any other, not as a missing one")
         return np.array([text or "" for text in texts], str)
 
     def classes(self, name: str, logits: np.ndarray) -> np.ndarray:
@@ -424,7 +435,8 @@ class _Columns:
         """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
         for role, prefix in (("logits", "logit"), ("probs", "p")):
             pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
-            by_number = {int(match[1]): name for name in self.names if (match := pattern.fullmatch(name.strip()))}
+            matches = {name: pattern.fullmatch(name.strip()) for name in self.names}
+            by_number = {int(match[1]): name for name, match in matches.items() if match}
             if by_number and (sorted(by_number) != list(range(len(by_number))) or len(by_number) < 2):
                 got = ", ".join(by_number.values())
                 raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
@@ -456,8 +468,9 @@ class _Columns:
         values = np.full((len(rows), lengths.max(initial=0)), -np.inf)
         for place, row in enumerate(rows):
             values[place, : lengths[place]] = row or ()
-        if lengths[~self.broken].size and (least := lengths[~self.broken].min()) < values.shape[1]:
-            self.notes.append(f"{name}: rows have {least} to {values.shape[1]} options; those that lack are impossible")
+        least, most = lengths[~self.broken].min(initial=values.shape[1]), values.shape[1]
+        if least < most:
+            self.notes.append(f"{name}: rows have {least} to {most} options; those that lack are impossible")
         return values
 
     def _logits(self, name: str, values: np.ndarray, cells: Any) -> np.ndarray:
@@ -511,7 +524,9 @@ def _label(cell: Any) -> str | None:
     if isinstance(cell, bool | np.bool_):
         return str(cell).lower()
     if isinstance(cell, float):
-        return None if np.isnan(cell) else str(int(cell)) if cell.is_integer() else repr(float(cell))
+        if np.isnan(cell):
+            return None
+        return str(int(cell)) if cell.is_integer() else repr(float(cell))
     if not isinstance(cell, str | int | np.integer | decimal.Decimal):  # nothing, a list, a time of day
         return None
     text = str(cell)

@@ -3,19 +3,20 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from calibjax.data.source import Row
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
 
 WRITABLE = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
 
 
-def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+def write_rows(out: Path, rows: Callable[[], Iterator[Row]]) -> None:
     """Writes rows in the format of the suffix of `out`, with the union of their columns.
 
     `rows` is called once or twice. In .csv and .tsv, a list or an object is written as JSON; .jsonl has the columns of
@@ -40,7 +41,7 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> No
         text.detach()
 
 
-def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Mapping[str, Any]]]) -> None:
+def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Row]]) -> None:
     import pyarrow
     import pyarrow.parquet
 

@@ -20,6 +20,7 @@ from calibjax.eval.report.tables import comparison_table, figure_of, winner
 from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
+from calibjax.recalibrate.contract import class_count
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
@@ -35,8 +36,7 @@ _BLOCK = 2**24  # log-probabilities computed at a time
 class Outcome(NamedTuple):
     """The output of a method for N held-out predictions, and whether they are correct, 0/1 or a fraction of attempts.
 
-    `choice` is the predicted class, None where only confidences are known; `log_prob` is of the true class, nats, None
-    where a method returns no distribution.
+    `choice`: the predicted class; `log_prob`: of the true class, nats. None where a method returns confidences alone.
     """
 
     confidence: Float[np.ndarray, " N"]
@@ -83,7 +83,7 @@ def contenders(
     `however_large` False leaves out methods with a parameter per pair of classes if there are fewer predictions.
     """
     rows, left_out = {}, {}
-    classes = next((np.shape(x)[k] for x, k in ((held_out.logits, 1), (held_out.unembedding, 0)) if x is not None), 0)
+    classes = class_count(held_out)
     impossible = any(data.logits is not None and np.isneginf(data.logits).any() for data in (calibration, held_out))
     for name in names:
         method = METHODS[name]
@@ -221,18 +221,16 @@ def comparison_json(
                 pair, both = (sums[name], sums[other]), (draws[name], draws[other])
                 row[field] = {} if name == other else differences_of((row, rows[other]), pair, both, COMPARED[1:], seed)
     for key in COMPARED:  # corrected for all rows that are compared in the same figure
-        compared = {name: against[key] for name, row in rows.items() if key in (against := row.get("against", {}))}
-        corrected = metrics.holm({name: against["p_value"] for name, against in compared.items()})
-        for name, against in compared.items():
-            against["holm_p"] = corrected[name]
+        tests = {name: row.get("against", {}).get(key) for name, row in rows.items()}
+        p_values = {name: test["p_value"] for name, test in tests.items() if test is not None}
+        for name, corrected in metrics.holm(p_values).items():
+            tests[name]["holm_p"] = corrected
     unconverged = not_converged(results)
 
     def order(name: str) -> tuple[bool, bool, float]:
         value = figure_of(rows[name], sort)
-        is_missing = value is None
-        if value is None:
-            value = 0.0
-        return name in unconverged, is_missing, -value if sort == "auroc" else value
+        size = value or 0.0
+        return name in unconverged, value is None, -size if sort == "auroc" else size
 
     return {name: rows[name] for name in sorted(rows, key=order)}
 
@@ -292,9 +290,11 @@ class Comparison(NamedTuple):
 
     def __repr__(self) -> str:
         table = comparison_table(self.document, self.title)
-        rows = [row[:7] for row in (table.columns, *table.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        columns = []
+        for cells in zip(table.columns, *table.rows, strict=True):
+            width = max(map(len, cells))
+            columns.append([cell.ljust(width) for cell in cells])
+        lines = ["  ".join(row).rstrip() for row in zip(*columns[:7], strict=True)]
         return "\n".join([comparison_verdict(self.document), table.title, *lines])
 
 

@@ -48,8 +48,7 @@ def differences_of(
     names: Sequence[str],
     seed: int,
 ) -> dict[str, Any]:
-    """Paired differences, first minus second, of `ece` and those of `names` that both rows have, each a
-    `metrics.Comparison` as a dictionary."""
+    """Paired differences, first − second, of `ece` and `names` that both rows have: `metrics.Comparison` as dicts."""
     first, second = draws
     out = {"ece": metrics.error_comparison(sums[0], sums[1], seed=seed)._asdict()}
     for name in names:

@@ -108,8 +108,7 @@ def evaluate_text(
 
 
 class Analogies(NamedTuple):
-    """Q questions as tokens: prompt and choice, `CHOICES` consecutive ones per question; the index of the correct
-    choice of each, int64; and its category."""
+    """Q questions as tokens: prompt and choice, `CHOICES` rows a question; index of the right choice, and category."""
 
     choices: list[Continuation]
     right: Int[np.ndarray, " Q"]

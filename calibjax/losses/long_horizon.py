@@ -12,8 +12,7 @@ with log p(x_i:) = Σ_{j≥i} log p(x_j | x_<j) the weight is
 
 A baseline b_i that does not depend on the suffix keeps the minimiser. Here b_i sums a baseline of each token's log p
 over the suffix, which shifts the minimiser if sequences end early. A horizon (which truncates the suffix) and clipping
-always shift it, in exchange for less variance. Data that are not samples of p, such as a corpus, give the weighted
-distribution of the data instead of p_T.
+always shift it, for less variance. Data that are not samples of p, such as a corpus, give their weighted distribution.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Losses per token: pure functions of `VocabStats`.
 
 Every function returns the loss of each token in nats, float32 in the shape `[...]` of the statistics, unreduced. Tokens
-that do not count have a loss and a gradient of exactly 0; `stats.mean` averages over the others. "Reads" names the
-fields of `stats` that a loss needs.
+that do not count have a loss and a gradient of exactly 0; `stats.mean` averages the others. "Reads": fields of `stats`.
 Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z), y target, V vocabulary size.
 """
 
@@ -122,8 +121,7 @@ def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float =
 def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
     """Σ_v (q_v − [v = y])², the Brier score over the whole vocabulary, 0 to 2 (Brier 1950). A proper score.
 
-    Its absolute error is about 1e-6, because it is a difference of numbers of size 1. Reads `log_normalizer` and
-    `target_logit`.
+    Its absolute error is about 1e-6: it is a difference of numbers of size 1. Reads `log_normalizer`, `target_logit`.
 
     Args:
         stats: statistics at the scale s.
@@ -150,8 +148,7 @@ def top_k_smoothing(stats: VocabStats, top_logits: Float[AnyArray, "... k"], bet
     The choice of the k tokens is not differentiated. Reads `log_normalizer` and `target_logit`.
 
     Args:
-        top_logits: `[..., k]`, `kernels.top_logits(hidden, unembedding, k, ...).logits` with the same bias and
-            soft-cap.
+        top_logits: `[..., k]`, `kernels.top_logits(hidden, unembedding, k, ...).logits`, same bias and soft-cap.
         beta: β in [0, 1].
     """
     uniform = stats.require("log_normalizer") - stats.scale * jnp.mean(top_logits, axis=-1)

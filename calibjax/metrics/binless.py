@@ -116,8 +116,7 @@ def grid_sums(
 ) -> Float[Array, "*G {NODES+1} 2"]:
     """Number of points and Σ correctness at the nodes k / `NODES`, summed over the last axis.
 
-    A point is split linearly between the two nodes beside it, which preserves Σ confidence. Sums of disjoint points add
-    up. Pure and jittable.
+    A point is split linearly between the nodes beside it, which preserves Σ confidence. Sums of parts add up. Jittable.
 
     Args:
         confidence, correct: `[..., N]`, in [0, 1].

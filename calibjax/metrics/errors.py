@@ -1,7 +1,6 @@
 """Binned calibration errors: the gap between mean confidence and accuracy in each bin, and norms of these gaps.
 
-Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy arrays for numpy sums, and is NaN where
-no point counts.
+Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy for numpy, and is NaN without a point.
 """
 
 from typing import Literal
@@ -49,8 +48,7 @@ def debiased_from_sums(sums: CalibrationSums):
     """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`.
 
     Raises:
-        ValueError: for a count that is not a whole number (NaN under jit), because the correction depends on the
-            number of points.
+        ValueError: for a count that is not a whole number (NaN under jit): the correction depends on it.
     """
     if is_known(sums.count) and (np.asarray(sums.count) % 1 != 0).any():
         raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional counts.")
@@ -112,10 +110,8 @@ def expected_calibration_error(
         confidence: `[N]` in [0, 1], any float dtype.
         correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
         bins: number of equal-width bins.
-        norm: "l1" for the formula above, "l2" for `root_mean_square_calibration_error`, "max" for
-            `maximum_calibration_error`.
-        closed: the bin of a confidence on an inner edge, see `bin_index`; in no bin ("none") it adds no gap, but counts
-            in n.
+        norm: "l1" for the formula above; "l2", "max": the root-mean-square and the maximum calibration error.
+        closed: the bin of a confidence on an inner edge (`bin_index`); "none": it adds no gap, but counts in n.
         where: `[N]`, False for points that do not count; or finite weights >= 0, of which only the ratios matter.
 
     Returns:
@@ -135,17 +131,13 @@ def expected_calibration_error(
 
 @metric("bins", "closed")
 def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Maximum calibration error, max_b |mean confidence_b − accuracy_b| over non-empty bins. For the arguments see
-    `expected_calibration_error`.
-    """
+    """Maximum calibration error, max_b |mean confidence_b − accuracy_b|; see `expected_calibration_error`."""
     return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
 
 
 @metric("bins", "closed")
 def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Root-mean-square calibration error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½. For the arguments see
-    `expected_calibration_error`.
-    """
+    """Root-mean-square error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½; see `expected_calibration_error`."""
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
@@ -153,8 +145,7 @@ def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, c
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
     """ECE over bins of equal mass (Nguyen and O'Connor 2015), see `equal_mass_index`.
 
-    `where` holds whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other
-    arguments see `expected_calibration_error`.
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). See `expected_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, error_of_norm(norm))
 
@@ -166,8 +157,7 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    Bins of equal mass, as in the authors' package; `debiased_from_sums` has those of equal width. For the arguments see
-    `adaptive_calibration_error`.
+    Bins of equal mass, as the authors have (equal width: `debiased_from_sums`). See `adaptive_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
 

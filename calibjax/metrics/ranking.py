@@ -1,8 +1,7 @@
 """Ranking metrics: how well confidence separates right from wrong answers. AUROC, risk-coverage, sparsification.
 
 They do not depend on calibration. Each sorts once. Points of equal confidence form a block, and a metric is the
-expectation over the orders within blocks, so it does not depend on the order of the points. A point that counts w times
-equals w points of the same confidence.
+expectation over orders within blocks, whatever the order of the points. A point that counts w times equals w points.
 """
 
 from typing import NamedTuple
@@ -81,8 +80,7 @@ def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
     (1/n) Σ_k (fraction of wrong answers among the k of highest confidence); lower is better. The sum is over points, so
-    `where` holds whole numbers, how often each point counts (ValueError for others; NaN under jit). For the other
-    arguments see `expected_calibration_error`.
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). See `expected_calibration_error`.
     """
     data = points(confidence, correct, where, counts=True)
     return data.answer(_area(data, data.confidence, 1 - data.correct))

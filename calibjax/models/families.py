@@ -1,7 +1,6 @@
 """Registry of model families: how each maps its configuration and tensor names to ours.
 
-A new family is one entry of `FAMILIES`. A configuration setting that changes the numbers and is not implemented here
-raises an error that names it.
+A new family is one entry of `FAMILIES`. A setting that changes the numbers and is not implemented is refused by name.
 """
 
 import dataclasses
@@ -19,6 +18,9 @@ from calibjax.runtime.errors import LARGEST_SIZE, UserError, require_directory
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
+Fields = dict[str, Any]
+"""Fields of a `DecoderConfig`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -29,7 +31,7 @@ class Family:
     does not know the family (`native` is False), `fields` gets the settings of the JSON file, which must be complete.
     """
 
-    fields: Callable[[Any], dict[str, Any]]
+    fields: Callable[[Any], Fields]
     rules: tuple[Rule, ...]
     prefix: str = "model."
     native: bool = True
@@ -178,18 +180,18 @@ def _activation(hf: Any, field: str) -> str:
     return getattr(hf, field)
 
 
-def _equal_heads(hf: Any) -> dict[str, Any]:
+def _equal_heads(hf: Any) -> Fields:
     """Heads that divide `hidden_size` equally and ignore `head_dim`, which transformers reads for rotary positions."""
     head_dim = hf.hidden_size // hf.num_attention_heads
     _refuse(hf, "head_dim", getattr(hf, "head_dim", None), allowed=(None, head_dim))
     return {"head_dim": head_dim}
 
 
-def _attention_biases(hf: Any) -> dict[str, Any]:
+def _attention_biases(hf: Any) -> Fields:
     return {"qkv_bias": hf.attention_bias, "output_bias": hf.attention_bias}
 
 
-def _local_layers(hf: Any) -> dict[str, Any]:
+def _local_layers(hf: Any) -> Fields:
     """Our fields for `layer_types` and `sliding_window`; empty if no layer has a window."""
     for kind in hf.layer_types:
         _refuse(hf, "layer_types", kind, allowed=("full_attention", "sliding_attention"))
@@ -203,7 +205,7 @@ def _local_layers(hf: Any) -> dict[str, Any]:
     return {"local_layers": local, "window": hf.sliding_window}
 
 
-def _everywhere_local(hf: Any) -> dict[str, Any]:
+def _everywhere_local(hf: Any) -> Fields:
     """Our fields for a `sliding_window` of all layers; empty if it is not set."""
     if hf.sliding_window is None:
         return {}
@@ -233,7 +235,7 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
     for name in (*_ROPE_TYPES[kind], "rope_theta", *(("partial_rotary_factor",) if partial else ())):
         if given.get(name) is None:
             raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name}, got null.")
-    fields: dict[str, Any] = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
+    fields: Fields = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
     if kind in ("llama3", "yarn", "longrope"):
         # As in transformers, the top-level field takes precedence, unless kinds of layers differ.
         original = None if parameters else getattr(hf, "original_max_position_embeddings", None)
@@ -258,7 +260,7 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
     )
 
 
-def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn(hf: Any, given: Mapping[str, Any]) -> Fields:
     def stretch(mscale: Any) -> float:
         return 0.1 * mscale * math.log(max(given["factor"], 1)) + 1
 
@@ -275,7 +277,7 @@ def _yarn(hf: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _two_ropes(hf: Any) -> dict[str, Any]:
+def _two_ropes(hf: Any) -> Fields:
     """Our fields for `rope_parameters` by kind of layer."""
     kinds = hf.rope_parameters
     return {"rope": _rope(hf, kinds["full_attention"]), "local_rope": _rope(hf, kinds["sliding_attention"])}
@@ -333,11 +335,11 @@ _LLAMA_RULES = (*_ENDS, *_PRE_NORMS, *_QKV, *_OUTPUT, *_MLP)
 _ALL_BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 
-def _llama(hf: Any) -> dict[str, Any]:
+def _llama(hf: Any) -> Fields:
     return {**_attention_biases(hf), "mlp_bias": hf.mlp_bias}
 
 
-def _ministral3(hf: Any) -> dict[str, Any]:
+def _ministral3(hf: Any) -> Fields:
     ours = _everywhere_local(hf)
     if (hf.rope_parameters or {}).get("llama_4_scaling_beta"):
         # Queries at positions beyond the original length have another scale, which is not implemented.
@@ -346,7 +348,7 @@ def _ministral3(hf: Any) -> dict[str, Any]:
     return ours
 
 
-def _smollm3(hf: Any) -> dict[str, Any]:
+def _smollm3(hf: Any) -> Fields:
     unrotated = tuple(not rotated for rotated in hf.no_rope_layers)
     ours = _local_layers(hf)
     if ours.get("local_layers", unrotated) != unrotated:
@@ -356,7 +358,7 @@ def _smollm3(hf: Any) -> dict[str, Any]:
     return {**_llama(hf), **ours}
 
 
-def _qwen(hf: Any) -> dict[str, Any]:
+def _qwen(hf: Any) -> Fields:
     _refuse(hf, "no_bias", hf.no_bias, allowed=(True,))
     _refuse(hf, "scale_attn_weights", hf.scale_attn_weights, allowed=(True,))
     # `use_dynamic_ntk` and `use_logn_attn` take effect beyond `seq_length`, and such sequences raise an error.
@@ -384,12 +386,12 @@ _QWEN_RULES = (
 )
 
 
-def _gemma(hf: Any) -> dict[str, Any]:
+def _gemma(hf: Any) -> Fields:
     _refuse(hf, "use_bidirectional_attention", hf.use_bidirectional_attention, allowed=(None, False))
     return {"norm_offset": 1.0, "embedding_scale": hf.hidden_size**0.5, **_attention_biases(hf)}
 
 
-def _local_gemma(hf: Any) -> dict[str, Any]:
+def _local_gemma(hf: Any) -> Fields:
     return {
         **_gemma(hf),
         **_local_layers(hf),
@@ -400,21 +402,21 @@ def _local_gemma(hf: Any) -> dict[str, Any]:
     }
 
 
-def _gemma3(hf: Any) -> dict[str, Any]:
+def _gemma3(hf: Any) -> Fields:
     # transformers' model ignores the configuration's `attn_logit_softcapping`.
     return {**_local_gemma(hf), **_two_ropes(hf), "qk_norm": "head"}
 
 
-def _olmo2(hf: Any) -> dict[str, Any]:
+def _olmo2(hf: Any) -> Fields:
     return {"norm_placement": "post", "qk_norm": "projection", **_attention_biases(hf)}
 
 
-def _glm4(hf: Any) -> dict[str, Any]:
+def _glm4(hf: Any) -> Fields:
     positions = dataclasses.replace(_rope(hf, partial=True), interleaved=True)
     return {"norm_placement": "both", "qkv_bias": hf.attention_bias, "rope": positions}
 
 
-def _granite(hf: Any) -> dict[str, Any]:
+def _granite(hf: Any) -> Fields:
     return {
         **_llama(hf),
         "embedding_scale": float(hf.embedding_multiplier),
@@ -424,14 +426,14 @@ def _granite(hf: Any) -> dict[str, Any]:
     }
 
 
-def _stablelm(hf: Any) -> dict[str, Any]:
+def _stablelm(hf: Any) -> Fields:
     _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     parallel = "one_norm" if hf.use_parallel_residual else None
     ours = {"norm": "layer", "parallel": parallel, "qkv_bias": hf.use_qkv_bias, "rope": _rope(hf, partial=True)}
     return {**ours, **_equal_heads(hf)}
 
 
-def _phi(hf: Any) -> dict[str, Any]:
+def _phi(hf: Any) -> Fields:
     _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     ours = {"norm": "layer", "gated_mlp": False, "parallel": "one_norm", "unembedding_bias": True, **_ALL_BIASES}
     return {**ours, "rope": _rope(hf, partial=True)}
@@ -449,7 +451,7 @@ _PHI_RULES = (
 )
 
 
-def _gpt_neox(hf: Any) -> dict[str, Any]:
+def _gpt_neox(hf: Any) -> Fields:
     parallel = "two_norms" if hf.use_parallel_residual else None
     ours = {"norm": "layer", "gated_mlp": False, "parallel": parallel, "mlp_bias": True}
     ours |= {"rope": _rope(hf, partial=True), "num_kv_heads": hf.num_attention_heads}
@@ -468,7 +470,7 @@ _GPT_NEOX_RULES = (
 )
 
 
-def _gpt2(hf: Any) -> dict[str, Any]:
+def _gpt2(hf: Any) -> Fields:
     _refuse(hf, "scale_attn_by_inverse_layer_idx", hf.scale_attn_by_inverse_layer_idx, allowed=(False,))
     _refuse(hf, "add_cross_attention", hf.add_cross_attention, allowed=(False,))
     # `reorder_and_upcast_attn` selects float32 attention logits; ours are always float32.
@@ -500,7 +502,7 @@ _GPT2_RULES = (
 )
 
 
-def _mixtral(hf: Any) -> dict[str, Any]:
+def _mixtral(hf: Any) -> Fields:
     mixture = Mixture(experts=hf.num_local_experts, per_token=hf.num_experts_per_tok)
     return {"mixture": mixture, **_everywhere_local(hf)}
 
@@ -519,14 +521,14 @@ def _qwen_mixture(hf: Any) -> Mixture:
     return Mixture(experts=hf.num_experts, per_token=hf.num_experts_per_tok, normalized=hf.norm_topk_prob)
 
 
-def _qwen3_moe(hf: Any) -> dict[str, Any]:
+def _qwen3_moe(hf: Any) -> Fields:
     _refuse(hf, "mlp_only_layers", hf.mlp_only_layers, allowed=([],))
     _refuse(hf, "decoder_sparse_step", hf.decoder_sparse_step, allowed=(1,))
     ours = {"qk_norm": "head", "intermediate_size": hf.moe_intermediate_size, "mixture": _qwen_mixture(hf)}
     return {**ours, **_attention_biases(hf), **_everywhere_local(hf)}
 
 
-def _olmoe(hf: Any) -> dict[str, Any]:
+def _olmoe(hf: Any) -> Fields:
     ours = {"qk_norm": "projection", "qkv_clip": hf.clip_qkv, "mixture": _qwen_mixture(hf)}
     return {**ours, **_attention_biases(hf)}
 
@@ -542,7 +544,7 @@ _QWEN3_MOE_RULES = (
 )
 
 
-def _gpt_oss(hf: Any) -> dict[str, Any]:
+def _gpt_oss(hf: Any) -> Fields:
     mixture = Mixture(
         experts=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,

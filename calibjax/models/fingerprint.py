@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,14 +37,14 @@ def chunks(name: str, shape: Sequence[int]) -> list[tuple[slice, ...]]:
 
     Kernels `[..., in, out]` are cut into columns, because files hold them transposed; other tensors into rows.
     """
+    axes = [[slice(0, n)] for n in shape]
     if name.endswith(".kernel") and len(shape) > 1:
         *leading, rows, columns = shape
-        experts = [tuple(slice(i, i + 1) for i in each) for each in np.ndindex(*leading)]
-        parts = _slices(columns, max(_CHUNK // max(rows, 1), 64))
-        return [(*expert, slice(0, rows), part) for expert in experts for part in parts]
-    rows, *others = shape
-    parts = _slices(rows, max(_CHUNK // max(math.prod(others), 1), 1))
-    return [(part, *(slice(0, n) for n in others)) for part in parts]
+        axes[:-2] = [_slices(experts, 1) for experts in leading]
+        axes[-1] = _slices(columns, max(_CHUNK // max(rows, 1), 64))
+    else:
+        axes[0] = _slices(shape[0], max(_CHUNK // max(math.prod(shape[1:]), 1), 1))
+    return list(itertools.product(*axes))
 
 
 def _slices(length: int, step: int) -> list[slice]:

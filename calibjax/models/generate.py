@@ -74,12 +74,10 @@ class Sampling:
     """How `generate` chooses each token: by default the most likely one.
 
     Attributes:
-        temperature: 0 for the most likely token; otherwise the sampling temperature, within `TEMPERATURES`, which
-            applies on top of a head's.
+        temperature: 0 for the most likely token; otherwise within `TEMPERATURES`, on top of that of a head.
         top_k: sample from the `top_k` most likely tokens, at least 1; None: from all. See `sampling_logits`.
         top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; None: from all.
-        calibrated: sample from the calibrated distribution; otherwise from the base model's, so that a head changes the
-            confidence and not the text.
+        calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its number and its text.
         count: samples of each prompt, K; each prompt is processed once.
@@ -189,27 +187,26 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     """Processes the prompts, then adds one token to every row at a time; returns what `generate` returns."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
-    row_keys = jax.vmap(lambda number: jax.random.fold_in(inputs.key, number))(inputs.numbers)
+    split = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    row_keys = split(inputs.key, inputs.numbers)
     if program.count > 1:
-        samples = jnp.arange(program.count)
-        row_keys = jax.vmap(lambda key: jax.vmap(lambda k: jax.random.fold_in(key, k))(samples))(row_keys).ravel()
+        row_keys = jax.vmap(split, in_axes=(0, None))(row_keys, jnp.arange(program.count)).ravel()
 
     def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
         cache, head_cache = (*caches, None, None)[:2]
         options: Any = {"segment_ids": segment_ids, "dtype": program.dtype}
         hidden, cache = decoder.extend(config, frozen.params, tokens, cache, **options)
-        bias, softcap = frozen.bias, config.logit_softcap
-        features = head_features(
-            head.features, hidden, unembedding, covariance=frozen.covariance, bias=bias, softcap=softcap
-        )
+        logits_of: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
+        features = head_features(head.features, hidden, unembedding, **logits_of)
         apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params}, features)
+        new: Any = (cache,)
         if head.attends:
             log_scale, head_cache = apply(segment_ids=segment_ids, cache=head_cache, keep=True)
+            new = (cache, head_cache)
         else:
             log_scale = apply()
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-        new: Any = (cache, head_cache) if head.attends else (cache,)
         return logits, log_scale[:, -1] + inputs.log_factor, new
 
     def choose(logits: Array, calibrated: Array, count: Array) -> Array:
@@ -218,7 +215,7 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
         drawn_from = calibrated if program.sample_calibrated else logits
         drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
         # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, count))(row_keys)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, count)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         return _first_largest(drawn_from + noise)
 
@@ -323,6 +320,9 @@ def generate(
     rows = -(-len(ids) // groups) * groups
     width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
+    is_token = np.arange(width) >= width - np.array([len(row) for row in padded])[:, None]
+    tokens = np.zeros(is_token.shape, np.int32)
+    tokens[is_token] = np.concatenate(padded)
     if head is None:
         head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.float32(0)}, 0.0, lm.fingerprint)
     program = _Program(
@@ -332,8 +332,8 @@ def generate(
         frozen=freeze(lm, head.config),
         head_params=head.params,
         log_factor=np.float32(head.log_factor),
-        tokens=np.array([[0] * (width - len(row)) + row for row in padded], np.int32),
-        segment_ids=np.array([[0] * (width - len(row)) + [1] * len(row) for row in padded], np.int32),
+        tokens=tokens,
+        segment_ids=is_token.astype(np.int32),
         stop_tokens=np.array([*stops, *[-1] * (_STOP_TOKENS - len(stops) % _STOP_TOKENS)], np.int32),
         numbers=np.resize(np.arange(rows) if numbers is None else numbers, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,

@@ -526,8 +526,7 @@ def _entry(
 ) -> TensorEntry:
     """An entry `name` of a tensor, or of one expert in it.
 
-    With `pairs` P, rows `[..., 2, P]` are stored as `[..., P, 2]`; `shift` was added to the values; `swapped` are the
-    last two axes.
+    With `pairs` P, rows `[..., 2, P]` are stored as `[..., P, 2]`; `shift` was added; the last two axes are `swapped`.
     """
     first, shape = 0, tensor.shape
     if expert is not None:

@@ -47,8 +47,7 @@ def save_model(
     Args:
         directory: new or empty, or with `replace` an earlier export with the same files.
         config, params: of the decoder; the parameters may be sharded.
-        like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
-            config.json and tokenizer files are copied.
+        like: GGUF file or directory, equal but for the soft-cap; its config.json and tokenizer files are copied.
         dtype: of the written tensors: float32, bfloat16 or float16.
 
     Raises:
@@ -94,8 +93,7 @@ def settings_files(source: Path) -> list[Path]:
     """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
 
     Raises:
-        UserError: one is a symbolic link to a file outside the model's directory, other than from a snapshot in the
-            hub's cache to blobs of the same repository.
+        UserError: one is a link out of the model's directory, but for a snapshot's to the blobs of its repository.
     """
     skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
     files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)
@@ -117,8 +115,7 @@ def settings_files(source: Path) -> list[Path]:
 def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | None = None) -> None:
     """Copies `settings_files`, or writes them from a GGUF file's metadata, and writes config.json.
 
-    The configuration is that of the language model, with weights of `dtype`, not quantised, and with the soft-cap of
-    the logits `softcap` where it has one.
+    The configuration is that of the language model, with weights of `dtype`, not quantised, and `softcap` if given.
     """
     if is_gguf(source):
         with torch_left_out():

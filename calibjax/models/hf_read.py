@@ -3,8 +3,7 @@
 Every tensor must be used or be a known buffer, and every parameter must be filled exactly once.
 
 Weights are read in chunks, by threads. A chunk (`fingerprint.chunks`) is read, hashed, cast, checked and copied to the
-shards of this process, in our layout, while it is in the cache. Each of several processes reads the chunks that its
-devices hold, and hashes its part of all.
+shards of this process, in our layout, while in the cache. A process reads what its devices hold, and hashes its part.
 """
 
 import collections
@@ -111,9 +110,8 @@ class Piece:
         """Returns the part at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
         if len(self.entries) == 1:
             return self._read_columns(self.entries[0], index)
-        parts = [
-            self._read_columns(entry, index[1:]).astype(self.dtype, copy=False) for entry in self.entries[index[0]]
-        ]
+        stored = [self._read_columns(entry, index[1:]) for entry in self.entries[index[0]]]
+        parts = [part.astype(self.dtype, copy=False) for part in stored]
         return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
     def _read_columns(self, entry: TensorEntry, index: Index) -> np.ndarray:
@@ -350,11 +348,10 @@ def _is_finite(array: np.ndarray) -> bool:
     """Whether all values are finite: as integers, NaN and infinity are the largest bits of each sign."""
     if not array.size:
         return True
-    infinity = np.array([np.inf, -np.inf], array.dtype)
-    signed, unsigned = (np.dtype(f"{kind}{array.itemsize}") for kind in "iu")
-    return bool(
-        array.view(signed).max() < infinity.view(signed)[0] and array.view(unsigned).max() < infinity.view(unsigned)[1]
-    )
+    signed, unsigned = f"i{array.itemsize}", f"u{array.itemsize}"
+    if array.view(signed).max() >= np.array(np.inf, array.dtype).view(signed):
+        return False
+    return bool(array.view(unsigned).max() < np.array(-np.inf, array.dtype).view(unsigned))
 
 
 class _Parameter:

@@ -109,8 +109,7 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`.
 
     Raises:
-        UserError: the files are missing or damaged, a setting is not supported, or a tensor belongs to no kernel of the
-            model or does not fit it.
+        UserError: files are missing or damaged, a setting is not supported, or a tensor fits no kernel of the model.
     """
     settings, tensors = _read(folder)
     family, merged = FAMILIES[config.family], dict(params)

@@ -1,7 +1,6 @@
 """Models as Orbax checkpoints of our parameter tree, which restore on any mesh.
 
-The directory holds `params/` (Orbax), `calibjax.json`, config.json, the tokenizer's files, and `checksums.json`, which
-covers all of them.
+The directory holds `params/` (Orbax), calibjax.json, config.json, the tokenizer's files, and checksums.json of all.
 """
 
 import json

@@ -88,8 +88,7 @@ def from_function(
         apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
             `unembedding`, `-> logits [B, T, V]`, held for one batch. If it has parameters named `segment_ids` or
             `positions`, it is called with those of packed sequences, int32 `[B, T]`.
-        params: pytree of arrays, the first argument of `apply`. Arrays on the devices of a run's mesh keep their
-            sharding; others are copied to every device.
+        params: pytree of arrays, the first argument of `apply`; those on the run's mesh stay, others are replicated.
         unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
         dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
         fingerprint: name of the model, which heads keep; None: a hash of all parameters.

@@ -87,8 +87,7 @@ def transposed(tensor: np.ndarray) -> np.ndarray:
 def transpose_into(target: np.ndarray, tensor: np.ndarray) -> None:
     """Copies `tensor.swapaxes(-1, -2)` to an array of the same dtype, whose last axis is contiguous.
 
-    Rows are interleaved into words of eight bytes, and these are transposed in blocks of one line of the cache: five
-    times as fast as numpy.
+    Rows are interleaved into words of eight bytes, transposed in blocks of a cache line: five times as fast as numpy.
     """
     *leading, rows, columns = tensor.shape
     lanes = 8 // tensor.itemsize if tensor.itemsize in (2, 4) and rows % (8 // tensor.itemsize) == 0 else 1

@@ -50,8 +50,7 @@ class FitReport(NamedTuple):
     """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
-        loss: float32, final objective on the calibration data, a mean per prediction; of networks, on a held-out fifth.
-            NaN for methods that minimise none.
+        loss: float32, objective per prediction on the calibration data, of networks on a held-out fifth; NaN for none.
         converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
         iterations: int32.
     """
@@ -99,10 +98,10 @@ class Method:
 
     def apply(self, state: Any, data: Predictions) -> Array:
         """Calibrated log_probs `[N, K]` or confidence `[N]`, see `gives`; float32, pure and jittable."""
-        fields = [getattr(data, name) for name in self.apply_reads]
-        for place, name in enumerate(self.apply_reads):
-            if name not in INTEGERS:
-                fields[place] = jnp.asarray(fields[place], jnp.float32)
+        fields = []
+        for name in self.apply_reads:
+            value = getattr(data, name)
+            fields.append(value if name in INTEGERS else jnp.asarray(value, jnp.float32))
         return self.apply_arrays(state, *fields)
 
     @property
@@ -131,20 +130,19 @@ def select(
 ) -> tuple[np.ndarray, ...]:
     """The fields named, in this order: their rows that count, on the host, floats as float32, checked.
 
-    Values of rows where `where` is False are not read. `impossible`: accept logits of −inf, in whose place `IMPOSSIBLE`
-    is returned.
+    Rows where `where` is False are not read. `impossible`: accept logits of −inf, and return them as `IMPOSSIBLE`.
 
     Raises:
-        UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
-            or out of range, with the first such row.
+        UserError: a field is missing, shapes do not fit, no rows, too many classes, or the first value out of range.
     """
     arrays = {field: _array(field, getattr(data, field)) for field in fields}
     unembedding = arrays.pop("unembedding", None)
     rows = _rows(arrays, where)
     if where is not None:
         arrays = {field: value[rows] for field, value in arrays.items()}
-    if impossible and np.isneginf(arrays["logits"]).any():
-        arrays["logits"] = np.where(np.isneginf(arrays["logits"]), np.float32(IMPOSSIBLE), arrays["logits"])
+    if impossible:
+        logits = arrays["logits"]
+        arrays["logits"] = np.where(np.isneginf(logits), np.float32(IMPOSSIBLE), logits)
     classes = None if unembedding is None else len(unembedding)
     if "logits" in arrays:
         classes = arrays["logits"].shape[1]
@@ -157,8 +155,9 @@ def select(
     if impossible and "labels" in arrays:
         bad = np.take_along_axis(arrays["logits"], arrays["labels"][:, None], axis=1)[:, 0] <= IMPOSSIBLE
         if bad.any():
-            row = rows[int(np.argmax(bad))]
-            raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
+            raise UserError(
+                f"labels: row {rows[np.argmax(bad)]} is an option whose logit is -inf; correct it or leave it out."
+            )
     if unembedding is not None:
         _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
         features = arrays.get("features")
@@ -180,8 +179,9 @@ def _array(field: str, value: Any) -> np.ndarray:
         raise UserError(f"{field}: expected real numbers, got {value.dtype}.")
     else:
         value = value.astype(np.float32)
-    if value.ndim != len(AXES.get(field, ("n",))):
-        raise UserError(f"{field}: expected {len(AXES.get(field, ('n',)))} axes, got the shape {value.shape}.")
+    axes = len(AXES.get(field, ("n",)))
+    if value.ndim != axes:
+        raise UserError(f"{field}: expected {axes} axes, got the shape {value.shape}.")
     return value
 
 
@@ -227,6 +227,13 @@ def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
 def nll_of(log_probs: Float[Array, "N K"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
     """−log p of the labels."""
     return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+
+
+def class_count(data: Predictions) -> int:
+    """K, the number of classes of predictions with logits or with an unembedding; 0 of others."""
+    if data.logits is not None:
+        return np.shape(data.logits)[1]
+    return 0 if data.unembedding is None else len(data.unembedding)
 
 
 def parameter_count(state: Any) -> int:

@@ -1,7 +1,6 @@
 """The methods as classes with the interface of scikit-learn and netcal: `fit`, `predict_proba`, `transform`.
 
-X is the first field that a method reads, of NumPy, pandas or torch: logits `[N, K]`, confidences `[N]` or `[N, C]`, or
-features.
+X is the first field a method reads (NumPy, pandas, torch): logits `[N, K]`, confidences `[N]` or `[N, C]`, features.
 """
 
 import inspect

@@ -41,12 +41,10 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     A cell is one of `bins` bins of the present confidence q within a category, or within all predictions. In each step
     the cell with the largest squared residual, (Σ (correct − q))²/n, among those with |Σ (correct − q)| above 2
     √Σ q(1 − q), is shifted by its mean residual. Each step lowers the Brier score by that residual over N, so that the
-    steps end; the test of chance replaces the paper's fixed tolerance. No patch leads beyond 1/(N + 2), so that the log
-    loss stays finite.
+    steps end; the test of chance replaces the paper's tolerance. No patch leads beyond 1/(N + 2): log loss is finite.
 
     The categories of new data are to be among those of the fit; a prediction of another one gets the patches of all
-    predictions only. `bins`: of equal width. `report.loss` is the Brier score, `report.iterations` the number of
-    patches.
+    predictions only. `bins`: of equal width. `report.loss`: the Brier score; `report.iterations`: number of patches.
     """
     names, category_of = np.unique(categories, return_inverse=True)
     groups = len(names)

@@ -109,10 +109,6 @@ def minimize(
     Returns:
         The parameters, float32 in the structure of `start`, and the `FitReport`.
     """
-
-    def flat(tree: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
-
     with jax.enable_x64(True):
         pieces = -(-sum(row.size for row in rows) // _BLOCK)
         split = [np.array_split(row, pieces) for row in rows]
@@ -124,9 +120,10 @@ def minimize(
             values, gradients = zip(*sums, strict=True)
             return sum(values) / len(rows[0]), sum(gradients) / len(rows[0])
 
-        x = flat(start)
+        flat, unravel = ravel_pytree(like)
+        x = np.asarray(flat)
         if bounds is not None or x.size > _HESSIAN:
-            low, high = (-np.inf, np.inf) if bounds is None else map(flat, bounds)
+            low, high = (-np.inf, np.inf) if bounds is None else (ravel_pytree(bound)[0] for bound in bounds)
             best = lbfgs(value_and_grad, x, low, high, max_iterations)
         else:
             stride = -(-len(rows[0]) // _SAMPLE)
@@ -136,9 +133,7 @@ def minimize(
                 before = best.iterations
                 hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
                 best = _scaled(value_and_grad, hessian, best, min(_ROUND, max_iterations - before))
-    leaves, treedef = jax.tree.flatten(start)
-    parts = np.split(best.x.astype(np.float32), np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
-    params = treedef.unflatten([part.reshape(np.shape(leaf)) for part, leaf in zip(parts, leaves, strict=True)])
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), unravel(jnp.asarray(best.x)))
     return params, best.report()
 
 

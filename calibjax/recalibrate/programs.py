@@ -15,40 +15,36 @@ from jax import export
 from jaxtyping import Array
 
 from calibjax.recalibrate.contract import AXES, INTEGERS
-from calibjax.recalibrate.saved import Recalibrator
+from calibjax.recalibrate.saved import Recalibrator, named_arrays
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}  # of the sizes that are free
-_SIZES: dict[str, Callable[[Any], dict[str, int]]] = {
-    "vector": lambda state: {"k": len(state.slope)},
-    "one_vs_rest_platt": lambda state: {"k": len(state.slope)},
-    "matrix": lambda state: {"k": len(state.intercept)},
-    "structured_matrix": lambda state: {"k": len(state.intercept)},
-    "dirichlet": lambda state: {"k": len(state.intercept)},
-    "g_layers": lambda state: {"k": len(state.inner)},
-    "stacking": lambda state: {"c": len(state.weights)},
-    "lore": lambda state: {"d": state.features.shape[1]},
-    "ats": lambda state: {"d": len(state.params["params"]["gate_up"]["kernel"])},
+_FIXED = {
+    **dict.fromkeys(("vector", "one_vs_rest_platt", "matrix", "structured_matrix", "dirichlet"), ("k", "intercept")),
+    "g_layers": ("k", "inner"),
+    "stacking": ("c", "weights"),
+    "lore": ("d", "deviation"),
+    "ats": ("d", "params.params.gate_up.kernel"),
 }
+"""The axis that a method's state fixes, and the array of the state whose length it is."""
 
 
 def stablehlo_program(fitted: Recalibrator) -> bytes:
     """A serialized program of the fields that the method reads, in their order."""
     shapes = _shapes(fitted)
-    free = sorted({axis for shape in shapes.values() for axis in shape if isinstance(axis, str)})
+    free = sorted(set().union(*shapes.values()) & _LEAST.keys())
     scope = export.SymbolicScope([f"{axis} >= {_LEAST[axis]}" for axis in free])
-    specs = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(", ".join(map(str, shape)), scope=scope), _dtype(field))
-        for field, shape in shapes.items()
-    ]
+    specs = []
+    for field, axes in shapes.items():
+        shape = export.symbolic_shape(", ".join(map(str, axes)), scope=scope)
+        specs.append(jax.ShapeDtypeStruct(shape, _dtype(field)))
     return bytes(export.export(jax.jit(_function(fitted)), platforms=_PLATFORMS)(*specs).serialize())
 
 
 def onnx_model(fitted: Recalibrator) -> bytes:
     """An ONNX model of the fields that the method reads, by name, to `calibrated`. Needs jax2onnx.
 
-    ONNX has no expm1 and log1p: where p is near 1, the log-probabilities of the other classes by `one_vs_rest_platt`
-    are off by up to some hundredths.
+    ONNX has no expm1 and log1p: near p = 1 log-probabilities of others by `one_vs_rest_platt` are off by hundredths.
     """
     to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
     shapes = _shapes(fitted)
@@ -74,10 +70,14 @@ def _function(fitted: Recalibrator) -> Callable[..., Array]:
 
 def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
     """Shape of each input: the name of an axis where the state does not fix its size."""
-    sizes = _SIZES.get(fitted.name, lambda state: {})(fitted.state)
-    return {
-        field: tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",))) for field in fitted.method.apply_reads
-    }
+    sizes = {}
+    if fitted.name in _FIXED:
+        axis, name = _FIXED[fitted.name]
+        sizes[axis] = len(named_arrays(fitted.state)[name])
+    shapes = {}
+    for field in fitted.method.apply_reads:
+        shapes[field] = tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",)))
+    return shapes
 
 
 def _dtype(field: str) -> Any:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from calibjax.recalibrate.contract import Method, Predictions, select
+from calibjax.recalibrate.contract import Method, Predictions, class_count, select
 from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
@@ -61,8 +61,7 @@ class Recalibrator(NamedTuple):
             return np.asarray(_apply(self.method, self.state, reads))
         # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
         # on a table could separate a confidence from that of the same prediction alone.
-        classes = [np.shape(x)[axis] for x, axis in ((reads.logits, 1), (reads.unembedding, 0)) if x is not None]
-        size = int(np.clip(_CELLS // max(classes, default=1), 1, _ROWS))
+        size = int(np.clip(_CELLS // max(class_count(reads), 1), 1, _ROWS))
         parts = []
         for start in range(0, count, size):
             block = np.minimum(np.arange(start, start + size), count - 1)
@@ -114,11 +113,16 @@ def save(
         raise UserError(
             f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
         )
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, order="C") for path, x in leaves}
+    arrays = named_arrays(state)
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
     write_directory(directory, {**files, **(more or {})}, arrays)
+
+
+def named_arrays(state: Any) -> dict[str, np.ndarray]:
+    """The arrays of a state by dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x, order="C") for path, x in leaves}
 
 
 def load(directory: str | Path) -> Recalibrator:

@@ -1,6 +1,7 @@
 """Temperature scaling: one temperature for all tokens, from statistics batch by batch or from logits; and ensembles."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,8 +98,7 @@ def fit_temperature(
     """Temperature scaling: the factor s on all logits with the least negative log-likelihood (Guo et al. 2017, 4.2).
 
     Newton's method in u = log s, which keeps T > 0, with a third-order correction from the previous pass. The sign of
-    the slope brackets the minimum. Where a step would leave the bracket, or the curvature is not positive, the bracket
-    is halved instead.
+    the slope brackets the minimum. A step out of the bracket, or at a curvature that is not positive, halves it.
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
@@ -114,7 +114,7 @@ def fit_temperature(
     last = None
     while True:
         batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
-        nll, first, second, counts = (_joined(batches, field) for field in LikelihoodSums._fields)
+        nll, first, second, counts = (np.hstack(field).astype(np.float64) for field in zip(*batches, strict=True))
         count = counts.sum()
         if not count:
             raise ValueError("fit_temperature: no token counts; check the masks.")
@@ -144,16 +144,10 @@ def fit_temperature(
     return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)
 
 
-def _joined(batches: list[LikelihoodSums], field: str) -> Float[np.ndarray, " G"]:
-    """One field of the groups of all batches, float64."""
-    return np.concatenate([np.atleast_1d(np.asarray(getattr(batch, field), np.float64)) for batch in batches])
-
-
 def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:
     """The third-order correction of the step −slope/curvature, by inverse interpolation; it often saves a pass.
 
-    With it the step ends at u(0) of the cubic Hermite interpolant u(slope), whose derivative is 1/curvature, of this
-    pass and the one before.
+    The step then ends at u(0) of the cubic Hermite interpolant u(slope), of slope 1/curvature, of the last two passes.
     """
     width = slope0 - slope
     t = -slope / width if width else 0.0
@@ -202,7 +196,7 @@ def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> Likeliho
     e = jnp.exp(s * z)
     moments = (e, e * z, e * jnp.square(z))
     zeros = tuple(jnp.zeros((), u.dtype) for _ in moments)
-    total, *sums = jax.lax.reduce(moments, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+    total, *sums = jax.lax.reduce(moments, zeros, lambda a, b: tuple(map(operator.add, a, b)), (1,))
     expected, square = (x / total for x in sums)
     slope = s * (expected - target)
     nll = jnp.log(total) - s * target

@@ -17,6 +17,8 @@ from calibjax.runtime.progress import progress_bar
 from calibjax.runtime.sharding import as_mesh, parse_mesh
 from calibjax.runtime.tracking import TrackerName
 
+Log = Callable[[str], None]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunContext:
@@ -36,7 +38,7 @@ class RunContext:
     directory: Path | None = None
     mesh: Mesh = dataclasses.field(default_factory=lambda: parse_mesh(None))
     seed: int = 0
-    log: Callable[[str], None] = print
+    log: Log = print
     progress: bool = True
     title: str | None = None
     track: TrackerName = "tensorboard"

@@ -43,8 +43,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.+?) ([a-z][\w-]*)\((.*)")
 def collectives(text: str) -> tuple[dict[str, Collective], int]:
     """The collectives of an HLO module by kind, and the number of loops whose length the text does not tell.
 
-    The body of such a loop counts once. A collective that the TPU compiler spreads over several fusions counts where it
-    starts.
+    The body of such a loop counts once; a collective that the TPU compiler spreads over fusions, where it starts.
     """
     moved: dict[str, Collective] = {}
     unknown = 0

@@ -213,8 +213,7 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
 def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
     """`hidden[row, position]`, `[R, D]` of `[B, T, D]` for indices `[R]` into the whole batch.
 
-    If a mesh with `AXES` is set, each device contributes the states of its rows, and the sum is replicated, so that R
-    states are moved instead of the batch.
+    If a mesh with `AXES` is set, each device contributes the states of its rows to a sum: R states move, not the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if set(AXES) <= set(mesh.axis_names) else 1

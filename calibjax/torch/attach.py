@@ -126,8 +126,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
     """Makes a causal language model of transformers calibrated by an exported head.
 
     Args:
-        model: `AutoModelForCausalLM`, on one device, in any dtype. Left padding, caches, `generate` and beam search
-            work.
+        model: `AutoModelForCausalLM`, on one device, any dtype; with left padding, caches, `generate`, beam search.
         directory: written by `calibjax export`, or `org/name@revision` on the Hub, by `calibjax push`.
         logits: "calibrated": the model's logits become `s * logits`, in float32, so that sampling follows the
             calibrated distribution. "unchanged": logits and sampling stay as they are; use `Attached.score` and

@@ -75,8 +75,7 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
     """Of each item the number of the first cluster whose first member is like it, or of a new one.
 
-    Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1), so that a chain of small
-    steps does not join opposite ends.
+    Compared with the first member only: no chain joins opposite ends (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1).
     """
     firsts, numbers = [], []
     for own in items:
@@ -147,8 +146,7 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function";
-    raises `UserError` if there is none."""
+    """A clustering by name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or "package.module:function"."""
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
     if name.startswith("nli:"):

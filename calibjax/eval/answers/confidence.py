@@ -2,8 +2,7 @@
 
 Samples are given as `clusters`, integers `[N, K]`, equal where two samples of a question mean the same
 (`calibjax.eval.answers.clusters`), with their log-probabilities `log_probs` `[N, K]`, nats, whole or divided by their
-lengths; `answer` `[N]` is the cluster of the answer. `tokens` `[N, T]` are the log-probabilities of its tokens, −inf
-where there is none.
+lengths; `answer` `[N]` is the cluster of the answer, `tokens` `[N, T]` the log-probabilities of its tokens, or −inf.
 """
 
 from collections.abc import Sequence
@@ -84,9 +83,8 @@ def answer_confidence(
     if method in ("margin", "negentropy"):
         p = jax.nn.softmax(log_probs, axis=-1)
         if method == "margin":
-            largest = jnp.max(p, axis=-1, keepdims=True)
-            first = jnp.argmax(p, axis=-1, keepdims=True) == jnp.arange(p.shape[-1])[None, :]
-            confidence = largest[:, 0] - jnp.max(jnp.where(first, 0.0, p), axis=-1, initial=0.0)
+            two, _ = jax.lax.top_k(jnp.pad(p, ((0, 0), (0, 1))), 2)  # the second of a single option is 0
+            confidence = two[:, 0] - two[:, 1]
         else:
             entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1)
             confidence = jnp.clip(1 - entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0)
@@ -210,8 +208,7 @@ def semantic_density(
 def semantic_entropy(
     clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None = None
 ) -> Float[Array, " N"]:
-    """Entropy over meanings, −Σ_c m_c log m_c with the mass m_c of each cluster, nats, from 0 to log K (Kuhn et al.
-    2023; Farquhar et al. 2024).
+    """Entropy over meanings, −Σ_c m_c log m_c, m_c the mass of a cluster, nats, in [0, log K] (Kuhn et al. 2023).
 
     With the log-probabilities of the samples it is the estimator of Farquhar et al. (doi 10.1038/s41586-024-07421-0,
     Methods), who divide them by the samples' lengths; without, their discrete semantic entropy.

@@ -53,8 +53,7 @@ def decide(
 
     Returns:
         A JSON-able dictionary with "risk", "level", "guarantees" (in words) and "categories": name of the category (""
-        without any) -> kind of guarantee -> its threshold and the outcome on these rows. A threshold is None where
-        "answers" is "all" or "none".
+        without any) -> kind of guarantee -> threshold (None where "answers" is "all" or "none") and outcome.
 
     Raises:
         UserError: shapes that do not fit, or outcomes that are neither right nor wrong.
@@ -94,15 +93,14 @@ def decide(
         p, labels = confidence[at], correct[at]
         own, right = p, labels
         if p.ndim == 2:
-            own, right = p.max(axis=1), (p.argmax(axis=1) == labels).astype(np.float64)
+            own, right = p.max(axis=1), p.argmax(axis=1) == labels
         if answer is not None:
             categories[name] = {OF_CLAIMS: _claims(own, right, np.asarray(answer)[at], risk)}
             continue
-        thresholds = {
-            AVERAGE: risk_threshold(own, right, risk),
-            OF_ANSWERS: selective_threshold(own, right, risk, level),
+        categories[name] = {
+            AVERAGE: threshold_outcome(own, right, risk_threshold(own, right, risk)),
+            OF_ANSWERS: threshold_outcome(own, right, selective_threshold(own, right, risk, level)),
         }
-        categories[name] = {kind: threshold_outcome(own, right, limit) for kind, limit in thresholds.items()}
         if p.ndim == 2:
             categories[name] |= {kind: _options(scores(p), labels, risk) for kind, scores in SET_SCORES.items()}
     return {"risk": risk, "level": level, "guarantees": guarantees, "categories": categories}
@@ -113,16 +111,13 @@ def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: fl
     the fraction of the answers that is wrong (None where none is given)."""
     taken = confidence > threshold
     wrong = (taken & (correct < 1)).sum()
-    answers = "some"
-    if not math.isfinite(threshold):
-        answers = "none" if threshold > 0 else "all"
     return {
         "threshold": threshold if math.isfinite(threshold) else None,
         "questions": len(confidence),
         "answered": float(taken.mean()),
         "wrong": float(wrong / len(confidence)),
         "wrong_of_answered": float(wrong / taken.sum()) if taken.any() else None,
-        "answers": answers,
+        "answers": {math.inf: "none", -math.inf: "all"}.get(threshold, "some"),
     }
 
 
@@ -182,8 +177,7 @@ def selective_threshold(
     is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
     (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). The questions
     must be independent and drawn alike, not only exchangeable. A threshold that answers m of them without a wrong one
-    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies above the t that passed and below the next confidence;
-    inf where none passes.
+    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies just above the t that passed; inf where none passes.
 
     Example:
         >>> confidence = np.arange(400) / 400
@@ -197,8 +191,8 @@ def selective_threshold(
     ranks = np.unique(np.arange(1, _RANKS) * len(order) // _RANKS)
     thresholds = np.unique([-np.inf, *order[ranks]])  # from that which answers most
     taken = confidence[None, :] > thresholds[:, None]
-    answered, wrong = taken.sum(axis=1), (taken & (np.asarray(correct) < 1)[None, :]).sum(axis=1)
-    passes = binom.cdf(wrong, answered, risk) <= (1 - level) / _RANKS
+    wrong = taken[:, np.asarray(correct) < 1].sum(axis=1)
+    passes = binom.cdf(wrong, taken.sum(axis=1), risk) <= (1 - level) / _RANKS
     if not passes.any():
         return float("inf")
     threshold = float(thresholds[np.argmax(passes)])
@@ -229,22 +223,23 @@ def claim_threshold(
     total = np.cumsum(false)
     wrong = total - np.where(first > 0, total[first - 1], 0)
     # Claims of equal confidence are kept together: what counts is the fraction after the last of them.
-    last = np.append((score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1]), True)
+    last = np.append((np.diff(score) != 0) | (np.diff(numbers) != 0), True)
     fraction = np.where(last, wrong / (np.arange(len(score)) - first + 1), 0.0)
     worst = np.zeros(len(score))
     for begin, end in pairwise([*np.flatnonzero(np.diff(numbers, prepend=-1)), len(score)]):
         worst[begin:end] = np.maximum.accumulate(fraction[begin:end])
     rise = np.diff(worst, prepend=0.0)
-    rise[first == np.arange(len(score))] = worst[first == np.arange(len(score))]
+    rise[first] = worst[first]
     # The sum as a function of the threshold: each rise counts where the threshold is below its confidence.
     falling = np.argsort(-score, kind="stable")
     values, start = np.unique(-score[falling], return_index=True)
     ends = np.append(start[1:], len(score)) - 1
     sums = np.cumsum(rise[falling])[ends]  # at thresholds just below values
-    allowed = sums + 1 <= risk * (n + 1) * _ROUNDING
-    if risk * (n + 1) * _ROUNDING < 1:
+    most = risk * (n + 1) * _ROUNDING
+    if most < 1:
         return float("inf")
-    return float("-inf") if allowed.all() else _above(float(-values[int(np.argmin(allowed))]), confidence)
+    allowed = sums + 1 <= most
+    return float("-inf") if allowed.all() else _above(float(-values[np.argmin(allowed)]), confidence)
 
 
 def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarray, " N"], risk: float) -> float:
@@ -312,7 +307,8 @@ def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, 
         [1, 3, 0]
     """
     q = np.asarray(confidence, np.float64)
-    counts, gains = np.zeros(len(q), np.int64), [(-gain, number) for number, gain in enumerate(q) if gain > 0]
+    counts = np.zeros(len(q), np.int64)
+    gains = [(-q[number], number) for number in np.flatnonzero(q > 0)]
     heapq.heapify(gains)
     for _ in range(budget if gains else 0):
         gain, number = gains[0]

@@ -6,6 +6,7 @@ log-odds of the confidence are a linear function of the feature (`calibjax.train
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -104,23 +105,24 @@ def answer_features(
 
     Contexts and answers are token ids, none empty, that together fit the model.
     """
-    if not names or not len(contexts):
+    count = len(contexts)
+    if not names or not count:
         return {name: np.zeros((0, 0), np.float32) for name in names}
     ordered = tuple(sorted(names))
-    longest = max(len(context) + len(answer) for context, answer in zip(contexts, answers, strict=True))
-    width = min(-(-longest // _WIDTH) * _WIDTH, lm.config.max_positions)
+    sequences = [[*context, *answer] for context, answer in zip(contexts, answers, strict=True)]
+    start = np.array([len(context) for context in contexts], np.int32)
+    end = np.array([len(sequence) for sequence in sequences], np.int32)
+    width = math.ceil(max(end) / _WIDTH) * _WIDTH
+    tokens = np.zeros((count, min(width, lm.config.max_positions)), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
     parts = []
-    for first in range(0, len(contexts), _ROWS):
-        chosen = range(first, min(first + _ROWS, len(contexts)))
-        rows = [*chosen, *[chosen[-1]] * (_ROWS - len(chosen))]
-        start = np.array([len(contexts[row]) for row in rows], np.int32)
-        end = start + np.array([len(answers[row]) for row in rows], np.int32)
-        tokens = np.zeros((_ROWS, width), np.int32)
-        for place, row in enumerate(rows):
-            tokens[place, : end[place]] = [*contexts[row], *answers[row]]
-        values = to_host(_features(lm.config, lm.dtype, ordered, lm.params, tokens, start, end))
-        parts.append([np.asarray(value)[: len(chosen)] for value in values])
-    return {name: np.concatenate(rows) for name, rows in zip(ordered, zip(*parts, strict=True), strict=True)}
+    for first in range(0, count, _ROWS):
+        rows = np.arange(first, first + _ROWS).clip(max=count - 1)  # the last step repeats the last row
+        features = _features(lm.config, lm.dtype, ordered, lm.params, tokens[rows], start[rows], end[rows])
+        parts.append(to_host(features))
+    columns = map(np.concatenate, zip(*parts, strict=True))
+    return {name: column[:count] for name, column in zip(ordered, columns, strict=True)}
 
 
 def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], logits: Logits) -> Float[Array, "B 71"]:
@@ -150,41 +152,53 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
         return -jnp.sum(jax.nn.log_softmax(logits(states))[rows, tokens])
 
     gradient = jax.grad(surprise)(hidden)
-    length, size = (jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (gradient, hidden))
-    unit = gradient / jnp.where(length > 0, length, 1.0)
-    fractions = jnp.arange(1, _STEPS + 1, dtype=jnp.float32) / _STEPS
-    moved = hidden[None] + fractions[:, None, None] * (_REACH * size * unit)[None]
-    z, z_k = logits(hidden), logits(moved)
-    log_p, log_p_k = jax.nn.log_softmax(z), jax.nn.log_softmax(z_k)
-    first, each = _state_features(z, log_p, tokens), _state_features(z_k, log_p_k, tokens)
-    p, top = jnp.exp(log_p), jnp.argmax(z, axis=-1)
-    two = jax.lax.top_k(p, 2)[0]
-    own = [two[:, 0] - two[:, 1], jnp.std(z, axis=-1), size[:, 0], (top == tokens).astype(jnp.float32)]
-    fall = first[0][None] - each[0]
-    changed = jnp.argmax(z_k, axis=-1) != top[None]
-    flip = jnp.min(jnp.where(changed, fractions[:, None], (_STEPS + 1) / _STEPS), axis=0)
-    falls = jnp.concatenate([jnp.zeros_like(fall[:1]), jnp.maximum(fall, 0.0)])
-    energy = jnp.mean((falls[:-1] + falls[1:]) / 2, axis=0)
-    mixed = jnp.logaddexp(log_p[None], log_p_k) - jnp.log(2.0)
-    shannon = (_divergence(log_p[None], mixed) + _divergence(log_p_k, mixed)) / 2
-    divergences = _divergence(log_p[None], log_p_k), shannon
-    cosines = _cosine(z[None], z_k), _cosine(hidden[None], moved)
-    over = jnp.stack([*each, fall, changed.astype(jnp.float32), *divergences, *cosines])
-    ways = (jnp.mean, jnp.std, jnp.min, jnp.max)
-    summaries = [way(values, axis=0) for values in over for way in ways]
-    return jnp.stack([*first, *own, length[:, 0], flip, energy, *summaries], axis=-1)
+    gradient_norm = jnp.linalg.norm(gradient, axis=-1, keepdims=True)
+    hidden_norm = jnp.linalg.norm(hidden, axis=-1, keepdims=True)
+    direction = gradient / jnp.where(gradient_norm > 0, gradient_norm, 1.0)
+    fractions = jnp.arange(1, _STEPS + 1, dtype=jnp.float32)[:, None] / _STEPS
+
+    h_0 = hidden[None]  # [1, B, D]; h_k: [5, B, D]
+    h_k = h_0 + fractions[..., None] * (_REACH * hidden_norm * direction)[None]
+    z_0, z_k = logits(hidden)[None], logits(h_k)
+    log_p_0, log_p_k = jax.nn.log_softmax(z_0), jax.nn.log_softmax(z_k)
+    state_0 = _state_features(z_0, log_p_0, tokens)
+    state_k = _state_features(z_k, log_p_k, tokens)
+
+    best = jnp.argmax(z_0, axis=-1)
+    changed = jnp.argmax(z_k, axis=-1) != best
+    largest, second = _largest_two(jnp.exp(log_p_0))
+    is_best = (best == tokens[None]).astype(jnp.float32)
+    own = [largest - second, jnp.std(z_0, axis=-1), hidden_norm.T, is_best]
+
+    fall = state_0[0] - state_k[0]
+    f = jnp.concatenate([jnp.zeros_like(fall[:1]), jnp.maximum(fall, 0.0)])
+    energy = jnp.mean((f[:-1] + f[1:]) / 2, axis=0, keepdims=True)
+    flip = jnp.min(jnp.where(changed, fractions, (_STEPS + 1) / _STEPS), axis=0, keepdims=True)
+    log_mean = jnp.logaddexp(log_p_0, log_p_k) - jnp.log(2.0)
+    jensen_shannon = (_divergence(log_p_0, log_mean) + _divergence(log_p_k, log_mean)) / 2
+    moves = [fall, changed.astype(jnp.float32), _divergence(log_p_0, log_p_k), jensen_shannon]
+    moves += [_cosine(z_0, z_k), _cosine(h_0, h_k)]
+    summaries = []
+    for values in state_k + moves:
+        for summary in (jnp.mean, jnp.std, jnp.min, jnp.max):
+            summaries.append(summary(values, axis=0, keepdims=True))
+    return jnp.stack([*state_0, *own, gradient_norm.T, flip, energy, *summaries], axis=-1)[0]
 
 
-def _state_features(z: Float[Array, "*K B V"], log_p: Float[Array, "*K B V"], tokens: Int[Array, " B"]) -> list[Array]:
-    """log p_t, p_t, z_t, max p, max z, entropy, margin of the logits, and their norm; `[*K, B]` each."""
-    two = jax.lax.top_k(z, 2)[0]
-    log_p_t, z_t = (values[..., jnp.arange(len(tokens)), tokens] for values in (log_p, z))
+def _state_features(z: Float[Array, "K B V"], log_p: Float[Array, "K B V"], tokens: Int[Array, " B"]) -> list[Array]:
+    """log p_t, p_t, z_t, max p, max z, entropy, margin of the logits, and their norm; `[K, B]` each."""
+    rows = jnp.arange(len(tokens))
+    log_p_t = log_p[:, rows, tokens]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    largest = jnp.exp(jnp.max(log_p, axis=-1))
-    return [
-        *(log_p_t, jnp.exp(log_p_t), z_t, largest, two[..., 0], entropy),
-        *(two[..., 0] - two[..., 1], jnp.linalg.norm(z, axis=-1)),
-    ]
+    most_likely = jnp.exp(jnp.max(log_p, axis=-1))
+    largest, second = _largest_two(z)
+    norm = jnp.linalg.norm(z, axis=-1)
+    return [log_p_t, jnp.exp(log_p_t), z[:, rows, tokens], most_likely, largest, entropy, largest - second, norm]
+
+
+def _largest_two(values: Float[Array, "K B V"]) -> tuple[Float[Array, "K B"], Float[Array, "K B"]]:
+    largest = jax.lax.top_k(values, 2)[0]
+    return largest[..., 0], largest[..., 1]
 
 
 def _divergence(log_p: Float[Array, "_ B V"], log_q: Float[Array, "K B V"]) -> Float[Array, "K B"]:

@@ -21,8 +21,7 @@ _FRACTION = re.compile(r"0?\.\d+|1\.0+|0\.0*", re.ASCII)
 def read_number(reply: str) -> float | None:
     """The confidence in a reply whose first line is nothing but a number; None for any other reply.
 
-    0 to 100 is per cent, with or without the sign; a number with a decimal point from 0 to 1 is a probability: "1" is
-    1%, and "1.0" certainty.
+    0 to 100 is per cent, also without the sign; from 0 to 1 with a decimal point a probability: "1" is 1%, "1.0" 100%.
 
     Example:
         >>> [read_number(reply) for reply in (" 85%.", "0.7", "1.0", "1", "150", "maybe 80")]

@@ -24,6 +24,7 @@ from calibjax.runtime.errors import UserError
 Recipe = Literal["overconfident", "wrong", "confident"]
 ENERGY = 0.01  # fraction of the squared singular values of the unembedding in its effective null space, at most
 CONTROLS = 5  # sets of other neurons of equal norm
+_TINY = np.finfo(np.float64).tiny
 _ROWS = 16_384  # of the unembedding, in float32, at a time
 
 
@@ -36,12 +37,12 @@ def choose_sets(
     - "wrong": wrong against correct.
     - "confident": confidence above its median against the others.
     """
+    first, second = ~correct, correct
     if recipe == "confident":
         first = confidence > np.median(confidence)
         second = ~first
-    else:
-        first = ~correct & (confidence > correct.mean()) if recipe == "overconfident" else ~correct
-        second = correct
+    elif recipe == "overconfident":
+        first = first & (confidence > correct.mean())
     if not first.any() or not second.any():
         empty = "first" if not first.any() else "second"
         others = ", ".join(name for name in get_args(Recipe) if name != recipe)
@@ -97,28 +98,29 @@ def find_directions(
     bar = (context or RunContext()).bar(title="direction", unit="sequence", total=len(sequences.tokens))
     for batch, rows in batches_by_length(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
-        total, length = total + sums.astype(np.float64), length + lengths.astype(np.float64)
+        total += sums
+        length += lengths
         bar.update(len(rows))
     bar.close()
     counts = int(sets[0].sum()), int(sets[1].sum())
     difference = total[0] / counts[0] - total[1] / counts[1]
     gap = np.linalg.norm(difference, axis=-1)
-    vectors = difference / np.maximum(gap, np.finfo(np.float64).tiny)[:, None]
+    vectors = difference / np.maximum(gap, _TINY)[:, None]
     fields = (x.astype(np.float32) for x in (vectors, gap, length / len(sets[0])))
     return Directions(*fields, counts=counts)
 
 
 class NullSpace(NamedTuple):
-    """Directions with hardly any effect on the logits: unit columns `[D, k]`, and k/D, the expected fraction of a
-    random vector in their span."""
+    """Directions with hardly any effect on the logits: unit columns, and k/D, expected of a random vector."""
 
     basis: Float[np.ndarray, "D k"]
     expected: float
 
     def fraction(self, vectors: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B"]:
         """|Nᵀ v|² / |v|², in [0, 1]."""
-        inside = np.square(vectors.astype(np.float64) @ self.basis).sum(axis=-1)
-        return inside / np.maximum(np.square(vectors.astype(np.float64)).sum(axis=-1), np.finfo(np.float64).tiny)
+        vectors = vectors.astype(np.float64)
+        inside = np.square(vectors @ self.basis).sum(axis=-1)
+        return inside / np.maximum(np.square(vectors).sum(axis=-1), _TINY)
 
 
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
@@ -128,7 +130,7 @@ def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
     add up to at most `energy` of the sum of all (as in Stolfo et al. 2024, arXiv 2406.16254, section 3).
     """
     values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
-    fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), np.finfo(np.float64).tiny)
+    fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), _TINY)
     inside = int((fraction <= energy).sum())
     return NullSpace(vectors[:, :inside], inside / len(values))
 
@@ -209,7 +211,8 @@ def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) 
     """The edit with the smallest ECE among those that lose no more than `accuracy_loss` of the accuracy."""
     rows = {edit: metrics.summarise(own) for edit, own in sums.items()}
     least = rows[Edit(0, 0.0)]["accuracy"] - accuracy_loss
-    return min((edit for edit in rows if rows[edit]["accuracy"] >= least), key=lambda edit: rows[edit]["ece"])
+    errors = {edit: row["ece"] for edit, row in rows.items() if row["accuracy"] >= least}
+    return min(errors, key=errors.__getitem__)
 
 
 # --- entropy neurons ---
@@ -246,8 +249,7 @@ def entropy_neurons(
     for layer in range(lm.config.num_layers - layers, lm.config.num_layers):
         written = output_weights(lm, layer)
         norm = np.linalg.norm(written, axis=1)
-        effect = written * gain[None, :]
-        effect = effect / np.maximum(np.linalg.norm(effect, axis=1), np.finfo(np.float64).tiny)[:, None]
+        effect = _unit_rows(written * gain[None, :])
         variance = np.maximum(np.einsum("nd,de,ne->n", effect, gram, effect, optimize=True) - (effect @ mean) ** 2, 0)
         candidates = np.argsort(-norm)[: max(1, int(largest * len(norm)))]
         for index in candidates[np.argsort(variance[candidates])][:count]:
@@ -279,10 +281,15 @@ def _unit_moments(unembedding: Float[Array, "V D"]) -> tuple[Float[np.ndarray, "
     vocab_size, width = unembedding.shape
     mean, gram = np.zeros(width), np.zeros((width, width))
     for start in range(0, vocab_size, _ROWS):
-        rows = np.asarray(to_host(unembedding[start : start + _ROWS].astype(jnp.float32)), np.float64)
-        rows = rows / np.maximum(np.linalg.norm(rows, axis=1), np.finfo(np.float64).tiny)[:, None]
-        mean, gram = mean + rows.sum(axis=0), gram + rows.T @ rows
+        rows = to_host(unembedding[start : start + _ROWS].astype(jnp.float32))
+        rows = _unit_rows(rows.astype(np.float64))
+        mean += rows.sum(axis=0)
+        gram += rows.T @ rows
     return mean / vocab_size, gram / vocab_size
+
+
+def _unit_rows(vectors: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n D"]:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _TINY)
 
 
 def ablate(
@@ -336,7 +343,7 @@ def rotated(written: Float[np.ndarray, "n D"], space: NullSpace) -> Float[np.nda
     """Vectors without their part in the null space, with their norm; a vector that lies in it becomes 0."""
     outside = written - (written @ space.basis) @ space.basis.T
     norm = np.linalg.norm(outside, axis=1, keepdims=True)
-    scale = np.linalg.norm(written, axis=1, keepdims=True) / np.maximum(norm, np.finfo(np.float64).tiny)
+    scale = np.linalg.norm(written, axis=1, keepdims=True) / np.maximum(norm, _TINY)
     return np.where(norm > 1e-9 * np.abs(written).max(), outside * scale, 0.0)
 
 
@@ -367,7 +374,7 @@ def _mean_output(lm: LanguageModel, sequences: Sequences, read: Readout, batch_s
     """Mean residual after the last block, float64."""
     total = np.zeros(lm.config.hidden_size)
     for batch, _ in batches_by_length(scored_batch(sequences, read), batch_size):
-        total += np.asarray(to_host(_residual_sum(lm.config, lm.dtype, lm.params, batch)), np.float64)
+        total += to_host(_residual_sum(lm.config, lm.dtype, lm.params, batch))
     return total / sequences.where.sum()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +10,7 @@ from calibjax import plot
 from calibjax.eval.report.notes import fit_of, kept_loss
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of, unit_of
-from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain
+from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain, with_ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,21 +20,19 @@ MOST = 6  # panels of one set
 
 
 class Panel(NamedTuple):
-    """Axes of a size in inches with what is drawn in them; `note` is a second line of the title."""
+    """Axes of a size in inches and `draw(ax=...)`, which draws in them; `note` is a second line of the title."""
 
     title: str
     note: str
-    draw: "Callable[[Axes], Any]"
+    draw: Callable[..., Any]
     width: float = 3.5
     height: float = 3.1
 
     def figure(self) -> "Figure":
         """The panel alone, without its title."""
-        from matplotlib.figure import Figure
-
-        made = Figure(figsize=(self.width, self.height), layout="constrained")
-        self.draw(made.subplots())
-        return made
+        figure = _figure(self.width, self.height)
+        self.draw(ax=figure.subplots())
+        return figure
 
 
 class Drawing(NamedTuple):
@@ -45,17 +44,21 @@ class Drawing(NamedTuple):
 
     def figure(self) -> "Figure":
         """All panels side by side, with their titles."""
-        from matplotlib.figure import Figure
-
         widths = [panel.width for panel in self.panels]
         height = max(panel.height for panel in self.panels) + 0.6
-        made = Figure(figsize=(sum(widths), height), layout="constrained")
-        axes = made.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        figure = _figure(sum(widths), height)
+        axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         for ax, panel in zip(axes, self.panels, strict=True):
-            panel.draw(ax)
-            title = "\n".join(line for line in (panel.title, panel.note) if line)
+            panel.draw(ax=ax)
+            title = f"{panel.title}\n{panel.note}".strip()
             ax.set_title(title, color=INK, fontsize=10, parse_math=False)
-        return made
+        return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _style(number: int, label: str) -> dict[str, Any]:
@@ -79,11 +82,10 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         yield Drawing(f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_panels(results))
         if "temperatures" in results["methods"].get("ats", {}):
             histogram = functools.partial(plot.temperature_histogram, results, fit_of(document).get("temperature"))
-            panel = Panel("Temperatures that ATS assigned", "", lambda ax, draw=histogram: draw(ax=ax), 4.6, 2.8)
+            panel = Panel("Temperatures that ATS assigned", "", histogram, 4.6, 2.8)
             yield Drawing(f"temperatures{suffix}", f"Temperatures assigned by ATS, {title}", [panel])
     held_out = document["held_out"]
-    if any("against" in row for row in held_out["methods"].values()):
-        yield from _forest(held_out)
+    yield from _forest(held_out)
     if unit_of(held_out) == "questions":
         panel = Panel("Risk and coverage", "", functools.partial(_risk, held_out), 4.6, 3.2)
         yield Drawing("risk", "Error rate by coverage", [panel])
@@ -112,16 +114,14 @@ def reliability_panels(results: Row) -> list[Panel]:
     methods: Mapping[str, Any] = results["methods"]
     names = list(methods)
     if len(names) > MOST:
-        first = [name for name in ("uncalibrated", results.get("reference")) if name in methods]
-        names = [*first, *[name for name in names if name not in first][: MOST - len(first)]]
-    return [
-        Panel(
-            title_of(name),
-            f"ECE {interval(methods[name]['ece'], zero=True)}",
-            lambda ax, name=name: plot.reliability(methods[name], method=name, ax=ax),
-        )
-        for name in names
-    ]
+        first = [name for name in ("uncalibrated", results.get("reference", "")) if name in methods]
+        names = list(dict.fromkeys([*first, *names]))[:MOST]
+    panels = []
+    for name in names:
+        row = methods[name]
+        draw = functools.partial(plot.reliability, row, method=name)
+        panels.append(Panel(title_of(name), f"ECE {interval(row['ece'], zero=True)}", draw))
+    return panels
 
 
 def overlay(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Panel:
@@ -140,13 +140,15 @@ def _forest(results: Row) -> Iterator[Drawing]:
     reference = title_of(results.get("reference", "temperature"))
     panels = []
     for key, title in (("log_loss", "log loss"), ("brier", "Brier"), ("ece", "ECE")):
-        rows: dict[str, Any] = {name: row.get("against", {}).get(key) for name, row in results["methods"].items()}
-        rows.pop("uncalibrated", None)  # far away: the others would lie on one line
-        differences = {title_of(n): (row["difference"], row["low"], row["high"]) for n, row in rows.items() if row}
+        differences = {}
+        for name, row in results["methods"].items():
+            against = row.get("against", {}).get(key)
+            if against and name != "uncalibrated":  # far away: the others would lie on one line
+                differences[title_of(name)] = (against["difference"], against["low"], against["high"])
         if differences:
-            forest = functools.partial(plot.forest, differences, title="difference")
+            draw = functools.partial(plot.forest, differences, title="difference")
             height = 1.0 + 0.24 * len(differences)
-            panels.append(Panel(f"Δ {title} against {reference}", "", lambda ax, draw=forest: draw(ax=ax), 4.4, height))
+            panels.append(Panel(f"Δ {title} against {reference}", "", draw, 4.4, height))
     if any(panel.height > 1.3 for panel in panels):  # more than one line
         yield Drawing("forest", f"Differences from {reference} with their 95% intervals; left: better", panels)
 
@@ -165,8 +167,9 @@ def _risk(results: Row, ax: "Axes") -> None:
 def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
     def draw(step: str, value: str, ax: "Axes") -> None:
         for number, (name, curve) in enumerate(training.items()):
-            if curve[value]:
-                ax.plot(curve[step], curve[value], **_style(number, name), markevery=max(1, len(curve[value]) // 8))
+            values = curve[value]
+            if values:
+                ax.plot(curve[step], values, **_style(number, name), markevery=max(1, len(values) // 8))
         ax.set(xlabel="step", ylabel="nats a token")
         plain(ax)
         if len(training) > 1:
@@ -200,10 +203,12 @@ def _layer_panels(document: Document) -> list[Panel]:
         ax.plot(same, **_style(2, "same token as last"), linestyle="--")
         legend(ax)
 
+    errors = functools.partial(plot.layers, document, ("ece", "mce"))
+    nats = functools.partial(plot.layers, document, ("entropy", "kl"))
     return [
         Panel("Accuracy and confidence", "", first, 4.0, 3.0),
-        Panel("Calibration error", "", lambda ax: plot.layers(document, ("ece", "mce"), ax=ax), 4.0, 3.0),
-        Panel("Entropy and divergence, nats", "", lambda ax: plot.layers(document, ("entropy", "kl"), ax=ax), 4.0, 3.0),
+        Panel("Calibration error", "", errors, 4.0, 3.0),
+        Panel("Entropy and divergence, nats", "", nats, 4.0, 3.0),
     ]
 
 
@@ -212,16 +217,18 @@ def _sweep_panels(document: Document) -> list[Panel]:
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
     blocks = sorted({row["layer"] for row in sweep} - {0})
+    edit_of = operator.itemgetter("layer", "strength")
 
     def draw(name: str, ax: "Axes") -> None:
         for number, block in enumerate(blocks):
-            rows = sorted([*(row for row in sweep if row["layer"] == block), base], key=lambda row: row["strength"])
+            rows = [row for row in sweep if row["layer"] in (0, block)]
+            rows.sort(key=operator.itemgetter("strength"))
             style, strength = _style(number, f"block {block}"), [row["strength"] for row in rows]
-            value, low, high = ([row["held_out"][name][key] for row in rows] for key in ("value", "low", "high"))
+            value, low, high = with_ends(row["held_out"][name] for row in rows).T
             ax.plot(strength, value, **style)
             if block == chosen["layer"]:
                 ax.fill_between(strength, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        at = next(row for row in sweep if (row["layer"], row["strength"]) == (chosen["layer"], chosen["strength"]))
+        at = next(row for row in sweep if edit_of(row) == edit_of(chosen))
         ax.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
         ax.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
         ax.set(xlabel="c, in mean norms of the residual")
@@ -241,7 +248,7 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
 
     def draw(ax: "Axes") -> None:
         rows, lines = subjects[::-1], range(len(subjects))
-        value, low, high = ([row["accuracy"][key] for row in rows] for key in ("value", "low", "high"))
+        value, low, high = with_ends(row["accuracy"] for row in rows).T
         confidence = [row["confidence"] for row in rows]
         ax.hlines(lines, value, confidence, color=MUTED, linewidth=1, linestyle=":")
         ax.hlines(lines, low, high, color=LINES[0], linewidth=4, alpha=0.35)
@@ -258,10 +265,10 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
 def _diversity(document: Document, ax: "Axes") -> None:
     """Mean log p by distinct-2, a line for each model through its myopic temperatures."""
     for number, (name, points) in enumerate(document["texts"].items()):
-        x, y = ([point[key] for point in points.values()] for key in ("distinct_2", "log_prob"))
-        ax.plot(x, y, **_style(number, name))
-        for temperature, *at in zip(points, x, y, strict=True):
-            where = {"xytext": (5, 4), "textcoords": "offset points"}
-            ax.annotate(temperature, (at[0], at[1]), fontsize=8, color=INK, parse_math=False, **where)
+        at = {temperature: (point["distinct_2"], point["log_prob"]) for temperature, point in points.items()}
+        ax.plot(*zip(*at.values(), strict=True), **_style(number, name))
+        for temperature, xy in at.items():
+            offset = {"xytext": (5, 4), "textcoords": "offset points"}
+            ax.annotate(temperature, xy, fontsize=8, color=INK, parse_math=False, **offset)
     ax.set(xlabel="distinct-2 of words (right: more varied)", ylabel="mean log p, nats, pretrained model")
     legend(plain(ax))

@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS = "tokens.json"  # beside metrics.json: a `token_sample`, if the run made one
-LOWER = (
+LOWER = {
     *("ece", "nll", "brier", "log_loss", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece"),
     *("exact_error", "aurc", "excess_aurc", "ks_error", "debiased_l2"),
-)
+}
 """Figures of which less is better."""
-HIGHER = ("auroc", "accuracy")
+HIGHER = {"auroc", "accuracy"}
 _MAIN = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
 _REST = (
     *("against", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece", "exact_error", "auroc", "aurc"),
     *("excess_aurc", "ks_error", "debiased_l2", "changed", "parameters", "fit_seconds"),
 )
+_ARROWS = {**dict.fromkeys(LOWER, "↓"), **dict.fromkeys(HIGHER, "↑")}
 _MINUS = "\N{MINUS SIGN}"
 _FIRST = 6  # rows of a set that are shown at once; the others are folded
 
@@ -59,7 +60,7 @@ class Run(NamedTuple):
 
 def write_report(document: Document, directory: Path) -> None:
     """Writes `report.html`, `reliability.png` of the held-out set, and as PNG the figures of the run's parts."""
-    names = {"reliability", *(name for part in tables.parts_of(document) for name in part.figures)}
+    names = {"reliability"}.union(*(part.figures for part in tables.parts_of(document)))
     for drawing in figures_of(document):
         if drawing.name in names:
             write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
@@ -154,17 +155,17 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
 
     It is green or red, and called better or worse, where the interval of the difference excludes 0.
     """
-    methods = results["methods"]
-    value, other = figure_of(methods[name], key), figure_of(methods[pair_of(results)[0]], key)
-    if value is None or other is None or key not in (*LOWER, *HIGHER):
+    methods, before = results["methods"], pair_of(results)[0]
+    value, other = figure_of(methods[name], key), figure_of(methods[before], key)
+    if value is None or other is None or key not in _ARROWS:
         return None
     digits = f"{abs(value - other):.4f}"
     if float(digits) == 0:
         return None
     text = f"▼ {_MINUS}{digits}" if value < other else f"▲ +{digits}"
-    row, reference = methods[name], results.get("reference")
+    row = methods[name]
     against = row.get("against_uncalibrated", {}).get(key)
-    if against is None and pair_of(results)[0] == reference:
+    if against is None and before == results.get("reference"):
         against = row.get("against", {}).get(key)
     if against is None:
         return Change(text, "", "")
@@ -184,24 +185,22 @@ def cards_of(results: Row) -> Iterator[dict[str, Any]]:
     scalings = ("temperature", "confidence_temperature", "base_temperature")
     scaling = next((name for name in scalings if name in methods and name not in (before, after)), None)
     for key, title in keys:
-        old, new = (figure_of(methods[name], key) for name in (before, after))
+        old, new = figure_of(methods[before], key), figure_of(methods[after], key)
         if old is None or new is None:
             continue
+        card = {"title": title, "old": "", "new": f"{new:.4f}", "change": None, "scaled": ""}
         noted = []
-        if before != after and old > 0:
-            noted.append(f"{100 * (new - old) / old:+.0f}%".replace("-", _MINUS))
+        if before != after:
+            card |= {"old": f"{old:.4f}", "change": change_of(results, after, key)}
+            if old > 0:
+                noted.append(f"{100 * (new - old) / old:+.0f}%".replace("-", _MINUS))
         if key == "ece":
             ece = methods[after]["ece"]
             noted.append(f"95% interval [{ece['low']:.4f}, {ece['high']:.4f}]")
-        scaled = None if scaling is None else figure_of(methods[scaling], key)
-        yield {
-            "title": title,
-            "old": f"{old:.4f}" if before != after else "",
-            "new": f"{new:.4f}",
-            "change": change_of(results, after, key) if before != after else None,
-            "note": ", ".join(noted),
-            "scaled": "" if scaling is None or scaled is None else f"{title_of(scaling)}: {scaled:.4f}",
-        }
+        scaled = figure_of(methods[scaling], key) if scaling else None
+        if scaling and scaled is not None:
+            card["scaled"] = f"{title_of(scaling)}: {scaled:.4f}"
+        yield card | {"note": ", ".join(noted)}
 
 
 class Cell(NamedTuple):
@@ -231,8 +230,9 @@ def set_tables(results: Row) -> list[dict[str, Any]]:
     if len(names) > _FIRST + 2:
         first = {*names[:_FIRST], pair_of(results)[0], results.get("reference")}
         shown = [name for name in names if name in first]
+    others = [name for name in names if name not in shown]
     parts = [_set_table("", results, shown, _MAIN)]
-    if others := [name for name in names if name not in shown]:
+    if others:
         parts.append(_set_table(f"{len(others)} further methods", results, others, _MAIN))
     if any(figure_of(row, key) is not None for row in methods.values() for key in _REST):
         parts.append(_set_table("All figures", results, names, _REST))
@@ -243,13 +243,14 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
     methods, before = results["methods"], pair_of(results)[0]
     columns, arrows = ["method"], {}
     rows: dict[str, list[Any]] = {name: [title_of(name)] for name in names}
-    shown = [column for column in tables.columns_of([results]) if column[0] in keys]
-    for key, column, text in sorted(shown, key=lambda column: keys.index(column[0])):
+    shown = _columns(results, keys)
+    shown.sort(key=lambda column: keys.index(column[0]))
+    for key, column, text in shown:
         texts = {name: text(row) for name, row in methods.items()}
         if set(texts.values()) <= {ABSENT, "inf"}:
             continue
         columns.append(column)
-        arrows[column] = "↓" if key in LOWER else "↑" if key in HIGHER else ""
+        arrows[column] = _ARROWS.get(key, "")
         best = best_of(methods, key)
         for name in names:
             change = None if name == before else change_of(results, name, key)
@@ -259,57 +260,61 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
 
 def best_of(methods: Row, key: str) -> set[str]:
     """The methods with the best figure; none where all are equal, or no direction is better."""
-    values = {name: value for name, row in methods.items() if (value := figure_of(row, key)) is not None}
-    if key not in (*LOWER, *HIGHER) or len(set(values.values())) < 2:
+    if key not in _ARROWS:
         return set()
-    best = (max if key in HIGHER else min)(values.values())
+    values = {name: figure_of(row, key) for name, row in methods.items()}
+    known = {value for value in values.values() if value is not None}
+    if len(known) < 2:
+        return set()
+    best = max(known) if key in HIGHER else min(known)
     return {name for name, value in values.items() if value == best}
+
+
+def _columns(results: Row, keys: Sequence[str]) -> list[tables.Column]:
+    return [column for column in tables.columns_of([results]) if column[0] in keys]
 
 
 def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
     """Before and after on every further set: one table, and a diagram each."""
-    pairs = [pair_of(results) for _, results in sets]
-    several = any(before != after for before, after in pairs)
+    columns = ["", tables.unit_of(sets[0][1]), "accuracy", "ECE", "Brier"]
+    several = any(len(set(pair_of(results))) > 1 for _, results in sets)
+    if several:
+        columns[3:] = ["ECE before", "ECE after", "Brier before", "Brier after"]
     rows, panels = [], []
-    for (title, results), pair in zip(sets, pairs, strict=True):
-        methods = results["methods"]
+    for title, results in sets:
+        methods, pair = results["methods"], pair_of(results)
         both = [methods[name] for name in (pair if several else pair[:1])]
         eces = [interval(row["ece"], zero=True) for row in both]
         briers = [f"{row['brier']:.4f}" for row in both]
         rows.append([title, f"{results['tokens']:,}", f"{both[-1]['accuracy']:.4f}", *eces, *briers])
-        panels.append(overlay(title, {title_of(name): methods[name] for name in dict.fromkeys(pair)}))
-    whens = (" before", " after") if several else ("",)
-    unit = tables.unit_of(sets[0][1])
-    columns = ["", unit, "accuracy", *(f"{name}{when}" for name in ("ECE", "Brier") for when in whens)]
+        panels.append(overlay(title, {title_of(name): methods[name] for name in pair}))
     return {"columns": columns, "rows": rows, "drawing": Drawing("domains", "Reliability before and after", panels)}
 
 
 def losses_of(comparison: Row) -> list[list[str]]:
     """What was compared to choose the loss."""
-    chosen = notes.kept_loss(comparison)
-    return [
-        [
-            each["loss"] + (" (chosen)" if each["loss"] == chosen else ""),
-            *(f"{each[key]:.4f}" for key in ("nll", "brier", "ece", "calibration_error")),
-        ]
-        for each in comparison["candidates"]
-    ]
+    rows = []
+    for each in comparison["candidates"]:
+        loss = each["loss"]
+        chosen = " (chosen)" if loss == notes.kept_loss(comparison) else ""
+        figures = [each[key] for key in ("nll", "brier", "ece", "calibration_error")]
+        rows.append([loss + chosen, *(f"{figure:.4f}" for figure in figures)])
+    return rows
 
 
 def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Of several runs: one table of the main figures, and the curves in one diagram."""
-    panels, rows, titles = [], [], []
-    for title, place in (("Before", 0), ("After", 1)):
-        sets = {run.name: run.document["held_out"] for run in runs}
-        panels.append(overlay(title, {name: set_["methods"][pair_of(set_)[place]] for name, set_ in sets.items()}))
+    befores, afters, rows, titles = {}, {}, [], []
     for run in runs:
-        options = run.document.get("run", {})
-        held_out, keys = run.document["held_out"], ("ece", "nll", "brier", "accuracy", "confidence")
-        shown = [column for column in tables.columns_of([held_out]) if column[0] in keys]
-        titles, origin = [title for _, title, _ in shown], [run.name, notes.model_of(options), notes.data_of(options)]
-        rows += [
-            [*origin, title_of(name), *(text(row) for *_, text in shown)] for name, row in held_out["methods"].items()
-        ]
+        options, held_out = run.document.get("run", {}), run.document["held_out"]
+        methods, (before, after) = held_out["methods"], pair_of(held_out)
+        befores[run.name], afters[run.name] = methods[before], methods[after]
+        shown = _columns(held_out, ("ece", "nll", "brier", "accuracy", "confidence"))
+        titles = [title for _, title, _ in shown]
+        origin = [run.name, notes.model_of(options), notes.data_of(options)]
+        for name, row in methods.items():
+            rows.append([*origin, title_of(name), *(text(row) for *_, text in shown)])
+    panels = [overlay("Before", befores), overlay("After", afters)]
     drawing = Drawing("runs", "Reliability of all runs", panels)
     return {"columns": ["run", "model", "data", "method", *titles], "rows": rows, "drawing": drawing}
 
@@ -318,8 +323,7 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 class Span(NamedTuple):
-    """A piece of text, its class, the token's number and tab index if it is a predicted one, and whether its line
-    ends."""
+    """A piece of text, its class, number and tab index of the token if it is a predicted one; whether its line ends."""
 
     text: str
     kind: str = ""
@@ -329,8 +333,7 @@ class Span(NamedTuple):
 
 
 def token_data(sample: Mapping[str, Any]) -> Markup:
-    """Every predicted token of a `token_sample` as JSON, null for the others. No text in it can end a script element;
-    numbers that are not finite become null."""
+    """The tokens of a `token_sample` as JSON that cannot end a script element; null if not predicted, or for NaN."""
     tokens = [token for sequence in sample["windows"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
     text = json.dumps(json.loads(json.dumps(detail), parse_constant=lambda _: None))
@@ -358,12 +361,12 @@ def _spans(sequence: Sequence[Row], side: int, first: int) -> list[Span]:
                 spans.append(Span(text, ends=ends))
         elif token["scored"]:
             confidence = token["confidence"][side]
-            kinds = ["t"]
+            kind = "t"
             if math.isfinite(confidence):
-                kinds.append(f"k{min(max(int(confidence * 10), 0), 9)}")
+                kind += f" k{min(max(int(confidence * 10), 0), 9)}"
             if not token["right"]:
-                kinds += ["wrong", "bold"] if confidence > 0.5 else ["wrong"]
-            spans.append(Span(text, " ".join(kinds), number, tab, ends))
+                kind += " wrong bold" if confidence > 0.5 else " wrong"
+            spans.append(Span(text, kind, number, tab, ends))
             tab = -1
         else:
             spans.append(Span(text, ends=ends))

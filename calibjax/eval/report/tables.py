@@ -1,15 +1,18 @@
 """The methods of a set as rows of a table, for the terminal, the page and the model card: titles, columns and cells."""
 
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import Document
 
 ABSENT = "\N{EN DASH}"
 Row = Mapping[str, Any]
+Column = tuple[str, str, Callable[[Row], str]]
+"""Field of a row, title, and text of a cell."""
 _TITLES = {
     "temperature": "temperature scaling",
     "ats": "ATS",
@@ -55,14 +58,20 @@ def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Ro
 
 def short(value: float, form: str = ".4f") -> str:
     """A number without the zero before its decimal point."""
-    return re.sub(r"(?<!\d)0\.", ".", format(value, form))
+    return _without_zeros(format(value, form))
+
+
+def _without_zeros(text: str) -> str:
+    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def interval(row: Row, form: str = ".4f", *, zero: bool = False) -> str:
     """A figure, or a difference with its sign, and its interval: "value [low, high]", with or without leading zeros."""
-    name, form = ("difference", f"+{form}") if "difference" in row else ("value", form)
-    value, low, high = (format(row[key], form) if zero else short(row[key], form) for key in (name, "low", "high"))
-    return f"{value} [{low}, {high}]"
+    name = "value"
+    if "difference" in row:
+        name, form = "difference", f"+{form}"
+    text = f"{row[name]:{form}} [{row['low']:{form}}, {row['high']:{form}}]"
+    return text if zero else _without_zeros(text)
 
 
 def is_lower(against: Row) -> bool:
@@ -117,7 +126,11 @@ def pair_of(results: Row) -> tuple[str, str]:
     before = next((name for name in _BEFORE if name in names), names[0])
     if "sort" in results:
         return before, winner(results)
-    return before, next((name for key in _AFTER for name in names if name.partition("-")[0] == key), before)
+    for key in _AFTER:
+        for name in names:
+            if name.partition("-")[0] == key:
+                return before, name
+    return before, before
 
 
 def winner(results: Row) -> str:
@@ -127,14 +140,16 @@ def winner(results: Row) -> str:
     never wins. Temperature scaling where none does; where it has no finite log loss, the lowest of the others.
     """
     rows, reference = results["methods"], results["reference"]
-    unconverged = results.get("not_converged", ())
-    candidates = {n: row for n, row in rows.items() if n not in unconverged and row["log_loss"] is not None}
-    if figure_of(rows.get(reference, {}), "log_loss") is not None:
-        tests = {n: row.get("against", {}).get("log_loss") for n, row in candidates.items()}
-        beating = [n for n, test in tests.items() if test and is_lower(test) and test.get("holm_p", math.nan) < 0.05]
-        candidates = {n: candidates[n] for n in beating}
+    has_loss = figure_of(rows.get(reference, {}), "log_loss") is not None
+    losses = {}
+    for name, row in rows.items():
+        test = row.get("against", {}).get("log_loss")
+        beats = bool(test) and is_lower(test) and test.get("holm_p", math.nan) < 0.05
+        if name not in results.get("not_converged", ()) and (beats or not has_loss):
+            losses[name] = row["log_loss"]
+    losses = {name: loss for name, loss in losses.items() if loss is not None}
     fallback = reference if reference in rows else "uncalibrated"
-    return min(candidates, key=lambda name: candidates[name]["log_loss"], default=fallback)
+    return min(losses, key=losses.__getitem__, default=fallback)
 
 
 def compares_confidences(results: Row) -> bool:
@@ -194,7 +209,7 @@ def cell(*path: str, form: str = ".4f", zero: bool = True, absent: str = ABSENT)
     return text
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+_COLUMNS: tuple[Column, ...] = (
     ("nll", "NLL", cell("nll")),
     ("brier", "Brier", cell("brier")),
     ("ece", "ECE [95% interval]", cell("ece")),
@@ -218,15 +233,15 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("parameters", "parameters", cell("parameters", form=",")),
     ("fit_seconds", "fit (s)", cell("fit_seconds", form=".2f")),
 )
-"""Field of a row, title, text of a cell. Fields that no row has are not shown."""
+"""Fields that no row has are not shown."""
 _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce", "confidence", "auroc")
 """The columns that a narrow terminal keeps the longest; the others follow in the order of `_COLUMNS`."""
 
 
-def columns_of(sets: Iterable[Row]) -> list[tuple[str, str, Callable[[Row], str]]]:
-    """Field, title and cell of every column that some method of the sets has."""
-    sets = list(sets)
-    fields = {key for results in sets for row in results["methods"].values() for key in row if row[key] is not None}
+def columns_of(sets: Sequence[Row]) -> list[Column]:
+    """Every column that some method of the sets has."""
+    rows = itertools.chain.from_iterable(results["methods"].values() for results in sets)
+    fields = {key for row in rows for key in row if row[key] is not None}
     reference = sets[0].get("reference", "temperature")
     named = "temperature scaling" if reference.endswith("temperature") else title_of(reference)
     return [(key, title.replace("temperature scaling", named), text) for key, title, text in _COLUMNS if key in fields]
@@ -238,15 +253,19 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     `intervals` shows those of NLL, Brier score and accuracy of tokens too. ECE always has its.
     """
     sets = sets_of(document)
-    shown = columns_of(results for _, results in sets)
-    named = [(title, name, row) for title, results in sets for name, row in results["methods"].items()]
-    if intervals and any("intervals" in row for *_, row in named):
-        means = ("nll", "brier", "accuracy")
-        named = [
-            (title, name, {**row, **{f"{key}_interval": ends for key, ends in row.get("intervals", {}).items()}})
-            for title, name, row in named
-        ]
-        shown = [(key, f"{title} [95% interval]" if key in means else title, text) for key, title, text in shown]
+    shown = columns_of([results for _, results in sets])
+    rows, groups, has_intervals = [], [], False
+    for title, results in sets:
+        for name, row in results["methods"].items():
+            ends = row.get("intervals", {}) if intervals else {}
+            has_intervals |= bool(ends)
+            row = {**row, **{f"{key}_interval": own for key, own in ends.items()}}
+            rows.append([title_of(name), *(text(row) for _, _, text in shown)])
+            groups.append(title)
+    columns = ["method"]
+    for key, title, _ in shown:
+        with_interval = has_intervals and key in ("nll", "brier", "accuracy")
+        columns.append(f"{title} [95% interval]" if with_interval else title)
     keys, first = [key for key, *_ in shown], ()
     if unit_of(sets[0][1]) == "questions":
         first = ("ece", "accuracy")
@@ -255,10 +274,10 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     importance = [*first, *_IMPORTANCE, *keys]
     return TextTable(
         ", ".join(f"{title}: {counted(results)}" for title, results in sets),
-        ["method", *(title for _, title, _ in shown)],
-        [[title_of(name), *(text(row) for _, _, text in shown)] for _, name, row in named],
-        tuple(sorted(range(1, len(keys) + 1), key=lambda index: importance.index(keys[index - 1]))),
-        groups=tuple(title for title, _, _ in named) if len(sets) > 1 else (),
+        columns,
+        rows,
+        tuple(sorted(range(1, len(columns)), key=lambda index: importance.index(keys[index - 1]))),
+        groups=tuple(groups) if len(sets) > 1 else (),
     )
 
 
