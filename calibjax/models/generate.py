@@ -187,10 +187,10 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     """Processes the prompts, then adds one token to every row at a time; returns what `generate` returns."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
-    split = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    row_keys = split(inputs.key, inputs.numbers)
+    fold_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    row_keys = fold_each(inputs.key, inputs.numbers)
     if program.count > 1:
-        row_keys = jax.vmap(split, in_axes=(0, None))(row_keys, jnp.arange(program.count)).ravel()
+        row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.count)).ravel()
 
     def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""

@@ -27,8 +27,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrainedTokenizerBase] | None":
     """Returns a function that reads the tokenizer of a model's directory or GGUF file once; None if there is none.
 
-    A tokenizer.json, or without one the other files, are checked at once: `UserError` as of `check_tokenizer`, or if
-    they cannot be read.
+    A tokenizer.json, else the other files, are checked at once: `UserError` if unreadable, or as of `check_tokenizer`.
     """
     if is_gguf(folder):
         tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")

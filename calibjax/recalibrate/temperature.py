@@ -59,8 +59,7 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
 
     nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
     With `top_label` it is `losses.top_label`. Let c be the confidence, y the correctness and a = s (max z − E_p[z]) =
-    ∂ log c/∂u. The slope is a (c − y)/(1 − c), and the curvature its Fisher information, the expectation over y ~ c:
-    a² c/(1 − c).
+    ∂ log c/∂u. The slope is a (c − y)/(1 − c), and the curvature its Fisher information, over y ~ c: a² c/(1 − c).
 
     Args:
         stats: `[G, N]`, with log_normalizer, target_logit, expected_logit and logit_variance; for `top_label` with

@@ -203,12 +203,12 @@ def _layer_panels(document: Document) -> list[Panel]:
         ax.plot(same, **_style(2, "same token as last"), linestyle="--")
         legend(ax)
 
-    errors = functools.partial(plot.layers, document, ("ece", "mce"))
-    nats = functools.partial(plot.layers, document, ("entropy", "kl"))
     return [
         Panel("Accuracy and confidence", "", first, 4.0, 3.0),
-        Panel("Calibration error", "", errors, 4.0, 3.0),
-        Panel("Entropy and divergence, nats", "", nats, 4.0, 3.0),
+        Panel("Calibration error", "", functools.partial(plot.layers, document, ("ece", "mce")), 4.0, 3.0),
+        Panel(
+            "Entropy and divergence, nats", "", functools.partial(plot.layers, document, ("entropy", "kl")), 4.0, 3.0
+        ),
     ]
 
 

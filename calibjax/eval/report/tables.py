@@ -58,11 +58,7 @@ def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Ro
 
 def short(value: float, form: str = ".4f") -> str:
     """A number without the zero before its decimal point."""
-    return _without_zeros(format(value, form))
-
-
-def _without_zeros(text: str) -> str:
-    return re.sub(r"(?<!\d)0\.", ".", text)
+    return re.sub(r"(?<!\d)0\.", ".", format(value, form))
 
 
 def interval(row: Row, form: str = ".4f", *, zero: bool = False) -> str:
@@ -70,8 +66,10 @@ def interval(row: Row, form: str = ".4f", *, zero: bool = False) -> str:
     name = "value"
     if "difference" in row:
         name, form = "difference", f"+{form}"
-    text = f"{row[name]:{form}} [{row['low']:{form}}, {row['high']:{form}}]"
-    return text if zero else _without_zeros(text)
+    value, low, high = row[name], row["low"], row["high"]
+    if zero:
+        return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{short(value, form)} [{short(low, form)}, {short(high, form)}]"
 
 
 def is_lower(against: Row) -> bool:
