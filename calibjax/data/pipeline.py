@@ -34,7 +34,7 @@ def batches(
     Args:
         arrays: arrays with one row per example, such as `sequences.arrays()`.
         batch_size: rows per batch, over all processes.
-        seed: >= 0, of the order of the rows, which is another one each epoch.
+        seed: >= 0; determines the order of the rows in each epoch.
         epochs, steps: passes over the rows, or number of batches; one of them is required.
         part: rows of every batch that this process reads, ascending; see `sharding.local_rows`. None: all.
     """
@@ -69,8 +69,8 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
     """Iterates once over all rows in their order, in batches of one shape: (batch, number of real rows in it).
 
     The last batch is padded with copies of row 0 whose `where` is False, so the array `where` is required unless
-    `batch_size`, of all processes, divides the number of rows. If a mesh is set (`jax.set_mesh`), batches are sharded
-    over it, and each process reads the rows of its own devices.
+    `batch_size`, rows over all processes, divides the number of rows. If a mesh is set (`jax.set_mesh`), batches are
+    sharded over it, and each process reads the rows of its own devices.
     """
     rows, mesh = _check(arrays, batch_size), context_mesh()
     gather = _gather(arrays, batch_size, local_rows(mesh, batch_size))

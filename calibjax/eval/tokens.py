@@ -70,8 +70,8 @@ _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
 def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, compact=False):
-    """Sums and outputs of every method on one batch; the frozen forward pass is shared, and the statistics of the base
-    model, a configuration of None, which the heads' features read.
+    """Sums and outputs of every method on one batch; a configuration of None is the base model. All methods share the
+    frozen forward pass, and the base model's statistics where heads have features of them.
 
     `compact`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all methods;
     not for tokens that several devices hold.
