@@ -1,5 +1,6 @@
 """Where the real models and data are that some tests use; without them those tests are skipped, and say why."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def tokenizer_of(name: str):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path(name))
+
+
+def load_script(file: Path):
+    """The module of a script, which is not among those that are imported."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def data_path(relative: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from assets import load_script
 
 from calibjax import heads
 from calibjax.cli import COMMANDS, main
@@ -150,14 +151,7 @@ def test_times_of_the_llama_guide_follow_from_its_operations():
         assert float(seconds.split()[0]) == pytest.approx(expected, abs=1)
 
 
-def load(script):
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIGURES = load(ROOT / "docs" / "figures.py")
+FIGURES = load_script(ROOT / "docs" / "figures.py")
 
 
 @pytest.mark.parametrize("name", FIGURES.FIGURES)
@@ -175,7 +169,7 @@ def test_figures_show_the_tables_of_their_page(name):
 @pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda file: file.stem)
 def test_notebooks_are_valid_and_clean(notebook):
     nbformat = pytest.importorskip("nbformat")
-    clean = load(ROOT / "docs" / "notebooks" / "clean.py")
+    clean = load_script(ROOT / "docs" / "notebooks" / "clean.py")
     nbformat.validate(nbformat.read(notebook, as_version=4))
     assert notebook.read_text() == clean.cleaned(notebook, clean.repository()), "python docs/notebooks/clean.py"
     linked = clean.cleaned(notebook, "https://github.com/org/name")

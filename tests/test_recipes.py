@@ -1,12 +1,12 @@
 """The recipes: what they say of memory, and that they run."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from assets import load_script
 from tiny import write_model, write_text
 
 from calibjax.losses.long_horizon import MODES
@@ -24,18 +24,11 @@ GPT2 = [
 ]
 
 
-def load(name, monkeypatch):
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("name", "shape"), [("llama31_8b", "llama-3.1-8b"), ("mistral_7b", "mistral-7b"), ("gemma2_2b", "gemma-2-2b")]
 )
-def test_memory_is_what_the_docstring_says(name, shape, monkeypatch):
-    text, config = load("label_smoothing", monkeypatch).__doc__, SHAPES[shape]
+def test_memory_is_what_the_docstring_says(name, shape):
+    text, config = load_script(RECIPES / "label_smoothing.py").__doc__, SHAPES[shape]
     parameters = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config)))
     length, gib = 4096, 2**30
     assert (
@@ -46,15 +39,15 @@ def test_memory_is_what_the_docstring_says(name, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("data", ["alpaca", "tulu3", "openhermes"])
-def test_a_recipe_fits_its_mesh(data, monkeypatch):
-    run = load("label_smoothing", monkeypatch).recipe("some/model", data)
+def test_a_recipe_fits_its_mesh(data):
+    run = load_script(RECIPES / "label_smoothing.py").recipe("some/model", data)
     run.sft.check(make_mesh((1, 8, 1)))
     assert (run.sft.label_smoothing, run.sft.reduction, run.sft.learning_rate) == (0.1, "sum", 5e-6)
 
 
 @pytest.mark.slow
 def test_a_recipe_runs(monkeypatch, tmp_path, capsys):
-    module = load("label_smoothing", monkeypatch)
+    module = load_script(RECIPES / "label_smoothing.py")
     model, text = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=300, words=12)
     files = ["--model", str(model), "--data", str(text), "--out", str(tmp_path / "out"), "--split", "None"]
     monkeypatch.setattr(sys, "argv", ["recipe", "llama31_8b", "alpaca", *files, "--seq-len", "12", "--quiet"])
@@ -63,9 +56,9 @@ def test_a_recipe_runs(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "parameters", "layers", "width"), GPT2)
-def test_the_long_horizon_of_gpt2(name, parameters, layers, width, monkeypatch):
+def test_the_long_horizon_of_gpt2(name, parameters, layers, width):
     """The authors' settings (config_gpt2.yaml and runner_gpt2.py at 5c4c39d): 1,000 steps of 512 texts, and so on."""
-    module, gib = load("gpt2", monkeypatch), 2**30
+    module, gib = load_script(RECIPES / "gpt2.py"), 2**30
     model, accumulate = module.SIZES[name]
     run = module.recipe(model, accumulate=accumulate)
     assert run.lhts.objective == MODES["official"]

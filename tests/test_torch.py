@@ -21,7 +21,7 @@ from calibjax.cli import main
 from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
 from calibjax.models.calibrated import calibrated_confidence, head_program
-from calibjax.models.generate import Sampling, generate
+from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
 from calibjax.train.saved import export_head, load_head, save_head
 
@@ -97,6 +97,10 @@ def test_parity_of_every_family(tmp_path, family):
     assert error <= 1e-5, kind
 
 
+PROMPTS = [[3, 5, 7], [9, 2, 4, 6, 8]]
+GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+
+
 @pytest.mark.slow
 def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     """Greedy text of JAX and PyTorch is equal, and scores of generated tokens are those of one pass without a cache."""
@@ -107,15 +111,12 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     theirs, lm = llama
     head = random_head(lm, "transformer", log_factor=0.1)
     export_head(tmp_path / "head", head, lm)
-    prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
-    ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    ours = generate(lm, PROMPTS, head=head, max_new_tokens=6, stop_tokens=())
+    tokens, width = torch.tensor([[0, 0, *PROMPTS[0]], PROMPTS[1]]), 5
+    mask = (tokens > 0).int()
     attached = attach(theirs, tmp_path / "head", logits="unchanged")
     try:
-        found = attached.generate(tokens, mask, **options)
+        found = attached.generate(tokens, mask, **GREEDY)
         np.testing.assert_array_equal(found.sequences[:, width:].numpy(), np.asarray(ours.tokens))
         np.testing.assert_allclose(found.scores.confidence[:, width - 1 :].numpy(), ours.confidence, rtol=1e-4)
         np.testing.assert_allclose(found.scores.temperature[:, width - 1 :].numpy(), ours.temperature, rtol=1e-4)
@@ -123,8 +124,8 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
         attached.detach()
     attached = attach(theirs, tmp_path / "head")
     try:
-        cached = theirs.generate(tokens, attention_mask=mask, num_beams=3, **options)
-        anew = theirs.generate(tokens, attention_mask=mask, num_beams=3, use_cache=False, **options)
+        cached = theirs.generate(tokens, attention_mask=mask, num_beams=3, **GREEDY)
+        anew = theirs.generate(tokens, attention_mask=mask, num_beams=3, use_cache=False, **GREEDY)
     finally:
         attached.detach()
     np.testing.assert_array_equal(cached.numpy(), anew.numpy())

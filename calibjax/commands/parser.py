@@ -104,9 +104,10 @@ class Option(NamedTuple):
         text = self.help
         if _is_long(self.choices):
             text += f" One of: {', '.join(self.choices)}."
-        if not any(value is nothing for nothing in (None, False, (), dataclasses.MISSING)):
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else "yes" if value is True else value
-            text += f" (default: {shown})"
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value)) or None
+        if not any(value is nothing for nothing in (None, False, dataclasses.MISSING)):
+            text += f" (default: {'yes' if value is True else value})"
         return text.replace("%", "%%")
 
 
@@ -330,10 +331,9 @@ def _read_config(command: str, options_type: Any, file: Path) -> Iterable[str]:
             raise UserError(f"--config {file}: {name}: expected a value or a list of values, got a mapping.")
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
-        elif isinstance(value, list):
-            yield from (flag, *map(str, value)) if value else ()
-        elif value is not None:
-            yield from (flag, str(value))
+        elif value is not None and value != []:
+            yield flag
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 def write_config(directory: Path, command: str, options: Any) -> None:

@@ -112,7 +112,7 @@ class TemperatureHead(nn.Module):
         if past is not None:
             key, value = past[0].update(key, value, past[1])
         columns = torch.arange(total, device=hidden.device)
-        visible = (columns[None, :] <= columns[-length:, None])[None] & (seen[:, None, :] == seen[:, -length:, None])
+        visible = (columns <= columns[-length:, None]) & (seen[:, None, :] == seen[:, -length:, None])
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None])
         hidden = hidden + mixed.transpose(1, 2).reshape(batch, length, width) @ self._get("block.attention.o.kernel")
         normed = norm(hidden, "block.mlp_norm.scale")
@@ -147,8 +147,8 @@ class Export(NamedTuple):
         if "log_std_logits" not in self.head.features:
             return None
         rows = weight.detach().to(torch.float32) / self.divisor
-        last = rows.new_zeros(len(rows), 1) if bias is None else bias.detach().to(torch.float32)[:, None]
-        rows = torch.cat([rows, last], dim=1)
+        last = rows.new_zeros(len(rows)) if bias is None else bias.detach().to(torch.float32)
+        rows = torch.column_stack([rows, last])
         rows = rows - rows.mean(0, keepdim=True)
         return rows.T @ rows / max(len(rows) - 1, 1)
 
@@ -169,7 +169,7 @@ class Export(NamedTuple):
                 parts.append(weight.detach()[logits.argmax(-1)].to(torch.float32) / self.divisor)
             else:
                 assert covariance is not None
-                augmented = torch.cat([hidden.to(torch.float32), hidden.new_ones((*hidden.shape[:-1], 1))], dim=-1)
+                augmented = F.pad(hidden.to(torch.float32), (0, 1), value=1.0)
                 variance = ((augmented @ covariance) * augmented).sum(-1, keepdim=True)
                 parts.append(0.5 * variance.clamp(min=1e-12).log())
         return torch.cat([part.to(torch.float32) for part in parts], dim=-1)

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from parity import MULTIMODAL, VARIANTS, multimodal_model, settings_of, torch_model
-from test_torch import compare
+from test_torch import GREEDY, PROMPTS, compare
 from tiny import random_head
 
 from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
-from calibjax.models.generate import Sampling, generate
+from calibjax.models.generate import generate
 from calibjax.train.saved import export_head
 
 
@@ -30,13 +30,11 @@ def greedy_is_equal(theirs, lm, head, folder: Path) -> bool:
     """Greedy tokens of both, with the head, after prompts of different lengths."""
     from calibjax.torch import attach
 
-    prompts = [[3, 5, 7], [9, 2, 4, 6, 8]]
-    ours = generate(lm, prompts, head=head, max_new_tokens=6, sampling=Sampling(temperature=0.0), stop_tokens=())
-    tokens = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
+    ours = generate(lm, PROMPTS, head=head, max_new_tokens=6, stop_tokens=())
+    tokens = torch.tensor([[0, 0, *PROMPTS[0]], PROMPTS[1]])
     export_head(folder, head, lm)
     attached = attach(theirs, folder)
-    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-    found = theirs.generate(tokens, attention_mask=(tokens > 0).int(), **options)
+    found = theirs.generate(tokens, attention_mask=(tokens > 0).int(), **GREEDY)
     attached.detach()
     return np.array_equal(found[:, 5:].numpy(), np.asarray(ours.tokens))
 

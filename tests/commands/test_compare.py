@@ -315,7 +315,6 @@ def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch
         ("confidence,correct\n" + "0.5,1\n0.4,0\n" * 4, "8 rows are too few"),
         ("confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9, "invalid UTF-8 in the first line"),
         ("logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "without a gap"),
-        ("logit_0,logit_1,label\n" + "1,2,0\n" * 9 + "1,2,2\n", "label: row 9 holds 2"),
         ("p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n", "p: row 9 holds [0.5, 0.6]"),
     ],
 )

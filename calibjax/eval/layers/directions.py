@@ -111,7 +111,7 @@ def find_directions(
 
 
 class NullSpace(NamedTuple):
-    """Directions with hardly any effect on the logits: unit columns, and k/D, expected of a random vector."""
+    """Directions with hardly any effect on the logits: unit columns; k/D is expected of a random vector."""
 
     basis: Float[np.ndarray, "D k"]
     expected: float
