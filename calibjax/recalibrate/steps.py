@@ -57,7 +57,7 @@ def fit_isotonic(confidence: np.ndarray, correct: np.ndarray) -> IsotonicState:
     y = np.clip(optimize.isotonic_regression(target, weights=weight).x, 0.0, 1.0)
     error = float(np.mean((y[point] - correct) ** 2))
     inside = np.zeros(len(x), bool)
-    inside[1:-1] = (y[1:-1] == y[:-2]) & (y[1:-1] == y[2:])
+    inside[1:-1] = y[:-2] == y[2:]  # y is sorted
     return IsotonicState(x[~inside], y[~inside].astype(np.float32), FitReport.of(error))
 
 
