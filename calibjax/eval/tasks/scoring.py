@@ -26,6 +26,7 @@ _READS = 64  # positions whose logits are computed at a time
 _GROWTH = 4  # largest number of tokens of a row that several requests share, over that of one of them
 _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
+_FILLED = 0.8  # least part of a step after a prefix that holds tokens, where it has more than one row
 _PREFIX = 128  # fewest tokens of a prefix that is run once, and whose keys and values are kept
 
 
@@ -174,14 +175,17 @@ class Scorer:
         mine = local_rows(mesh, shape[0])
         placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
         cache = _prefix_cache(lm.config, lm.dtype, self._frozen, placed)
-        width = self._width(max(len(row.tokens) for group in groups for row in group.rows))
-        most = max(self.batch_size * _WIDE // (width * self._groups), 1)
+        widest = self._width(max(len(row.tokens) for group in groups for row in group.rows))
         start, count = 0, max(len(group.rows) for group in groups)
         while start < count:
-            step = min(most, 2 ** (count - start).bit_length())
-            while 4 * (count - start) < 3 * step:  # a step is filled to three quarters
+            left = [group.rows[start:] for group in groups]
+            width = widest
+            if 4 * max(len(rows[0].tokens) for rows in left if rows) <= widest:  # one more program, for short last rows
+                width = widest // 4
+            step = min(max(self.batch_size * _WIDE // (width * self._groups), 1), 2 ** (count - start).bit_length())
+            while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
                 step //= 2
-            parts = [group.rows[start : start + step] for group in groups]
+            parts = [rows[:step] for rows in left]
             parts += [[]] * (self._groups - len(parts))
             rows = [row for part in parts for row in part + [_NO_ROW] * (step - len(part))]
             yield from self._batch(requests, rows, (len(rows), width), top_k, cache)
@@ -239,7 +243,7 @@ class Scorer:
                 where[index, columns] = True
                 reads += [(index, *pair) for pair in zip(columns, requests[number].tokens, strict=True)]
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
-        if any(min(row.until) < len(row.tokens) for row in rows):
+        if cache is not None or any(min(row.until) < len(row.tokens) for row in rows):
             batch["until"] = until
         mesh = context_mesh()
         mine = local_rows(mesh, shape[0])
@@ -317,6 +321,10 @@ def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
         row.columns.update({number: path[-count:] for number, count in numbers.items()})
         before = read
     return row
+
+
+def _size(rows: Sequence[_Row]) -> int:
+    return sum(len(row.tokens) for row in rows)
 
 
 _NO_ROW = _Row([], [], [], {})
