@@ -170,7 +170,7 @@ VARIANTS = {
     },
     "ministral": {
         "windows-in-some-layers": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-        | {"head_dim": 8},
+        | {"head_dim": 8}
     },
     "ministral3": {
         "yarn-mscale": {"head_dim": 8, "max_position_embeddings": 512, "rope_parameters": YARN | MINISTRAL3},

@@ -167,9 +167,7 @@ ARRAYS = (
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "factor", "factors", "batch", "source", "carry", "state"}
 """Trees of arrays that are annotated as `Any`."""
-WIDE = {
-    "calibjax.lm_eval.CalibjaxLM.__init__": "its keywords are the names in --model_args, which lm-eval passes",
-}
+WIDE = {"calibjax.lm_eval.CalibjaxLM.__init__": "its keywords are the names in --model_args, which lm-eval passes"}
 
 
 def functions(node, name):

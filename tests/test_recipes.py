@@ -17,11 +17,7 @@ from calibjax.runtime.sharding import make_mesh
 RECIPES = Path(__file__).parents[1] / "train" / "recipes"
 
 # Numbers of parameters as the hub's model cards and transformers' configurations give them.
-GPT2 = [
-    ("small", 124_439_808, 12, 768),
-    ("medium", 354_823_168, 24, 1024),
-    ("large", 774_030_080, 36, 1280),
-]
+GPT2 = [("small", 124_439_808, 12, 768), ("medium", 354_823_168, 24, 1024), ("large", 774_030_080, 36, 1280)]
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,13 @@ from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["train/study_recipes", "train/pretrain"]
 
 
 def run(script, monkeypatch, capsys, *arguments):
     """(exit code, standard error) of a script in this process."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-    monkeypatch.syspath_prepend(str(ROOT / "train"))
-    monkeypatch.syspath_prepend(str(ROOT / "train" / "recipes"))
-    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    for folder in ("train", "train/recipes", "eval"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     for shared in ("label_smoothing", "pretrain", "studies"):
         monkeypatch.delitem(sys.modules, shared, raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -45,7 +43,7 @@ def run(script, monkeypatch, capsys, *arguments):
     return ended.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["train/study_recipes", "train/pretrain"])
 def test_a_wrong_path_ends_with_one_line(script, monkeypatch, capsys, tmp_path):
     code, error = run(script, monkeypatch, capsys, "--assets", tmp_path / "none", "--out", tmp_path / "out")
     assert (code, error) == (2, f"error: --assets: {tmp_path}/none/data does not exist.\n")
@@ -70,8 +68,6 @@ def test_ats_beside_the_authors_method(monkeypatch, tmp_path, capsys):
     with pytest.raises(AssertionError, match="the losses differ"):
         bench.main()
 
-
-# --- eval/studies.py ---
 
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(30)))

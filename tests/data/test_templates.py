@@ -219,11 +219,7 @@ CALLS = FORMS["object"]
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        (
-            {"messages": [USER, ANSWER | CALLS]},
-            QWEN3.replace("tool_calls", "no_calls"),
-            "rewrites the tool_calls",
-        ),
+        ({"messages": [USER, ANSWER | CALLS]}, QWEN3.replace("tool_calls", "no_calls"), "rewrites the tool_calls"),
         ({"messages": [USER, ANSWER | {"thinking": "hm"}]}, HERMES, "rewrites the thinking"),
         ({"messages": [USER, ANSWER], "tools": [{"name": "weather"}]}, HERMES, "does not write the tools"),
         ({"messages": [USER, ANSWER | CALLS]}, None, "tool_calls: only a chat template can write this"),

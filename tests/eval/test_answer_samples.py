@@ -12,13 +12,7 @@ from scipy.special import softmax
 from scipy.stats import entropy, gmean
 from tiny import WORDS, write_tokenizer
 
-from calibjax.eval.answers.clusters import (
-    CLUSTERINGS,
-    clusters_of,
-    find_clustering,
-    last_number,
-    normalised_clusters,
-)
+from calibjax.eval.answers.clusters import CLUSTERINGS, clusters_of, find_clustering, last_number, normalised_clusters
 from calibjax.eval.answers.confidence import WORDS as CONFIDENCES
 from calibjax.eval.answers.confidence import (
     answer_confidence,

@@ -190,10 +190,7 @@ def test_directory_of_another_fit_is_refused(tmp_path):
     """Checkpoints of a head that is trained in steps."""
     options = {"head": "mlp", "loss": "joint", "refit_temperature": False, "epochs": 1}
     fit(tmp_path, **options)
-    cases = (
-        ("plan", {"weight_decay": 0.1}),
-        ("tokens", {"sequences": ragged(make_sequences(160, seed=1))}),
-    )
+    cases = (("plan", {"weight_decay": 0.1}), ("tokens", {"sequences": ragged(make_sequences(160, seed=1))}))
     for different, changes in cases:
         with pytest.raises(UserError, match=rf"another run \(different: .*{different}"):
             fit(tmp_path, **options | changes)

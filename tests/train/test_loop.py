@@ -136,10 +136,7 @@ def test_interrupted_between_checkpoints(whole, tmp_path):
     assert numbers(logged(tmp_path)) == numbers(whole[1])
 
 
-@pytest.mark.parametrize(
-    ("step", "field", "value"),
-    [(4, "loss", math.nan), (5, "grad_norm", math.inf)],
-)
+@pytest.mark.parametrize(("step", "field", "value"), [(4, "loss", math.nan), (5, "grad_norm", math.inf)])
 def test_a_value_that_is_not_finite_stops_the_run(whole, tmp_path, step, field, value):
     with pytest.raises(NonFiniteLossError, match=rf"step {step} .*{value}") as caught:
         run(tmp_path, step_fn=changed_at(step, lambda metrics: metrics._replace(**{field: jnp.float32(value)})))

@@ -27,9 +27,7 @@ SEQUENCES = answered(LM, ragged(make_sequences(60)))
 
 def fit(directory, mesh=None, **options):
     quick = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "folds": 2}
-    fitted = fit_ats(
-        *(LM, SEQUENCES, AtsOptions(**quick | options), silent(directory, mesh=mesh)),
-    )
+    fitted = fit_ats(*(LM, SEQUENCES, AtsOptions(**quick | options), silent(directory, mesh=mesh)))
     (log,) = directory.glob("*-joint-1/train.jsonl")
     return fitted, logged(log.parent)
 
