@@ -71,7 +71,6 @@ def test_ats_beside_the_authors_method(monkeypatch, tmp_path, capsys):
 
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(30)))
-BINS = 5
 
 
 @pytest.fixture
@@ -84,14 +83,14 @@ def studies(monkeypatch):
 def figures_of(log_scale):
     """`FIGURES` of the sequences, as `eval/test_tokens.py` holds them against the dense logits."""
     heads = {"uncalibrated": constant_head(LM, log_scale)}
-    row = results_json(evaluate_tokens(LM, SEQUENCES, heads, bins=BINS, context=silent()))["methods"]["uncalibrated"]
+    row = results_json(evaluate_tokens(LM, SEQUENCES, heads, bins=5, context=silent()))["methods"]["uncalibrated"]
     return np.array([row["nll"], row["brier"], row["ece"]["value"], row["accuracy"], row["confidence"]])
 
 
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
     heads = {"one": [constant_head(LM, s) for s in scales["one"]], "other": [identity_head(LM)]}
-    found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=BINS, context=silent())
+    found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=5, context=silent())
     assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
     expected = {name: np.array([figures_of(s) for s in of_name]) for name, of_name in scales.items()}
     for name, of_name in expected.items():
