@@ -3,7 +3,7 @@
     python tests/guard.py --write before.json
     python tests/guard.py --compare before.json
 
-Runs each command once on a CPU, on one machine with the same packages, and digests its exit code, what it prints and
+Runs each command once on a CPU, on one machine with the same packages and cores, and digests its exit code, prints and
 the files that it writes, without times, versions, paths and pictures. `--only WORD` selects runs by name; some read the
 files of others. Exits with 1 where something differs.
 """
