@@ -47,7 +47,8 @@ def tokenize_rows(
 
     Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. For
     prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and the
-    special token that ends each of them. If the text ends with an answer, an end-of-sequence token is appended.
+    special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token is
+    appended, if it has one.
 
     Args:
         rows: result of `read_source`, or any sequence of dicts.

@@ -171,7 +171,8 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
     text = string_at(row, prompt, place)
     for column in inputs:
         more = string_at(row, column, place, optional=True)
-        text += SEPARATOR + more if more else ""
+        if more:
+            text += SEPARATOR + more
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")

@@ -1,6 +1,5 @@
 """Tables of recorded predictions: confidences or logits with outcomes, read from a file and checked row by row."""
 
-import collections
 import dataclasses
 import decimal
 import itertools
@@ -97,10 +96,12 @@ def read_table(
             `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and `label` (0 to K − 1).
             A logit of −inf is an option that is impossible, as are those that a list lacks. Optionally `group`, labels
             of dependent rows, and `category`, labels of kinds of questions that new data will have too. Or `.npz` with
-            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`; or `data.records`.
+            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or records of servers
+            and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
-            precedence over a confidence that is not named. "confidences" -> names by commas; the first is the default.
+            precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
+            the confidence where the table has no other.
         skip_broken: leave out rows that cannot be read; a note counts them.
         tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
@@ -160,8 +161,9 @@ def read_table(
         table = dataclasses.replace(table, predictions=predictions)
     if table.groups is not None:
         # By first appearance, so that labels as numbers and as text give the same result.
-        numbers = collections.defaultdict(itertools.count().__next__)
-        table = dataclasses.replace(table, groups=np.array([numbers[label] for label in table.groups.tolist()]))
+        labels = table.groups.tolist()
+        number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        table = dataclasses.replace(table, groups=np.array([number_of[label] for label in labels]))
     return dataclasses.replace(table, rows=rows, notes=tuple(reader.notes))
 
 

@@ -25,7 +25,8 @@ class Loss(NamedTuple):
     """One entry of `LOSSES`, from which `--loss`, `--alpha`, the trials of `--loss auto` and the studies follow.
 
     Attributes:
-        function: `(stats, ...) -> [...]`, per token; by name, `doubled`, `top_logits`, hyper-parameters as below.
+        function: `(stats, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the hyper-parameters
+            by name, where the fields below name them.
         statistics: what it reads of `vocab_stats(statistics=...)` at the scale s.
         hyperparameters: argument of `function` -> its default, range and meaning.
         alpha: the argument that `--alpha` sets; None: the loss has no such weight.

@@ -1,6 +1,7 @@
 """Binned calibration errors: the gap between mean confidence and accuracy in each bin, and norms of these gaps.
 
-Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy for numpy, and is NaN without a point.
+Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy arrays for numpy sums, and is NaN where
+no point counts.
 """
 
 from typing import Literal

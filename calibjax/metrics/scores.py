@@ -62,7 +62,8 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
 
     Args:
         sums: with every point in a bin (ValueError otherwise); more bins make the remainder smaller.
-        debiased: remove the bias of few points (ValueError: a count is no whole number); bins of one point are kept.
+        debiased: remove the bias of few points (ValueError for a count that is not a whole number); bins of one point
+            are left as they are.
     """
     sums = CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
     if sums.dropped.any():

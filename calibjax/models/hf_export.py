@@ -47,7 +47,8 @@ def save_model(
     Args:
         directory: new or empty, or with `replace` an earlier export with the same files.
         config, params: of the decoder; the parameters may be sharded.
-        like: GGUF file or directory, equal but for the soft-cap; its config.json and tokenizer files are copied.
+        like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
+            config.json and tokenizer files are copied.
         dtype: of the written tensors: float32, bfloat16 or float16.
 
     Raises:
@@ -93,7 +94,8 @@ def settings_files(source: Path) -> list[Path]:
     """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
 
     Raises:
-        UserError: one is a link out of the model's directory, but for a snapshot's to the blobs of its repository.
+        UserError: one is a symbolic link to a file outside the model's directory, other than from a snapshot in the
+            hub's cache to blobs of the same repository.
     """
     skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
     files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)

@@ -27,7 +27,8 @@ def download(repository: Repository, what: str, files: Sequence[str], skipped: S
     """Downloads files of a repository of models, by their patterns, into the cache; returns the folder.
 
     Raises:
-        UserError: no such repository or revision, not open to this user, or neither Hub nor complete copy is there.
+        UserError: there is no such repository or revision, it is not open to this user, or neither the Hub nor a
+            complete copy in the cache can be reached.
     """
     from huggingface_hub import snapshot_download
 

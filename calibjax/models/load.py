@@ -47,7 +47,8 @@ def load_model(
             files), a GGUF file, an output directory of `calibjax convert`, or a model id on the hub, which is
             downloaded once; `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
-        mesh: devices among which `sharding.RULES` divide the weights; axes: data, fsdp, tensor. `None`: the default.
+        mesh: devices among which `sharding.RULES` divide the weights, its axes among data, fsdp and tensor; `None` for
+            the default device.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
@@ -86,7 +87,8 @@ def load_model(
 def stored_dtype(path: str | Path) -> str:
     """Returns the common dtype of all stored weights if it is `"bfloat16"` or `"float16"`, else `"float32"`.
 
-    Of an output of `calibjax convert`, it is that of the files it was made from. `path`, errors: see `load_model`.
+    For an output of `calibjax convert`, this is the dtype of the files it was made from. For `path` and errors see
+    `load_model`.
     """
     folder = _find_folder(path)
     if is_checkpoint(folder):

@@ -88,7 +88,8 @@ def from_function(
         apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
             `unembedding`, `-> logits [B, T, V]`, held for one batch. If it has parameters named `segment_ids` or
             `positions`, it is called with those of packed sequences, int32 `[B, T]`.
-        params: pytree of arrays, the first argument of `apply`; those on the run's mesh stay, others are replicated.
+        params: pytree of arrays, the first argument of `apply`. Arrays on the devices of a run's mesh keep their
+            sharding; others are copied to every device.
         unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
         dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
         fingerprint: name of the model, which heads keep; None: a hash of all parameters.
@@ -136,7 +137,8 @@ def from_arrays(
     """Hidden states, or logits, that are already computed, as a model and its data.
 
     Args:
-        values: states `[N, D]` of predictions or `[S, T, D]` of sequences; without `unembedding` logits, V for D.
+        values: hidden states `[N, D]` of N predictions, or `[S, T, D]` of S sequences; logits `[N, V]` or `[S, T, V]`
+            without `unembedding`.
         targets: int, of the leading shape of `values`; -100 does not count.
         unembedding, bias, softcap: as in `from_function`.
         where: bool, of the leading shape; False for predictions that do not count.

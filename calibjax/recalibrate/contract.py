@@ -50,7 +50,8 @@ class FitReport(NamedTuple):
     """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
-        loss: float32, objective per prediction on the calibration data, of networks on a held-out fifth; NaN for none.
+        loss: float32, final objective on the calibration data, a mean per prediction; of networks, on a held-out fifth.
+            NaN for methods that minimise none.
         converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
         iterations: int32.
     """
@@ -133,7 +134,8 @@ def select(
     Rows where `where` is False are not read. `impossible`: accept logits of −inf, and return them as `IMPOSSIBLE`.
 
     Raises:
-        UserError: a field is missing, shapes do not fit, no rows, too many classes, or the first value out of range.
+        UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
+            or out of range, with the first such row.
     """
     arrays = {field: _array(field, getattr(data, field)) for field in fields}
     unembedding = arrays.pop("unembedding", None)

@@ -44,7 +44,8 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
 def onnx_model(fitted: Recalibrator) -> bytes:
     """An ONNX model of the fields that the method reads, by name, to `calibrated`. Needs jax2onnx.
 
-    ONNX has no expm1 and log1p: near p = 1 log-probabilities of others by `one_vs_rest_platt` are off by hundredths.
+    ONNX has no expm1 and log1p: where p is near 1, the log-probabilities of the other classes by `one_vs_rest_platt`
+    are off by up to some hundredths.
     """
     to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
     shapes = _shapes(fitted)

@@ -137,7 +137,8 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
 def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> BinState:
     """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
 
-    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone; fewer bins of equal confidences.
+    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone. There are fewer bins where
+    confidences are equal or few.
     """
     return _equal_mass(confidence, correct, bins)
 

@@ -75,7 +75,8 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
     """Of each item the number of the first cluster whose first member is like it, or of a new one.
 
-    Compared with the first member only: no chain joins opposite ends (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1).
+    Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1), so that a chain of small
+    steps does not join opposite ends.
     """
     firsts, numbers = [], []
     for own in items:
@@ -146,7 +147,8 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """A clustering by name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or "package.module:function"."""
+    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function";
+    raises `UserError` if there is none."""
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
     if name.startswith("nli:"):

@@ -2,7 +2,8 @@
 
 Samples are given as `clusters`, integers `[N, K]`, equal where two samples of a question mean the same
 (`calibjax.eval.answers.clusters`), with their log-probabilities `log_probs` `[N, K]`, nats, whole or divided by their
-lengths; `answer` `[N]` is the cluster of the answer, `tokens` `[N, T]` the log-probabilities of its tokens, or −inf.
+lengths; `answer` `[N]` is the cluster of the answer. `tokens` `[N, T]` are the log-probabilities of its tokens, −inf
+where there is none.
 """
 
 from collections.abc import Sequence

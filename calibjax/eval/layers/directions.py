@@ -111,7 +111,8 @@ def find_directions(
 
 
 class NullSpace(NamedTuple):
-    """Directions with hardly any effect on the logits: unit columns; k/D is expected of a random vector."""
+    """Directions with hardly any effect on the logits: k orthonormal columns, and k/D, the expected fraction of a
+    random vector in their span."""
 
     basis: Float[np.ndarray, "D k"]
     expected: float

@@ -99,7 +99,8 @@ def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
 def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
     """Parts of the arrays of `scored_batch`, and the numbers of their rows; those that fill up the last have none.
 
-    Rows are of similar length, longest first, cut after the last scored position at a power of two from 64.
+    Rows are of similar length, longest first, without the columns after the last scored position; widths are powers of
+    two from 64, for few compiled programs.
     """
     length = arrays["index"].max(axis=1, where=arrays["where"], initial=0) + 1
     order = np.argsort(-length, kind="stable")
