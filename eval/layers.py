@@ -19,6 +19,7 @@ import numpy as np
 import calibjax
 from calibjax import metrics
 from calibjax.commands.parser import parse_script
+from calibjax.models import final_norm, unembedding, unembedding_bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Options:
         data: text, instructions or chats.
         out: image file to write, such as PNG or PDF.
         seq_len: tokens per sequence.
-        rows: largest number of sequences to read.
+        max_sequences: largest number of sequences to read.
         batch_size: sequences per forward pass.
     """
 
@@ -38,7 +39,7 @@ class Options:
     data: str
     out: Path = Path("layers.png")
     seq_len: int = 128
-    rows: int = 64
+    max_sequences: int = 64
     batch_size: int = 8
 
 
@@ -46,26 +47,26 @@ def predictions(lm: calibjax.LanguageModel, data: calibjax.Sequences, batch_size
     """Confidence and correctness of N tokens at each layer, `[L + 1, N]`: the embeddings, then L blocks."""
 
     @jax.jit
-    def read_layers(states, unembedding, targets, where):
-        def read_layer(hidden):
+    def read_layers(params, residual, targets, where):
+        def read_layer(residual):
             stats = calibjax.vocab_stats(
-                hidden,
-                unembedding,
+                final_norm(lm.config, params, residual, lm.dtype),
+                unembedding(lm.config, params),
                 targets,
-                bias=lm.unembedding_bias,
+                bias=unembedding_bias(params),
                 softcap=lm.config.logit_softcap,
                 where=where,
                 statistics=("log_normalizer", "max_logit", "correct"),
             )
             return stats.confidence(), stats.correct
 
-        return jax.lax.map(read_layer, states)
+        return jax.lax.map(read_layer, residual)
 
     parts = []
     for first in range(0, len(data.tokens), batch_size):
         batch = data.take(slice(first, first + batch_size))
-        states = lm.hidden_states(batch, layers="all")  # [L + 1, B, T, D]
-        confidence, correct = jax.device_get(read_layers(states, lm.unembedding, batch.targets, batch.where))
+        residual = lm.hidden_states(batch, layers="residual")  # [L + 1, B, T, D]
+        confidence, correct = jax.device_get(read_layers(lm.params, residual, batch.targets, batch.where))
         parts.append((confidence[:, batch.where], correct[:, batch.where]))
     confidences, corrects = zip(*parts, strict=True)
     return np.concatenate(confidences, axis=1), np.concatenate(corrects, axis=1)
@@ -74,7 +75,7 @@ def predictions(lm: calibjax.LanguageModel, data: calibjax.Sequences, batch_size
 def main(options: Options) -> list[dict[str, float]]:
     with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
         lm = calibjax.load_model(options.model, mesh=mesh)
-        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.max_sequences)
         confidence, correct = predictions(lm, data, options.batch_size)
     print(f"{correct.shape[1]:,} tokens\nlayer  accuracy  confidence     ECE     MCE")
     rows = []

@@ -22,6 +22,7 @@ import numpy as np
 import calibjax
 from calibjax import recalibrate
 from calibjax.commands.parser import parse_script
+from calibjax.models import unembed
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -66,10 +67,10 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
             segment_ids[number, : len(ids)] = 1
         hidden = lm.hidden_states(tokens, segment_ids=segment_ids)  # [B, T, D]
         last = np.array([len(ids) - 1 for ids in batch])
-        scores = hidden[np.arange(len(batch)), last] @ lm.unembedding[letter_ids].T
+        of_letters = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last])[:, letter_ids]
         for number in range(len(batch)):
             count = option_counts[first + number]
-            logits[first + number, :count] = np.asarray(scores[number, :count], np.float32)
+            logits[first + number, :count] = np.asarray(of_letters[number, :count])
     return logits
 
 

@@ -4,9 +4,11 @@ import json
 import runpy
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from assets import require_asset as asset
+from tiny import make_lm
 
 import calibjax
 
@@ -14,11 +16,16 @@ ROOT = Path(__file__).parents[1]
 MODEL, ALPACA, STORIES = "models/stories260K", "data/alpaca_en_demo", "data/tinystories_sample"
 
 
-def run(script, **options):
-    """Its `main` with these options; a script has at most 150 lines."""
+def read(script):
+    """Its names; a script has at most 150 lines."""
     file = ROOT / script
     assert len(file.read_text().splitlines()) <= 150, script
-    names = runpy.run_path(str(file))
+    return runpy.run_path(str(file))
+
+
+def run(script, **options):
+    """Its `main` with these options."""
+    names = read(script)
     return names["main"](names["Options"](**options))
 
 
@@ -26,7 +33,7 @@ def run(script, **options):
 def test_ats(tmp_path):
     """The base model's figures are exact; its temperature is that of `fit_ats`, and the head no worse than it."""
     model, data = str(asset(MODEL)), str(asset(ALPACA))
-    figures = run("train/ats.py", model=model, data=data, out=tmp_path, rows=150, epochs=10).figures
+    figures = run("train/ats.py", model=model, data=data, out=tmp_path, max_sequences=150, epochs=10).figures
     lm = calibjax.load_model(model)
     fit, held_out = calibjax.split_sequences(calibjax.load_text(data, lm, seq_len=256, max_sequences=150), 0.7)
     fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(head="linear", features="logit_statistics"))
@@ -40,7 +47,7 @@ def test_ats(tmp_path):
 @pytest.mark.slow
 def test_sft(tmp_path):
     model, data = str(asset(MODEL)), str(asset(ALPACA))
-    options = {"rows": 100, "steps": 30, "seq_len": 128, "learning_rate": 1e-3}
+    options = {"max_sequences": 100, "steps": 30, "seq_len": 128, "learning_rate": 1e-3}
     figures = run("train/sft.py", model=model, data=data, out=tmp_path, **options)
     nll = {name: evaluation.figures["uncalibrated"]["nll"].value for name, evaluation in figures.items()}
     assert nll["fine-tuned"] < nll["base"]
@@ -53,7 +60,7 @@ def test_lhts(tmp_path, monkeypatch):
 
     A run that was stopped after its first checkpoint resumes to the same bits.
     """
-    options = {"model": str(asset(MODEL)), "data": str(asset(STORIES)), "rows": 100}
+    options = {"model": str(asset(MODEL)), "data": str(asset(STORIES)), "max_sequences": 100}
     options |= {"steps": 20, "save_every": 5, "temperature": 0.8, "learning_rate": 1e-4}
     likelihood = run("train/lhts.py", out=tmp_path / "whole", **options)
     assert likelihood["student"] > likelihood["scorer"] - 0.2
@@ -71,13 +78,30 @@ def test_lhts(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_layers(tmp_path):
-    """The last layer's figures are those of `evaluate`."""
-    model, data = str(asset(MODEL)), str(asset(STORIES))
-    rows = run("eval/layers.py", model=model, data=data, out=tmp_path / "layers.png", rows=16)
-    lm = calibjax.load_model(model)
-    expected = calibjax.evaluate(lm, calibjax.load_text(data, lm, seq_len=128, max_sequences=16))
-    np.testing.assert_allclose(rows[-1]["ece"], expected.figures["uncalibrated"]["ece"].value, atol=2e-5)
+    """Every layer's figures are those of the norm and the unembedding of transformers at its hidden states."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, data = str(asset(MODEL)), str(asset(STORIES))
+    rows = run("eval/layers.py", model=directory, data=data, out=tmp_path / "layers.png", max_sequences=16)
     assert (tmp_path / "layers.png").stat().st_size > 0
+    sequences = calibjax.load_text(data, calibjax.load_model(directory), seq_len=128, max_sequences=16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    confidences, rights = [], []
+    for row, segments in enumerate(sequences.segment_ids):
+        for segment in range(1, segments.max() + 1):
+            text = segments == segment
+            with torch.no_grad():
+                tokens = torch.from_numpy(sequences.tokens[row, text]).long()
+                states = model(tokens[None], output_hidden_states=True).hidden_states
+                normed = torch.cat([*map(model.model.norm, states[:-1]), states[-1]])  # [L + 1, T, D]
+                confidence, token = model.lm_head(normed).softmax(-1).max(-1)
+            where = sequences.where[row, text]
+            confidences.append(confidence.numpy()[:, where])
+            rights.append((token.numpy() == sequences.targets[row, text])[:, where])
+    for name, values in (("confidence", confidences), ("accuracy", rights)):
+        expected = np.concatenate(values, axis=1).mean(axis=1)
+        atol = 1e-4 if name == "confidence" else 1e-3  # the largest of two nearly equal logits may be either
+        np.testing.assert_allclose([row[name] for row in rows], expected, atol=atol, err_msg=name)
 
 
 def test_compare(tmp_path):
@@ -100,3 +124,20 @@ def test_tasks(tmp_path):
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     comparison = run("eval/tasks.py", model=str(asset(MODEL)), questions=tmp_path / "questions.jsonl")
     assert set(comparison.states) == {"uncalibrated", "temperature"}
+
+
+def test_letters_of_a_capped_model():
+    """The logits of letters have the bias and the soft-cap of the model's own logits."""
+    tokenizer = calibjax.load_model(str(asset(MODEL))).tokenizer
+    capped = make_lm(vocab_size=512, logit_softcap=5.0, unembedding_bias=True, max_positions=128)
+    bias = jnp.linspace(-2, 2, 512)
+    lm = calibjax.LanguageModel.from_params(capped.config, {**capped.params, "unembedding_bias": bias}, tokenizer)
+    rows = [{"question": "After 1?", "options": ["2", "3", "4"]}, {"question": "After 2 and 3?", "options": ["5", "4"]}]
+    names = read("eval/tasks.py")
+    logits = names["letter_logits"](lm, rows, 2)
+    letters = [tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in "ABC"]
+    for row, found in zip(rows, logits, strict=True):
+        count = len(row["options"])
+        expected = lm.logits([tokenizer.encode(names["prompt"](row))])[0, -1, np.array(letters[:count])]
+        np.testing.assert_allclose(found[:count], expected, rtol=1e-5)
+        assert np.all(found[count:] == -np.inf)

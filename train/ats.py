@@ -37,9 +37,9 @@ class Options:
         out: directory of the checkpoints and the fitted head.
         features: inputs of the head, names in `calibjax.heads.FEATURES`.
         seq_len: tokens per sequence.
-        rows: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; None reads all.
         batch_size: sequences per forward pass of the model.
-        tokens: tokens per training step of the head.
+        tokens_per_step: tokens per training step of the head.
         epochs: passes over the fitting tokens.
         learning_rate: initial learning rate; a cosine schedule decays it to 0.
         seed: random seed of the split and of the token order.
@@ -50,9 +50,9 @@ class Options:
     out: Path
     features: tuple[str, ...] = ("logit_statistics",)
     seq_len: int = 256
-    rows: int | None = None
+    max_sequences: int | None = None
     batch_size: int = 16
-    tokens: int = 1024
+    tokens_per_step: int = 1024
     epochs: int = 20
     learning_rate: float = 0.01
     seed: int = 0
@@ -64,9 +64,9 @@ class Tokens(NamedTuple):
     features: Any
     curves: calibjax.VocabCurves
 
-    def take(self, index: np.ndarray, sharding: NamedSharding) -> "Tokens":
-        """The tokens at `index`, int [n], placed on the devices by `sharding`."""
-        return jax.device_put(jax.tree.map(lambda x: x[index], self), sharding)
+    def take(self, index: np.ndarray) -> "Tokens":
+        """The tokens at `index`: int [n], or a mask."""
+        return jax.tree.map(lambda x: x[index], self)
 
 
 def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options) -> Tokens:
@@ -83,8 +83,7 @@ def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: O
     for first in range(0, len(data.tokens), options.batch_size):
         batch = data.take(slice(first, first + options.batch_size))
         tokens = jax.device_get(extract(lm.hidden_states(batch), lm.unembedding, batch.targets, batch.where))
-        counted = tokens.curves.valid
-        parts.append(jax.tree.map(lambda x, counted=counted: x[counted], tokens))
+        parts.append(tokens.take(tokens.curves.valid))
         print(f"frozen pass: {first + len(batch.tokens):,} of {len(data.tokens):,} sequences")
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
@@ -92,7 +91,10 @@ def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: O
 def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: Mesh, directory: Path) -> Any:
     """Fits a head by cross-entropy with AdamW and returns its parameters; a checkpoint follows every epoch."""
     head, count = config.build(), len(tokens.features)
-    batch_size = min(options.tokens, count) // mesh.size * mesh.size
+    tokens_per_device = min(options.tokens_per_step, count) // mesh.size
+    if tokens_per_device == 0:
+        raise calibjax.UserError(f"expected at least {mesh.size} tokens to fit on, one per device, got {count}.")
+    batch_size = tokens_per_device * mesh.size
     steps = count // batch_size  # of an epoch
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps * options.epochs))
 
@@ -108,10 +110,9 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    params = config.init(jax.random.key(options.seed))  # T = 1 for every token
     over_tokens = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    state = jax.device_put((params, optimizer.init(params)), replicated)
+    params = config.init(jax.random.key(options.seed))  # T = 1 for every token
+    state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
     with ocp.CheckpointManager(directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
         first_epoch = manager.latest_step() or 0
         if first_epoch:
@@ -120,10 +121,9 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
             order = np.random.default_rng((options.seed, epoch)).permutation(count)
             epoch_losses = []
             for index in np.split(order[: steps * batch_size], steps):
-                state, value = step(state, tokens.take(np.sort(index), over_tokens))
+                state, value = step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
                 epoch_losses.append(value)
-            mean_loss = np.mean(jax.device_get(epoch_losses))
-            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {mean_loss:.4f}")
+            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")
             manager.save(epoch + 1, args=ocp.args.StandardSave(state))
     return jax.device_get(state[0])
 
@@ -132,7 +132,7 @@ def main(options: Options) -> calibjax.Evaluation:
     mesh = calibjax.RunContext().mesh  # all devices; or calibjax.RunContext(mesh=jax.make_mesh(...)).mesh
     with jax.set_mesh(mesh):
         lm = calibjax.load_model(options.model, mesh=mesh)
-        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         tokens = frozen_pass(lm, fit, options)
         fitted = {}

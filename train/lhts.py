@@ -39,7 +39,7 @@ class Options:
         out: directory of the checkpoints and the trained model.
         temperature: T > 0 of whole sequences; below 1 it favours likely ones.
         seq_len: tokens per sequence, the horizon.
-        rows: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; None reads all.
         batch_size: sequences per step; the importance weights are normalised over them.
         steps: steps of the optimiser.
         learning_rate: initial learning rate; a cosine schedule decays it to 0.
@@ -52,7 +52,7 @@ class Options:
     out: Path
     temperature: float = 0.8
     seq_len: int = 64
-    rows: int | None = None
+    max_sequences: int | None = None
     batch_size: int = 16
     steps: int = 200
     learning_rate: float = 2e-5
@@ -109,14 +109,16 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
                 print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
             position = ocp.args.JsonSave(loader.get_state())
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
-            manager.save(number, args=items, force=number == options.steps)  # elsewhere only every `save_every` steps
+            manager.save(
+                number, args=items, force=number == options.steps
+            )  # saves every `save_every` steps, and the last
     return dataclasses.replace(scorer, params=state[0])
 
 
 def main(options: Options) -> dict[str, float]:
     with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
         scorer = calibjax.load_model(options.model, mesh=mesh)
-        data = calibjax.load_text(options.data, scorer, seq_len=options.seq_len, max_sequences=options.rows)
+        data = calibjax.load_text(options.data, scorer, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         student = train(scorer, fit, options)
         # The purpose of T < 1: under the scorer, the student's samples are likelier than the scorer's own.

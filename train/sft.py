@@ -38,7 +38,7 @@ class Options:
         out: directory of the checkpoints and the trained model.
         label_smoothing: β in [0, 1].
         seq_len: tokens per sequence.
-        rows: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; None reads all.
         batch_size: sequences per step.
         steps: steps of the optimiser.
         learning_rate: peak learning rate, after a warmup of a tenth of the steps; a cosine schedule decays it to 0.
@@ -51,7 +51,7 @@ class Options:
     out: Path
     label_smoothing: float = 0.1
     seq_len: int = 256
-    rows: int | None = None
+    max_sequences: int | None = None
     batch_size: int = 16
     steps: int = 200
     learning_rate: float = 2e-5
@@ -103,7 +103,9 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
                 print(f"step {number:,} of {options.steps:,}, loss {float(value):.4f}")
             position = ocp.args.JsonSave(loader.get_state())
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
-            manager.save(number, args=items, force=number == options.steps)  # elsewhere only every `save_every` steps
+            manager.save(
+                number, args=items, force=number == options.steps
+            )  # saves every `save_every` steps, and the last
     return dataclasses.replace(lm, params=state[0])
 
 
@@ -111,7 +113,7 @@ def main(options: Options) -> dict[str, calibjax.Evaluation]:
     mesh = calibjax.RunContext().mesh  # all devices; or calibjax.RunContext(mesh=jax.make_mesh(...)).mesh
     with jax.set_mesh(mesh):
         lm = calibjax.load_model(options.model, mesh=mesh)
-        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.rows)
+        data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         print(f"{int(np.sum(fit.where)):,} tokens to train on, {int(np.sum(held_out.where)):,} held out")
         tuned = train(lm, fit, options)
