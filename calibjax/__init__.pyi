@@ -31,7 +31,7 @@ from .models import LanguageModel as LanguageModel
 from .models import load_model as load_model
 from .models.calibrated import TokenConfidence as TokenConfidence
 from .models.calibrated import calibrated_confidence as calibrated_confidence
-from .models.calibrated import calibrated_logprobs as calibrated_logprobs
+from .models.calibrated import calibrated_log_probs as calibrated_log_probs
 from .models.generate import Generation as Generation
 from .models.generate import Sampling as Sampling
 from .models.generate import generate as generate

@@ -1,4 +1,4 @@
-"""Times of evaluation beside other libraries' on the same inputs, in turn in one process, on CPU.
+"""Times of our evaluation and of other libraries' on the same inputs, alternating in one process on a CPU.
 
     pip install netcal torch accelerate
     python eval/bench_beside.py path/to/model --assets path/to/assets --jobs generate metrics fits tasks start

@@ -18,11 +18,11 @@ from gguf.quants import dequantize, quantize
 import calibjax
 
 
-def requantised(source: Path, place: Path, kind: gguf.GGMLQuantizationType) -> Path:
+def requantised(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> Path:
     """Writes the file with its matrices in another type; vectors stay float32, as llama.cpp has them."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(place, architecture)
+    writer = gguf.GGUFWriter(target, architecture)
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
             writer.add_key_value(
@@ -30,13 +30,13 @@ def requantised(source: Path, place: Path, kind: gguf.GGMLQuantizationType) -> P
             )
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        target = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, quantize(values, target), raw_dtype=target)
+        dtype = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quantize(values, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return place
+    return target
 
 
 def main() -> None:
@@ -46,20 +46,23 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["F32", "Q8_0", "Q4_0"])
     parser.add_argument("--sequences", type=int, default=160)
     parser.add_argument("--out", type=Path, default=Path("runs/quantised"))
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    first = None
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    reference_heads = None
     print("| file | uncalibrated: NLL, ECE | own temperature | first file's temperature | own ATS | first file's ATS |")
     print("|---|---|---|---|---|---|")
-    for kind in given.types:
-        place = given.out / f"{given.model.stem}.{kind}.gguf"
-        lm = calibjax.load_model(requantised(given.model, place, gguf.GGMLQuantizationType[kind]))
-        text = calibjax.load_text(given.data, lm, seq_len=256, max_sequences=given.sequences)
+    for kind in args.types:
+        target = args.out / f"{args.model.stem}.{kind}.gguf"
+        lm = calibjax.load_model(requantised(args.model, target, gguf.GGMLQuantizationType[kind]))
+        text = calibjax.load_text(args.data, lm, seq_len=256, max_sequences=args.sequences)
         fit, held_out = calibjax.split_sequences(text, 0.6)
-        own = calibjax.fit_ats(lm, fit).heads
-        first = first or own
-        heads = own | {f"first {name}": dataclasses.replace(h, fingerprint=lm.fingerprint) for name, h in first.items()}
-        figures = calibjax.evaluate(lm, held_out, heads).figures
+        own_heads = calibjax.fit_ats(lm, fit).heads
+        reference_heads = reference_heads or own_heads
+        carried = {
+            f"first {name}": dataclasses.replace(head, fingerprint=lm.fingerprint)
+            for name, head in reference_heads.items()
+        }
+        figures = calibjax.evaluate(lm, held_out, own_heads | carried).figures
         order = ("uncalibrated", "temperature", "first temperature", "ats", "first ats")
         cells = [", ".join(f"{figures[name][figure].value:.4f}" for figure in ("nll", "ece")) for name in order]
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)

@@ -193,7 +193,7 @@ def _estimate(chip: str, name: str, task: str, problem: Problem) -> dict[str, An
     _progress(f"{TASKS[task].title}: compile {name} for {chip}")
     products = TASKS[task].products
     if not name.startswith("linear_cross_entropy"):
-        products = TASKS[task].recomputing + (problem.dh_waits and 0 in TASKS[task].differentiated)
+        products = TASKS[task].recomputing + (problem.forms_dh_in_backward and 0 in TASKS[task].differentiated)
     row: dict[str, Any] = {"task": task, "contender": name, "products": products}
     build, sizes = contenders.program_of_sizes, (problem.tokens, problem.vocab)
     try:

@@ -39,7 +39,7 @@ class Problem:
         )
 
     @property
-    def dh_waits(self) -> bool:
+    def forms_dh_in_backward(self) -> bool:
         """Whether `vocab_stats` on a TPU forms dh in the backward pass, by two products: it has two weights on W."""
         return self.softcap is not None and self.label_smoothing > 0
 
@@ -240,9 +240,9 @@ def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
         return (problem.tokens,), (2 * block, 4 * block)
     saved = name.startswith("linear_cross_entropy")
     kernels = {"hidden": ("rows",), "both": ("rows", "d_unembedding")}.get(task, ("statistics",))
-    if problem.dh_waits and task == "hidden":
+    if problem.forms_dh_in_backward and task == "hidden":
         kernels = ("statistics", "d_hidden")
-    if (problem.dh_waits or saved) and task == "both":
+    if (problem.forms_dh_in_backward or saved) and task == "both":
         kernels = ("statistics", "d_hidden", "d_unembedding")
     inputs = (problem.tokens, problem.width, jnp.dtype(problem.dtype).itemsize)
     return our_points(chip, kernels, inputs, saved)

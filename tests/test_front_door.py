@@ -23,7 +23,7 @@ NAMES = """
     AtsFit AtsOptions Comparison ConstantTemperature Evaluation FittedHead FrozenModel FunctionModel Generation
     HeadConfig LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead RunContext Sampling Sequences SftFit
     SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
-    calibrated_confidence calibrated_logprobs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
+    calibrated_confidence calibrated_log_probs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
     fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text losses
     metrics plot recalibrate save_head split_sequences vocab_curves vocab_stats
 """
@@ -83,7 +83,7 @@ def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
     got = calibjax.calibrated_confidence(LM, fitted.head, SEQUENCES)
     np.testing.assert_allclose(np.asarray(got.confidence).sum() / SEQUENCES.where.sum(), row["confidence"], rtol=1e-6)
     assert not np.asarray(got.confidence)[~SEQUENCES.where].any()
-    log_probs = np.asarray(calibjax.calibrated_logprobs(LM, fitted.head, SEQUENCES))
+    log_probs = np.asarray(calibjax.calibrated_log_probs(LM, fitted.head, SEQUENCES))
     np.testing.assert_allclose(-at_targets(log_probs, SEQUENCES).mean(), row["nll"], rtol=1e-5)
     with pytest.raises(calibjax.UserError, match="sequences have their own"):
         LM.hidden_states(SEQUENCES, segment_ids=SEQUENCES.segment_ids)

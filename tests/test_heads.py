@@ -26,7 +26,7 @@ from calibjax.heads import (
     head_features,
     logit_covariance,
 )
-from calibjax.models.calibrated import calibrated_confidence, calibrated_logprobs
+from calibjax.models.calibrated import calibrated_confidence, calibrated_log_probs
 from calibjax.recalibrate import fit_temperature
 
 B, T, D, V = 2, 6, 8, 13
@@ -127,7 +127,7 @@ def test_bounds(kind, min_scale):
         np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
         if kind not in ("constant", "mlp") or min_scale == MIN_SCALE:  # `test_no_head_changes_the_most_likely_token`
             continue
-        log_probs = np.asarray(calibrated_logprobs(lm, FittedHead(config, params, 0.0, lm.fingerprint), TOKENS))
+        log_probs = np.asarray(calibrated_log_probs(lm, FittedHead(config, params, 0.0, lm.fingerprint), TOKENS))
         assert np.isfinite(log_probs).all()
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(TOKENS)).argmax(axis=-1))
         if want < 0:
@@ -279,7 +279,7 @@ def test_no_head_changes_the_most_likely_token(kind, dtype):
         base = z.argmax(axis=-1)
         for size, factor in ((0.7, 0.0), (30.0, -2.5), (30.0, 2.5)):
             head = FittedHead(config, random_params(config, size), factor, lm.fingerprint)
-            log_probs = np.asarray(calibrated_logprobs(lm, head, TOKENS))
+            log_probs = np.asarray(calibrated_log_probs(lm, head, TOKENS))
             np.testing.assert_array_equal(log_probs.argmax(axis=-1), base)
             got = calibrated_confidence(lm, head, TOKENS)
             np.testing.assert_array_equal(got.argmax, base)

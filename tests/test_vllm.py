@@ -18,7 +18,7 @@ from tiny import LLAMA_JSON, WORDS, random_head, write_tokenizer
 
 from calibjax.heads import FEATURES
 from calibjax.models import load_model
-from calibjax.models.calibrated import calibrated_logprobs
+from calibjax.models.calibrated import calibrated_log_probs
 from calibjax.train.saved import export_head
 
 PYTHON = Path(os.environ.get("CALIBJAX_VLLM", Path(__file__).parents[1] / ".venv-vllm")) / "bin" / "python"
@@ -94,7 +94,7 @@ def exports(tmp_path_factory):
 def calibrated(lm, head, prompt, tokens):
     """Calibrated log-probabilities of the tokens that follow a prompt, by JAX."""
     text = np.array([prompt + tokens])
-    ours = np.asarray(calibrated_logprobs(lm, head, np.pad(text, ((0, 0), (0, 64 - text.size)))))[0]
+    ours = np.asarray(calibrated_log_probs(lm, head, np.pad(text, ((0, 0), (0, 64 - text.size)))))[0]
     return ours[np.arange(len(prompt) - 1, text.size - 1), tokens]
 
 

@@ -109,10 +109,8 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
                 print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
             position = ocp.args.JsonSave(loader.get_state())
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
-            manager.save(
-                number, args=items, force=number == options.steps
-            )  # saves every `save_every` steps, and the last
-    return dataclasses.replace(scorer, params=state[0])
+            manager.save(number, args=items, force=number == options.steps)  # every `save_every` steps, and the last
+    return scorer.with_params(state[0])
 
 
 def main(options: Options) -> dict[str, float]:

@@ -44,15 +44,15 @@ class Pretrain:
         out: for the model, its tokenizer and the checkpoints.
         family: architecture.
         data: other text in place of theirs, as --data of the commands; of rows, the column text.
-        tokens: to train on; all stories, then an equal part of every book.
-        epochs: passes over them.
+        tokens: number of tokens to train on: all stories, then an equal part of every book.
+        epochs: passes over these tokens.
         vocab_size: byte-pair tokens; 257 are single bytes.
-        width: of the residual stream; a head has 64 of it.
-        layers: blocks.
+        width: width of the residual stream, a multiple of 64, the width of a head.
+        layers: number of blocks.
         seq_len: tokens of a sequence, and the model's context.
-        batch_size: sequences a step.
-        learning_rate: peak.
-        seed: of the weights and of the order of the sequences.
+        batch_size: sequences per step.
+        learning_rate: peak learning rate.
+        seed: random seed of the weights and of the order of the sequences.
     """
 
     assets: Path
@@ -79,12 +79,13 @@ def documents(directory: Path) -> list[str]:
 
 
 def passages(options: Pretrain) -> list[str]:
-    """All of --data, or of stories and books about 5 bytes for each token that is wanted, of every book its start."""
+    """The texts of --data; otherwise all stories and the start of each book, in all 5 bytes per requested token."""
     if options.data is not None:
         return [row["text"] for row in read_source(options.data)]
     stories, books = (documents(options.assets / name) for name in (_STORIES, _BOOKS))
-    each = max(0, 5 * options.tokens - sum(map(len, stories))) // max(1, len(books))
-    return [*stories, *(book[:each] for book in books if each)]
+    left = max(0, 5 * options.tokens - sum(map(len, stories)))
+    length = left // max(1, len(books))
+    return [*stories, *(book[:length] for book in books if length)]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

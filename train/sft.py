@@ -103,10 +103,8 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
                 print(f"step {number:,} of {options.steps:,}, loss {float(value):.4f}")
             position = ocp.args.JsonSave(loader.get_state())
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
-            manager.save(
-                number, args=items, force=number == options.steps
-            )  # saves every `save_every` steps, and the last
-    return dataclasses.replace(lm, params=state[0])
+            manager.save(number, args=items, force=number == options.steps)  # every `save_every` steps, and the last
+    return lm.with_params(state[0])
 
 
 def main(options: Options) -> dict[str, calibjax.Evaluation]:

@@ -271,7 +271,8 @@ def evaluate(
     Args:
         lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`.
         data: sequences that no head was fitted on; or what `load_text` takes, with its defaults.
-        heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone.
+        heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone. The
+            document has each method's differences from the head called "temperature", if there is one.
         batch_size: sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
         bins: number of equal-width bins of ECE.
         closed: the bin of a confidence on an edge; see `calibjax.metrics`.

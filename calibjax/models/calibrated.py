@@ -63,7 +63,7 @@ def _logprobs(model, config, dtype, params, factor, frozen, batch, z):
     return jnp.where(others & (log_probs >= top), jnp.nextafter(top, -jnp.inf), log_probs)
 
 
-def calibrated_logprobs(
+def calibrated_log_probs(
     lm: LanguageModel,
     head: FittedHead,
     tokens: Int[AnyArray, "B T"] | Sequences,
@@ -104,7 +104,7 @@ def calibrated_confidence(
     *,
     segment_ids: Int[AnyArray, "B T"] | None = None,
 ) -> TokenConfidence:
-    """Calibrated probability of the most likely next token at each position; see `calibrated_logprobs`.
+    """Calibrated probability of the most likely next token at each position; see `calibrated_log_probs`.
 
     Where two logits tie to the last digit of float32, the token can be the other one of `lm.logits`.
 

@@ -85,6 +85,14 @@ class LanguageModel:
         read = None if tokenizer is None else lambda: tokenizer
         return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=read)
 
+    def with_params(self, params: Params, config: DecoderConfig | None = None) -> "LanguageModel":
+        """This model with other parameters, such as fine-tuned ones, and their fingerprint; the tokenizer stays.
+
+        `config`: where it differs, as by a soft-cap. Raises `UserError` as `from_params` does.
+        """
+        model = LanguageModel.from_params(config or self.config, params, dtype=self.dtype)
+        return dataclasses.replace(model, _tokenizer=self._tokenizer)
+
     @classmethod
     def random(cls, vocab_size: int, *, hidden_size: int = 16, num_layers: int = 1, seed: int = 0) -> "LanguageModel":
         """Makes a small Llama with random weights, without a tokenizer, to try functions on.

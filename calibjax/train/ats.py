@@ -96,7 +96,8 @@ def fit_ats(
     context = context or RunContext()
     sets = {"fit": data} if isinstance(data, Sequences) else data
     if not hasattr(lm, "fingerprint"):
-        raise UserError(f"lm: expected a model of load_model or LanguageModel.from_params, got {type(lm).__name__}.")
+        makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
+        raise UserError(f"lm: expected a model of {makers}, got {type(lm).__name__}.")
     plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = placed(lm, context.mesh)

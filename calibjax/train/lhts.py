@@ -223,7 +223,8 @@ class LhtsFit(NamedTuple):
     """Result of `fit_lhts`.
 
     Attributes:
-        params: name -> parameters of a plain decoder, float32: `lhts-T0.9` for each temperature, or `partition`.
+        params: name -> parameters of a plain decoder, float32: `lhts-T0.9` for each temperature, or `partition`;
+            `lm.with_params(params[name])` is the model.
         report: JSON-able: options, steps, and the likelihood on the validation sequences.
     """
 
@@ -233,7 +234,7 @@ class LhtsFit(NamedTuple):
 
 def fit_lhts(
     lm: LanguageModel,
-    sequences: Sequences,
+    data: Sequences,
     options: LhtsOptions = LhtsOptions(),
     context: RunContext | None = None,
     *,
@@ -253,7 +254,7 @@ def fit_lhts(
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.
-        sequences: training sequences, of which a part, chosen by the seed, is held out for validation.
+        data: training sequences, of which a part, chosen by the seed, is held out for validation.
         options: see `LhtsOptions`.
         context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
             sequences and the validation part.
@@ -277,7 +278,7 @@ def fit_lhts(
     context = context or RunContext()
     options.check(context.mesh)
     check_dense(lm.config, "choose a dense model")
-    if not sequences.where.any():
+    if not data.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
     conditions = options.quantiles if method == "partition" else len(options.temperatures)
     if conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
@@ -286,9 +287,9 @@ def fit_lhts(
             "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
     with context.with_directory() as context:
-        sequences = mix_samples(
+        data = mix_samples(
             lm,
-            sequences,
+            data,
             options.samples,
             directory=samples or context.require_directory(),
             prompt=options.prompt,
@@ -296,14 +297,14 @@ def fit_lhts(
             context=context,
         )
         if method == "partition":
-            return _fit_partition(lm, sequences, options, context)
+            return _fit_partition(lm, data, options, context)
         # The long-horizon temperature of each sequence, drawn evenly.
-        drawn = np.random.default_rng([context.seed, 1]).permutation(len(sequences.tokens)).astype(np.int32)
+        drawn = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
         condition = drawn % np.int32(conditions)
         more: dict[str, np.ndarray] = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
         if conditions > 1:
             more["condition"] = condition
-        params, scale, report = _fit_student(lm, options.objective, more, sequences, options, context, method)
+        params, scale, report = _fit_student(lm, options.objective, more, data, options, context, method)
     names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
     return LhtsFit({name: conditioned(params, index, scale) for index, name in enumerate(names)}, report)
 
@@ -316,7 +317,7 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
         at = context if number == 1 else context.within(f"round-{number}")
         if number > 1:
             added = mix_samples(
-                LanguageModel.from_params(lm.config, params, dtype=lm.dtype),
+                lm.with_params(params),
                 sequences,
                 1.0,
                 directory=at.require_directory(),

@@ -168,7 +168,8 @@ class SftFit(NamedTuple):
 
     Attributes:
         config: configuration of the model, with the soft-cap that it was trained with.
-        params: float32, or for adapters, which are merged, in the dtype of the frozen weights.
+        params: float32, or for adapters, which are merged, in the dtype of the frozen weights;
+            `lm.with_params(params, config)` is the fine-tuned model.
         report: JSON-able: options, steps, and the likelihood on the validation sequences.
     """
 
@@ -179,7 +180,7 @@ class SftFit(NamedTuple):
 
 def fit_sft(
     lm: LanguageModel,
-    sequences: Sequences,
+    data: Sequences,
     options: SftOptions = SftOptions(),
     context: RunContext | None = None,
     *,
@@ -192,7 +193,7 @@ def fit_sft(
 
     Args:
         lm: the initial model; `lm.dtype` is the compute dtype. For full fine-tuning, load its weights in float32.
-        sequences: training sequences, of which a part, chosen by the seed, is held out for validation.
+        data: training sequences, of which a part, chosen by the seed, is held out for validation.
         options: see `SftOptions`.
         context: directory for checkpoints and logs, devices, log and progress; its seed determines the initial
             adapters, the order of the sequences and the validation part.
@@ -209,14 +210,15 @@ def fit_sft(
         >>> data = calibjax.load_text(texts, lm, seq_len=16)
         >>> options = calibjax.SftOptions(label_smoothing=0.1, learning_rate=1e-2, batch_size=8, epochs=1)
         >>> fitted = calibjax.fit_sft(lm, data, options, calibjax.RunContext().silent())
-        >>> calibjax.LanguageModel.from_params(fitted.config, fitted.params).logits(data).shape[-1]
-        32
+        >>> tuned = lm.with_params(fitted.params, fitted.config)
+        >>> list(calibjax.evaluate(tuned, data, context=calibjax.RunContext().silent()).figures)
+        ['uncalibrated']
     """
     context = context or RunContext()
     mesh = context.mesh
     options.check(mesh)
     options.check_model(lm.config)
-    if not sequences.where.any():
+    if not data.where.any():
         raise UserError(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
         )
@@ -232,13 +234,13 @@ def fit_sft(
             objective.likelihood(),
             held,
             frozen,
-            sequences,
+            data,
             options,
             context=context.titled("fine-tuning"),
             identity={
                 "fingerprint": lm.fingerprint,
                 "dtype": str(lm.dtype),
-                "windows": array_hash(sequences._asdict()),
+                "windows": array_hash(data._asdict()),
             },
             reduction=options.reduction,
             consume=lora is None and consume,

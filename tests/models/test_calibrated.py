@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from tiny import VOCAB, constant_head, dense_log_probs, make_lm, make_sequences, ragged, random_head
 
-from calibjax import UserError, calibrated_confidence, calibrated_logprobs, load_head, save_head
+from calibjax import UserError, calibrated_confidence, calibrated_log_probs, load_head, save_head
 from calibjax.heads import FEATURES
 from calibjax.models import calibrated
 
@@ -37,7 +37,7 @@ def the_heads():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_a_distribution_with_the_same_argmax(name):
-    got = np.asarray(calibrated_logprobs(the_lm(), the_heads()[name], SEQUENCES.tokens), np.float64)
+    got = np.asarray(calibrated_log_probs(the_lm(), the_heads()[name], SEQUENCES.tokens), np.float64)
     assert got.shape == (*SEQUENCES.tokens.shape, VOCAB)
     np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
     np.testing.assert_array_equal(got.argmax(-1), np.asarray(the_lm().logits(SEQUENCES.tokens)).argmax(-1))
@@ -66,8 +66,8 @@ def test_segments_do_not_see_each_other(name):
         got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0, :length]
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
     if name == "transformer":
-        logprobs = np.asarray(calibrated_logprobs(the_lm(), head, SEQUENCES.tokens, segment_ids=segments))
-        expected = np.asarray(calibrated_logprobs(the_lm(), head, alone, segment_ids=own))[0, :length]
+        logprobs = np.asarray(calibrated_log_probs(the_lm(), head, SEQUENCES.tokens, segment_ids=segments))
+        expected = np.asarray(calibrated_log_probs(the_lm(), head, alone, segment_ids=own))[0, :length]
         np.testing.assert_allclose(logprobs[row][inside], expected, atol=2e-5)
 
 
@@ -80,13 +80,13 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        got = np.asarray(calibrated_logprobs(lm, constant_head(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
+        got = np.asarray(calibrated_log_probs(lm, constant_head(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
 
 def test_head_of_another_model():
     other = make_lm(seed=1)
-    for call in (calibrated_logprobs, calibrated_confidence):
+    for call in (calibrated_log_probs, calibrated_confidence):
         with pytest.raises(UserError, match=f"{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
             call(other, the_heads()["pooled"], SEQUENCES.tokens)
 

@@ -27,7 +27,7 @@ from calibjax.commands.common import DataOptions
 from calibjax.commands.parser import parse_script
 from calibjax.train.lhts import LhtsOptions
 
-STEPS, BATCH, VALIDATION = 1_000, 512, 0.002
+STEPS, BATCH, FIT_FRACTION, VALIDATION = 1_000, 512, 0.998, 0.002
 SIZES = {
     "small": ("openai-community/gpt2", 16),
     "medium": ("openai-community/gpt2-medium", 32),
@@ -38,13 +38,15 @@ SIZES = {
 
 def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
     """The run for a GPT-2 of the hub."""
-    sequences = round(STEPS * BATCH / (1 - VALIDATION) / 0.998) + BATCH  # some are held out, some kept for validation
+    sequences = (
+        round(STEPS * BATCH / (1 - VALIDATION) / FIT_FRACTION) + BATCH
+    )  # some are held out, some kept for validation
     return train_lhts.TrainLhtsOptions(
         model=model,
         data="Skylion007/openwebtext",
         out=Path("runs") / f"{model.split('/')[-1]}-lhts",
         split="train",
-        fit_fraction=0.998,
+        fit_fraction=FIT_FRACTION,
         texts=100,
         dtype="bfloat16",
         text=DataOptions(seq_len=1024, packing=False, examples=sequences),
