@@ -35,16 +35,16 @@ Jobs = dict[str, dict[str, Callable[[], Any]]]
 """Work -> library -> what to time; the first library is ours."""
 
 
-def temperature_heads(given: argparse.Namespace) -> Jobs:
+def temperature_heads(args: argparse.Namespace) -> Jobs:
     import torch
     import transformers
 
     from calibjax.data import batches
     from calibjax.train.options import make_plan
 
-    lm = calibjax.load_model(given.model)
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
-    data = calibjax.load_text(given.data, lm, seq_len=given.seq_len, layout="full", max_sequences=given.sequences)
+    lm = calibjax.load_model(args.model)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="float32").eval()
+    data = calibjax.load_text(args.data, lm, seq_len=args.seq_len, layout="full", max_sequences=args.sequences)
     paper = calibjax.AtsOptions(recipe="paper")
     plan = make_plan(paper, lm.config.hidden_size)
     steps = plan.epochs * len(data.tokens) // plan.batch_size
@@ -123,14 +123,14 @@ def authors_head(config: calibjax.HeadConfig, params: Any) -> Any:
     return head
 
 
-def generation(given: argparse.Namespace) -> Jobs:
+def generation(args: argparse.Namespace) -> Jobs:
     import torch
     import transformers
 
     from calibjax.torch import attach
 
-    lm = calibjax.load_model(given.model)
-    other: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype="float32").eval()
+    lm = calibjax.load_model(args.model)
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="float32").eval()
     other.generation_config.eos_token_id = None
 
     def libraries(batch: int) -> dict[str, Callable[[], Any]]:
@@ -147,17 +147,17 @@ def generation(given: argparse.Namespace) -> Jobs:
                 return other.generate(ids, **settings).numpy()[:, 128:]
 
         def attached() -> Any:
-            with_head = attach(other, given.export, check=False)
+            with_head = attach(other, args.export, check=False)
             theirs()
             with_head.detach()
 
         assert (ours() == theirs()).mean() > 0.99, "the continuations differ"
         jax.clear_caches()
         found: dict[str, Callable[[], Any]] = {"calibjax": ours, "transformers": theirs}
-        if given.gguf:
-            found["llama.cpp"] = llama_cpp(given.gguf, prompts)
-        if given.export:
-            found["calibjax, head"] = functools.partial(ours, head=calibjax.load_head(given.export, lm))
+        if args.gguf:
+            found["llama.cpp"] = llama_cpp(args.gguf, prompts)
+        if args.export:
+            found["calibjax, head"] = functools.partial(ours, head=calibjax.load_head(args.export, lm))
             found["transformers, head"] = attached
         return found
 
@@ -250,56 +250,43 @@ def fits(_: argparse.Namespace) -> Jobs:
     labels = np.argmax(logits / 2 + rng.gumbel(size=logits.shape), axis=1)
     scores = np.log(confidence) - np.log1p(-confidence)
     probabilities = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    isotonic, multinomial = IsotonicRegression(out_of_bounds="clip"), LogisticRegression(C=np.inf, max_iter=1000)
     ours = {
         "confidence": Predictions(confidence=confidence, correct=correct),
         "logits": Predictions(logits=logits, labels=labels.astype(np.int32)),
     }
 
-    def fit(name: str, kind: str) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(jax.tree.leaves(METHODS[name].fit(ours[kind])))
+    def fit(name: str, kind: str) -> Any:
+        return jax.block_until_ready(jax.tree.leaves(METHODS[name].fit(ours[kind])))
 
+    theirs: dict[tuple[str, str], tuple[str, Callable[[], Any]]] = {
+        ("platt", "confidence"): ("scikit-learn", lambda: LogisticRegression(C=np.inf).fit(scores[:, None], correct)),
+        ("isotonic", "confidence"): ("scikit-learn", lambda: isotonic.fit(confidence, correct)),
+        ("histogram", "confidence"): ("netcal", lambda: netcal.binning.HistogramBinning(15).fit(confidence, correct)),
+        ("beta", "confidence"): ("netcal", lambda: netcal.scaling.BetaCalibration().fit(confidence, correct)),
+        ("temperature", "logits"): ("netcal", lambda: netcal.scaling.TemperatureScaling().fit(probabilities, labels)),
+        ("matrix", "logits"): ("scikit-learn", lambda: multinomial.fit(logits, labels)),
+    }
     return {
-        "Platt": {
-            "calibjax": fit("platt", "confidence"),
-            "scikit-learn": lambda: LogisticRegression(C=np.inf).fit(scores[:, None], correct),
-        },
-        "isotonic": {
-            "calibjax": fit("isotonic", "confidence"),
-            "scikit-learn": lambda: IsotonicRegression(out_of_bounds="clip").fit(confidence, correct),
-        },
-        "histogram": {
-            "calibjax": fit("histogram", "confidence"),
-            "netcal": lambda: netcal.binning.HistogramBinning(bins=15).fit(confidence, correct),
-        },
-        "beta": {
-            "calibjax": fit("beta", "confidence"),
-            "netcal": lambda: netcal.scaling.BetaCalibration().fit(confidence, correct),
-        },
-        "temperature, 10 classes": {
-            "calibjax": fit("temperature", "logits"),
-            "netcal": lambda: netcal.scaling.TemperatureScaling().fit(probabilities, labels),
-        },
-        "matrix, 10 classes": {
-            "calibjax": fit("matrix", "logits"),
-            "scikit-learn": lambda: LogisticRegression(C=np.inf, max_iter=1000).fit(logits, labels),
-        },
+        f"{name}, {kind}": {"calibjax": functools.partial(fit, name, kind), library: their_fit}
+        for (name, kind), (library, their_fit) in theirs.items()
     }
 
 
-def tasks(given: argparse.Namespace) -> Jobs:
+def tasks(args: argparse.Namespace) -> Jobs:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     from calibjax.eval.tasks.local_data import task_manager
     from calibjax.lm_eval import CalibjaxLM
 
-    manager = task_manager(given.tasks, given.assets)
+    manager = task_manager(args.tasks, args.assets)
 
     def run(model: Any, name: str) -> dict[str, Any]:
         found: Any = simple_evaluate(
             model,
             tasks=[name],
-            limit=given.limit,
+            limit=args.limit,
             bootstrap_iters=0,
             task_manager=manager,
             log_samples=False,
@@ -307,7 +294,7 @@ def tasks(given: argparse.Namespace) -> Jobs:
         )
         return found["results"]
 
-    how: dict[str, Any] = {"pretrained": given.model, "batch_size": 32, "dtype": "float32"}
+    how: dict[str, Any] = {"pretrained": args.model, "batch_size": 32, "dtype": "float32"}
     ours, theirs = CalibjaxLM(**how), HFLM(**how | {"device": "cpu"})
 
     def pair(name: str) -> dict[str, Callable[[], Any]]:
@@ -316,15 +303,15 @@ def tasks(given: argparse.Namespace) -> Jobs:
         jax.clear_caches()
         return {"calibjax": functools.partial(run, ours, name), "lm-eval": functools.partial(run, theirs, name)}
 
-    return {f"{name}, {given.limit} questions a part": pair(name) for name in given.tasks}
+    return {f"{name}, {args.limit} questions a part": pair(name) for name in args.tasks}
 
 
-def start(given: argparse.Namespace) -> Jobs:
+def start(args: argparse.Namespace) -> Jobs:
     def python(*arguments: str) -> Callable[[], Any]:
         return lambda: subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
 
-    load = f"import calibjax; calibjax.load_model({given.model!r})"
-    other = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({given.model!r})"
+    load = f"import calibjax; calibjax.load_model({args.model!r})"
+    other = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({args.model!r})"
     return {
         "print the help": {
             "calibjax": python("-m", "calibjax", "--help"),
@@ -361,13 +348,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=5, help="questions of each task, or of each of its parts")
     parser.add_argument("--cpu-time", action="store_true", help="of this process, for a core that others use too")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first")
-    given = parser.parse_args()
-    clock = time.process_time if given.cpu_time else time.perf_counter
+    args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
     print("| work | library | first | median | times ours |\n|---|---|---|---|---|", flush=True)
-    for name in given.jobs:
-        for work, libraries in JOBS[name](given).items():
+    for name in args.jobs:
+        for work, libraries in JOBS[name](args).items():
             seconds: dict[str, list[float]] = {library: [] for library in libraries}
-            for _ in range(given.rounds + 1):
+            for _ in range(args.rounds + 1):
                 for library, run in libraries.items():
                     began = clock()
                     run()

@@ -68,8 +68,9 @@ class Study:
             a question and its right answer.
         fit_fraction: fraction of the sequences, from the first, to fit on.
         seeds: fits of each head.
+        head_kind: of losses and alpha: the head that is fitted.
+        features: of losses, alpha and pooling: what the heads read.
         text: how text becomes sequences.
-        quiet: no progress bars.
     """
 
     name: Annotated[Literal["pooling", "losses", "alpha", "heads", "transfer"], Positional()]
@@ -80,12 +81,13 @@ class Study:
     mmlu: str | None = None
     fit_fraction: float = 0.6
     seeds: int = 3
+    head_kind: Literal["linear", "mlp", "transformer"] = "mlp"
+    features: str = "hidden_states"
     text: DataOptions = DataOptions()
-    quiet: bool = False
 
     def head(self, **changes: Any) -> AtsOptions:
-        """What a study does not vary: an MLP on the hidden state of each token, one loss, no refitted temperature."""
-        shared = {"head": "mlp", "features": "hidden_states", "loss": "joint", "refit_temperature": False}
+        """What a study does not vary: by default an MLP on hidden states; one loss, no refitted temperature."""
+        shared = {"head": self.head_kind, "features": self.features, "loss": "joint", "refit_temperature": False}
         return AtsOptions(**shared | changes)
 
 
@@ -322,8 +324,8 @@ def main(study: Study) -> None:
     lm = load_model(study.model)
     hashes = {source: array_hash(study.text.read(source, lm, lambda _: None)._asdict()) for source in study.data}
     identity = {"command": f"study {study.name}", "model": lm.fingerprint, "fit_fraction": study.fit_fraction}
-    claim_directory(study.out, {**identity, **hashes})
-    context = RunContext(directory=study.out / "heads", progress=not study.quiet)
+    claim_directory(study.out, {**identity, **hashes, "head": dataclasses.asdict(study.head())})
+    context = RunContext(directory=study.out / "heads")
     sets = (compare_domains if study.name == "transfer" else compare_variants)(study, lm, context)
     tables = "\n".join(table(title, figures) for title, figures in sets.items())
     if study.name == "transfer":

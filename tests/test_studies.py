@@ -138,7 +138,7 @@ def test_a_study_of_transfer(studies, monkeypatch, tmp_path, capsys):
     model, sets = write_model(tmp_path / "model"), [write_text(tmp_path / f"{n}.jsonl", seed=n) for n in range(2)]
     text = studies.DataOptions(seq_len=16)
     shared = {"model": str(model), "data": tuple(map(str, sets)), "out": tmp_path / "out", "text": text}
-    study = studies.Study(name="transfer", **shared, quiet=True)
+    study = studies.Study(name="transfer", **shared)
     studies.main(study)
     written = (tmp_path / "out" / "metrics.json").read_text()
     for of_set in json.loads(written)["sets"].values():
