@@ -34,6 +34,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 20)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def survivors_are_not_walked_again():
+    """Collections of later modules leave out what earlier ones left: traces and programs, millions of objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def quick_compile():
     """Compiles without LLVM's optimisations: small programs run once take less time than they save."""
