@@ -110,7 +110,7 @@ def fit_temperature(
     low, high = bounds
     u, best_before, iterations, converged = 0.0, math.nan, 0, False
     flat = 1e-6  # nats a token: less is rounding, and the data have no optimum here
-    last = None
+    previous = None
     while True:
         batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
         nll, first, second, counts = (np.hstack(field).astype(np.float64) for field in zip(*batches, strict=True))
@@ -134,9 +134,11 @@ def fit_temperature(
         if iterations >= _PASSES or high - low < _TOLERANCE:
             break
         here = (u, slope, curvature) if math.isfinite(step) else None
-        if here and last:
-            step += _bend(*here, *last)
-        last, u = here, u + step if low < u + step < high else (low + high) / 2
+        if here and previous:
+            step += _bend(*here, *previous)
+        candidate = u + step
+        u = candidate if low < candidate < high else (low + high) / 2
+        previous = here
     # Sandwich: Var(u) = Σ_g (slope of group g)² / curvature².
     informative = second.sum() > flat * count
     error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
@@ -234,7 +236,7 @@ def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:
 
 
 def _ensemble_loss(weights, rows, extra):
-    # Over the simplex, log(w·p) is maximal where log(u·p) − Σu is over u >= 0: there Σu = 1 by itself.
+    # Over u >= 0, the mean of log(u·p) minus Σu is largest at a point with Σu = 1: the simplex needs no constraint.
     return -_mixed(weights, rows[0].T) + jnp.sum(weights) - 1.0
 
 
