@@ -31,6 +31,10 @@ class Estimator:
     n_features_in_: int
     recalibrator_: Recalibrator
 
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update(self.options)
+        self.set_params(**options)
+
     def fit(self, X: Any, y: Any, where: Any = None, **fields: Any) -> Self:
         """Fits the method; UserError as of `Method.fit`.
 
@@ -132,14 +136,13 @@ def as_array(values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
-def _estimator(name: str, method: str) -> Any:
+def _estimator(name: str, method: str) -> type[Estimator]:
     """The class of a method."""
     fit = METHODS[method].fit_arrays
     options = [each for each in inspect.signature(fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
 
-    def __init__(self: Any, **given: Any) -> None:
-        self.__dict__.update({each.name: each.default for each in options})
-        self.set_params(**given)
+    def __init__(self: Estimator, **given: Any) -> None:
+        Estimator.__init__(self, **given)
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     __init__.__signature__ = inspect.Signature([this, *options])  # pyright: ignore[reportFunctionMemberAccess]
