@@ -137,7 +137,9 @@ TABLE = {
         ("possible = logits >", "possible = logits <", "recalibrate -k impossible"),
     ],
     "recalibrate/contract.py": [("(classes or 0) - 1", "(classes or 0)", f"{METHODS} -k mistakes")],
-    "recalibrate/steps.py": [("np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin")],
+    "recalibrate/nonparametric.py": [
+        ("np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin")
+    ],
     "recalibrate/logistic.py": [
         ("1 / (1 + e) - y", "1 / (1 + e) + y", f"{SOLVERS} -k logistic"),
         ("((confidence == 0) | (confidence == 1))", "(confidence == 1)", f"{METHODS} -k exact_ones"),

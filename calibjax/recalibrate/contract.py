@@ -75,6 +75,7 @@ class Method:
         fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
         keeps_argmax: the most likely class never changes. A method that gives a confidence has no classes to change.
         monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
+            False where some data reverse the ranking, as they do for Platt scaling by a negative slope.
         max_classes: the largest K that `fit` accepts, or None.
     """
 

@@ -70,7 +70,7 @@ def apply_clipping(
     return log_probs_of(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST))
 
 
-class LocalState(NamedTuple):
+class LoreState(NamedTuple):
     """The calibration set itself: features over their deviation `[N, D]`, bins `[N]`, correctness `[N]`; γ, edges."""
 
     features: np.ndarray
@@ -82,14 +82,14 @@ class LocalState(NamedTuple):
     report: FitReport
 
 
-def fit_local(
+def fit_lore(
     confidence: Float[np.ndarray, " N"],
     correct: Float[np.ndarray, " N"],
     features: Float[np.ndarray, "N D"],
     *,
     bandwidth: float = 0.2,
     bins: int = 15,
-) -> LocalState:
+) -> LoreState:
     """Local recalibration, LoRe (Luo et al. 2022, section 4): a weighted fraction of right predictions in the same bin.
 
     q(x) = Σ_i k(x, x_i) y_i / Σ_i k(x, x_i) over the calibration predictions i whose confidence lies in the bin of x's,
@@ -100,7 +100,7 @@ def fit_local(
     deviation = features.std(axis=0, dtype=np.float64)
     deviation = np.where(deviation > 0, deviation, 1.0).astype(np.float32)
     edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
-    return LocalState(
+    return LoreState(
         features=features / deviation[None, :],
         bin=np.searchsorted(edges, confidence).astype(np.int32),
         correct=correct,
@@ -111,7 +111,7 @@ def fit_local(
     )
 
 
-def apply_local(state: LocalState, confidence: Float[Array, " N"], features: Float[Array, "N D"]) -> Float[Array, " N"]:
+def apply_lore(state: LoreState, confidence: Float[Array, " N"], features: Float[Array, "N D"]) -> Float[Array, " N"]:
     """q(x) of every prediction; its own confidence where no calibration prediction lies in its bin."""
     features = features / state.deviation[None, :]
     own_bin = jnp.searchsorted(jnp.asarray(state.edges), confidence)

@@ -29,7 +29,7 @@ _RIDGES = (0.0, 1e-3, 1e-2, 1e-1)  # penalties that stacking chooses from
 _FOLDS = 5  # of the cross-validation of stacking
 
 
-class OddsState(NamedTuple):
+class ConfidenceTemperatureState(NamedTuple):
     """σ(scale · log(c/(1 − c))), c clipped to [clip, 1 − clip]; float32 scalars, scale = 1/T > 0."""
 
     scale: np.ndarray
@@ -139,7 +139,9 @@ def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
     return (log_c - log_miss,)
 
 
-def fit_odds(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> OddsState:
+def fit_confidence_temperature(
+    confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None
+) -> ConfidenceTemperatureState:
     """Temperature scaling where only the confidence is known: σ(log(c/(1 − c))/T).
 
     Temperature scaling (Guo et al. 2017, section 4.2) of the two logits 0 and log(c/(1 − c)): Platt scaling with a
@@ -155,10 +157,12 @@ def fit_odds(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
         UserError: for `clip` out of range.
     """
     bounds = (float(np.exp(-6.0)),), (_LIMIT,)
-    return OddsState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
+    return ConfidenceTemperatureState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
 
 
-def apply_odds(state: OddsState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
+def apply_confidence_temperature(
+    state: ConfidenceTemperatureState, confidence: Float[Array, " N"]
+) -> Float[Array, " N"]:
     """σ(scale · log(c/(1 − c)))."""
     return _apply(_odds, state, confidence)
 
@@ -172,7 +176,7 @@ def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None
 
     No penalty, as `sklearn.linear_model.LogisticRegression(penalty=None)`. Slope and intercept are bounded by ±16, and
     reach a bound only where one threshold separates right from wrong. The slope is negative, and the ranking reversed,
-    where a larger confidence means more mistakes. For the arguments see `fit_odds`.
+    where a larger confidence means more mistakes. For the arguments see `fit_confidence_temperature`.
     """
     bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
     return PlattState(*_fit(_platt, (1.0, 0.0), bounds, confidence, correct, clip))
@@ -191,7 +195,7 @@ def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
     """Beta calibration: σ(a log c − b log(1 − c) + m), a, b >= 0 (Kull et al. 2017, section 4, "abm").
 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
-    monotone. a and b are at most 16, m is within ±16. For the arguments see `fit_odds`.
+    monotone. a and b are at most 16, m is within ±16. For the arguments see `fit_confidence_temperature`.
     """
     bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
     return BetaState(*_fit(_beta, (1.0, 1.0, 0.0), bounds, confidence, correct, clip))

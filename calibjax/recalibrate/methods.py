@@ -9,7 +9,7 @@ Example:
     [0.75, 0.75, 0.75, 0.75]
 """
 
-from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, steps, temperature
+from calibjax.recalibrate import affine, features, logistic, multicalibration, networks, nonparametric, temperature
 from calibjax.recalibrate.contract import Method
 
 _CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
@@ -30,17 +30,19 @@ METHODS: dict[str, Method] = {
     "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),
     "g_layers": Method(networks.fit_g_layers, networks.apply_g_layers, _CLASSES),
     "ats": Method(
-        networks.fit_mlp, networks.apply_mlp, ("logits", "features", "labels"), keeps_argmax=True, monotone=True
+        networks.fit_ats, networks.apply_ats, ("logits", "features", "labels"), keeps_argmax=True, monotone=True
     ),
     "feature_clipping": Method(features.fit_clipping, features.apply_clipping, ("features", "unembedding", "labels")),
-    "confidence_temperature": Method(logistic.fit_odds, logistic.apply_odds, _BINARY, monotone=True),
-    "platt": Method(logistic.fit_platt, logistic.apply_platt, _BINARY, monotone=True),
+    "confidence_temperature": Method(
+        logistic.fit_confidence_temperature, logistic.apply_confidence_temperature, _BINARY, monotone=True
+    ),
+    "platt": Method(logistic.fit_platt, logistic.apply_platt, _BINARY),
     "beta": Method(logistic.fit_beta, logistic.apply_beta, _BINARY, monotone=True),
-    "isotonic": Method(steps.fit_isotonic, steps.apply_isotonic, _BINARY, monotone=True),
-    "venn_abers": Method(steps.fit_venn_abers, steps.apply_venn_abers, _BINARY, monotone=True),
-    "histogram": Method(steps.fit_histogram, steps.apply_histogram, _BINARY),
-    "scaling_binning": Method(steps.fit_scaling_binning, steps.apply_scaling_binning, _BINARY, monotone=True),
-    "lore": Method(features.fit_local, features.apply_local, (*_BINARY, "features")),
+    "isotonic": Method(nonparametric.fit_isotonic, nonparametric.apply_isotonic, _BINARY, monotone=True),
+    "venn_abers": Method(nonparametric.fit_venn_abers, nonparametric.apply_venn_abers, _BINARY, monotone=True),
+    "histogram": Method(nonparametric.fit_histogram, nonparametric.apply_histogram, _BINARY),
+    "scaling_binning": Method(nonparametric.fit_scaling_binning, nonparametric.apply_scaling_binning, _BINARY),
+    "lore": Method(features.fit_lore, features.apply_lore, (*_BINARY, "features")),
     "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
     "stacking": Method(logistic.fit_stacking, logistic.apply_stacking, ("confidences", "correct")),
 }

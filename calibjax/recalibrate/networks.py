@@ -62,7 +62,7 @@ def apply_g_layers(state: GLayersState, logits: Float[Array, "N K"]) -> Float[Ar
     return log_probs_of(_corrected(tuple(params), logits, mean, deviation))
 
 
-class HeadState(NamedTuple):
+class AtsState(NamedTuple):
     """The parameters of an `MLPHead`, float32."""
 
     params: Any
@@ -87,14 +87,14 @@ def _ats_loss(params, rows, extra):
     return nll_of(_tempered(params, logits, features), labels)
 
 
-def fit_mlp(
+def fit_ats(
     logits: Float[np.ndarray, "N K"],
     features: Float[np.ndarray, "N D"],
     labels: Int[np.ndarray, " N"],
     *,
     units: int = 64,
     seed: int = 0,
-) -> HeadState:
+) -> AtsState:
     """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
 
     s(h) = exp of an `MLPHead` of `units` on the hidden state of each prediction, by cross-entropy, stopped as g-layers
@@ -103,9 +103,9 @@ def fit_mlp(
     """
     start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
     params, report = descend(_ats_loss, start, (logits, features, labels), seed=seed)
-    return HeadState(params, report)
+    return AtsState(params, report)
 
 
-def apply_mlp(state: HeadState, logits: Float[Array, "N K"], features: Float[Array, "N D"]) -> Float[Array, "N K"]:
+def apply_ats(state: AtsState, logits: Float[Array, "N K"], features: Float[Array, "N D"]) -> Float[Array, "N K"]:
     """log softmax(s(h) z)."""
     return _tempered(state.params, logits, features)
