@@ -83,7 +83,8 @@ def document(named: Callable[[str], str] = str):
         return {"loss": named(name), **own, "beats_temperature": beats}
 
     subjects = [subject("law"), subject("high_school_government_and_politics")]
-    share = {"norm_percentile": 90.0, "logit_variance": 0.01, "logit_variance_percentile": 5.0, "null_space_share": 0.1}
+    variance = {"logit_variance": 0.01, "logit_variance_percentile": 5.0}
+    size = {"norm": 1.5, "norm_percentile": 90.0, "null_space_fraction": 0.1}
     changed = {"entropy": 2.0, "confidence": 0.5, "accuracy": 0.4, "ece": 0.1, "nll": 2.5}
     ours = results("uncalibrated", "temperature", "ats", "pretrained", named("mine"), named=named)
     task = results("uncalibrated", named("mine"), named=named) | {"subjects": subjects}
@@ -99,18 +100,18 @@ def document(named: Callable[[str], str] = str):
             "tokens": 100,
             "readout": named("letters only"),
             "curves": [curve(0), curve(1)],
-            "phase": {"settled": 1, "settled_share": 0.9, "correction": DIFFERENCE, "found": False, "peak": 1},
+            "phase": {"settled": 1, "settled_fraction": 0.9, "correction": DIFFERENCE, "found": False, "peak": 1},
         },
         "direction": {
             "recipe": named("confident"),
             "counts": [10, 20],
-            "expected_share": 0.1,
+            "expected_fraction": 0.1,
             "difference": DIFFERENCE,
             "chosen": {"layer": 1, "strength": 0.5},
-            "rows": [{"layer": 1, "gap": 1.0, "length": 2.0, "null_space_share": 0.1}],
+            "rows": [{"layer": 1, "gap": 1.0, "length": 2.0, "null_space_fraction": 0.1}],
         },
         "sweep": [edit(0, 0.0), edit(1, -0.5), edit(1, 0.5)],
-        "neurons": [{"layer": 1, "index": 3, "norm": 1.5, **share}],
+        "neurons": [{"layer": 1, "index": 3, **size, **variance}],
         "ablation": [{"name": named("none"), **changed}],
         "subjects": subjects,
         "training": {named("joint"): losses},

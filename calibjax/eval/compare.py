@@ -181,8 +181,8 @@ def comparison_json(
     - `log_loss`: that of correctness, null where it is infinite;
     - `certain_and_wrong`: number of wrong predictions with confidence 1, and of right ones with confidence 0;
     - `changed`: number of predictions that differ from those of "uncalibrated", or else of the first row;
-    - `against`: `metrics.Comparison` with `reference`, the name of temperature scaling, for each of `COMPARED`, its
-      p-value corrected for the number of rows (`metrics.holm`);
+    - `against`: for each of `COMPARED` the `metrics.PairedDifference` from `reference`, which names temperature
+      scaling, with `holm_p`, its p-value corrected for the number of rows (`metrics.holm`);
     - `against_uncalibrated`: the same with "uncalibrated", not corrected.
     """
     base = results.get("uncalibrated", next(iter(results.values()))).outcome

@@ -48,7 +48,7 @@ def differences_of(
     names: Sequence[str],
     seed: int,
 ) -> dict[str, Any]:
-    """Paired differences, first − second, of `ece` and `names` that both rows have: `metrics.Comparison` as dicts."""
+    """Paired differences, first − second, of `ece` and of those `names` that both rows have, as dicts."""
     first, second = draws
     out = {"ece": metrics.error_comparison(sums[0], sums[1], seed=seed)._asdict()}
     for name in names:

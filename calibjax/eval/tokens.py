@@ -230,7 +230,7 @@ def results_json(
                 both = draws[name], draws[other]
                 row[field] = differences_of((row, methods[other]), pair, both, ("nll", "brier"), seed)
     first = next(iter(results.values()))
-    return {"tokens": int(metrics.total(first.sums).whole()[0]), "methods": methods}
+    return {"tokens": int(metrics.total(first.sums).points), "methods": methods}
 
 
 class Evaluation(NamedTuple):

@@ -33,9 +33,9 @@ from calibjax.metrics.errors import maximum_calibration_error as maximum_calibra
 from calibjax.metrics.errors import mce_from_sums as mce_from_sums
 from calibjax.metrics.errors import rmsce_from_sums as rmsce_from_sums
 from calibjax.metrics.errors import root_mean_square_calibration_error as root_mean_square_calibration_error
-from calibjax.metrics.intervals import Comparison as Comparison
 from calibjax.metrics.intervals import ErrorInterval as ErrorInterval
 from calibjax.metrics.intervals import Interval as Interval
+from calibjax.metrics.intervals import PairedDifference as PairedDifference
 from calibjax.metrics.intervals import error_comparison as error_comparison
 from calibjax.metrics.intervals import error_interval as error_interval
 from calibjax.metrics.intervals import holm as holm

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from calibjax.metrics import errors, scores
 from calibjax.metrics._points import check
 from calibjax.metrics.errors import Norm, ece_from_sums
-from calibjax.metrics.intervals import Comparison, Interval, error_comparison, error_interval
+from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
 
 POOLS = 10_000
@@ -34,8 +34,8 @@ _FROM_SUMS: dict[Callable, Callable] = {
     errors.maximum_calibration_error: errors.mce_from_sums,
     errors.root_mean_square_calibration_error: errors.rmsce_from_sums,
     errors.calibration_bias: errors.bias_from_sums,
-    scores.brier_score: lambda sums: sums.brier / sums.whole()[0],
-    scores.negative_log_likelihood: lambda sums: sums.nll / sums.whole()[0],
+    scores.brier_score: lambda sums: sums.brier / sums.points,
+    scores.negative_log_likelihood: lambda sums: sums.nll / sums.points,
 }
 _NORM_OF: dict[Callable, Norm] = {
     errors.expected_calibration_error: "l1",
@@ -304,8 +304,10 @@ def _on_all_points(metric: Callable, arrays: tuple[Any, Any], options: dict[str,
     return float(metric(*map(jnp.asarray, arrays), **own))
 
 
-def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95) -> Comparison:
-    """`Comparison` from the values of a metric for two models on the same resamples, `[resamples]` each.
+def compare_resamples(
+    difference: float, first: np.ndarray, second: np.ndarray, level: float = 0.95
+) -> PairedDifference:
+    """`PairedDifference` from the values of a metric for two models on the same resamples, `[resamples]` each.
 
     `difference`: first − second on all points; `level`: coverage of the interval.
     """
@@ -315,17 +317,17 @@ def compare_resamples(difference: float, first: np.ndarray, second: np.ndarray, 
     below, above, count = (values < 0).sum(), (values > 0).sum(), len(values)
     equal = count - below - above
     rarer = min(below + equal, above + equal)
-    return Comparison(
+    return PairedDifference(
         difference,
         *percentile_interval(values, level),
-        share_lower=float((below + equal / 2) / count) if count else float("nan"),
+        fraction_lower=float((below + equal / 2) / count) if count else float("nan"),
         p_value=float(min(1.0, (1 + 2 * rarer) / (1 + count))),
     )
 
 
 def paired_comparison(
     metric: Callable, first: tuple[Any, Any], second: tuple[Any, Any], *, level: float = 0.95, **options: Any
-) -> Comparison:
+) -> PairedDifference:
     """Compares a metric between two models on the same points, which are resampled together.
 
     ECE, adaptive ECE, RMSCE and MCE are compared by `error_comparison`, other metrics by percentiles.

@@ -22,7 +22,7 @@ def _gaps(sums: CalibrationSums):
     """numpy or jax.numpy, and per bin: |mean confidence − accuracy| and the fraction of all points, NaN without any."""
     xp = module_of(sums.count)
     gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
-    points = sums.whole()[0][..., None]
+    points = sums.points[..., None]
     fraction = xp.where(points > 0, sums.count / divisor(points), xp.nan)
     return xp, gap, fraction
 
@@ -254,7 +254,7 @@ def _groupwise(confidence, correct, groups, *, reduction: str, bins: int, closed
     index = bin_index(data.confidence, bins, closed)
     index, values, correct = (jnp.broadcast_to(x, shape) for x in (index, data.confidence, data.correct))
     sums = sums_of_index(index, values, correct, bins, jnp.where(groups.T, data.weight, 0.0))
-    count = sums.whole()[0]
+    count = sums.points
     mass = jnp.where(count > 0, count * ece_from_sums(sums), 0.0)
     if reduction == "max":
         return data.answer(jnp.max(mass, initial=0.0) / divisor(jnp.sum(data.weight)))

@@ -37,6 +37,9 @@ _FARTHEST = 10.0  # largest increase of a gap, in standard errors
 _START_LEVEL = 0.96  # coverage of each model's interval, from whose ends the candidates of a difference start
 _SHARED = 0.2  # correlation of two models' mean gaps above which they count as judging the same answers
 _BANDWIDTH = 2 / 15  # standard deviation of the kernel that smooths gaps, as a fraction of the number of bins
+_Levels = Float[np.ndarray, "K M"]  # λ of K candidates, for each of M models
+_Direction = Float[np.ndarray, " M"]  # change of the levels of M models per unit of the step t
+_Bounds = tuple[float, float]  # the least and the largest step
 
 
 class Interval(NamedTuple):
@@ -60,13 +63,13 @@ class ErrorInterval(NamedTuple):
     debiased: float
 
 
-class Comparison(NamedTuple):
+class PairedDifference(NamedTuple):
     """Difference of a metric between two models on the same points, first − second.
 
     Attributes:
         difference: first − second on all points.
         low, high: interval of the difference.
-        share_lower: fraction of resamples in which the first is lower; ties count one half. For binned errors, the
+        fraction_lower: fraction of resamples in which the first is lower; ties count one half. For binned errors, the
             fraction of draws under equal errors whose difference is above the observed one.
         p_value: two-sided, (1 + 2 × resamples on the rarer side of 0)/(1 + resamples), at most 1. For binned errors,
             draws under equal errors on the rarer side of the observed difference are counted.
@@ -75,7 +78,7 @@ class Comparison(NamedTuple):
     difference: float
     low: float
     high: float
-    share_lower: float
+    fraction_lower: float
     p_value: float
 
 
@@ -121,10 +124,10 @@ def error_interval(
     observed = _observe([sums], [1.0], norm, resamples, level, seed)
     if observed is None:
         return ErrorInterval(*(float("nan"),) * 4)
-    levels = np.zeros(len(observed.weights))
     above, below = _tails(level)
-    ends = -_FARTHEST, observed.most
-    low, debiased, high = observed.errors_at([above, 0.5, below], levels, np.ones_like(levels), ends)
+    models = len(observed.weights)
+    bounds = -_FARTHEST, observed.zeroing_level
+    low, debiased, high = observed.errors_at([above, 0.5, below], np.zeros((3, models)), np.ones(models), bounds)
     value = float(observed.value)
     low, high = min(low, value), max(min(high, 1.0), value)
     return ErrorInterval(value, low, high, min(max(debiased, low), high))
@@ -138,7 +141,7 @@ def error_comparison(
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
-) -> Comparison:
+) -> PairedDifference:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
     The interval holds the differences of the candidates that the observed difference does not reject. The p-value is
@@ -152,18 +155,18 @@ def error_comparison(
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
     observed = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
     if observed is None:
-        return Comparison(*(float("nan"),) * 5)
+        return PairedDifference(*(float("nan"),) * 5)
     fields = ("count", "confidence", "correct")
     if all(np.array_equal(getattr(first, field), getattr(second, field)) for field in fields):
-        return Comparison(0.0, 0.0, 0.0, 0.5, 1.0)
+        return PairedDifference(0.0, 0.0, 0.0, 0.5, 1.0)
     signs = np.sign(observed.weights)
     value = float(observed.select(signs > 0).value - observed.select(signs < 0).value)
     if value > 0:  # so that swapping the arguments gives exactly the negative
         other = error_comparison(second, first, norm=norm, resamples=resamples, level=level, seed=seed)
-        return Comparison(-other.difference, -other.high, -other.low, 1 - other.share_lower, other.p_value)
-    reach = observed.most + _FARTHEST
+        return PairedDifference(-other.difference, -other.high, -other.low, 1 - other.fraction_lower, other.p_value)
+    reach = observed.zeroing_level + _FARTHEST
     tails = _tails(_START_LEVEL) if observed.shares_answers(signs) else [0.5]
-    ends, share_lower, p_value = [], 0.5, 0.0
+    ends, fraction_lower, p_value = [], 0.5, 0.0
     for family in (observed, observed.smoothed()):
         starts = family.starts(tails, signs)
         pairs = np.repeat(starts, 2, axis=0)  # of each start the low and the high end
@@ -174,9 +177,9 @@ def error_comparison(
             rarer = min(below + ties, above + ties)
             p = min(1.0, (1 + 2 * rarer) / (1 + resamples))
             if p > p_value:
-                share_lower, p_value = (above + ties / 2) / resamples, p
+                fraction_lower, p_value = (above + ties / 2) / resamples, p
     low, high = float(np.min(ends)), float(np.max(ends))
-    return Comparison(value, min(low, value), max(high, value), share_lower, p_value)
+    return PairedDifference(value, min(low, value), max(high, value), fraction_lower, p_value)
 
 
 def _tails(level: float) -> list[float]:
@@ -200,8 +203,8 @@ class _Observed(NamedTuple):
         return self._figure(self.gaps)
 
     @property
-    def most(self) -> float:
-        """The level at which every gap is 0."""
+    def zeroing_level(self) -> float:
+        """The least level λ at which `candidates` has shrunk every gap that has noise to 0."""
         moves = self.scale > 0
         return float((np.abs(self.family[moves]) / self.scale[moves]).max(initial=0.0)) * (1 + 1e-9)
 
@@ -224,7 +227,7 @@ class _Observed(NamedTuple):
         points = np.where(noisy, self.fraction @ kernel, 1.0)
         return self._replace(family=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
 
-    def candidates(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, "K M B"]:
+    def candidates(self, levels: _Levels) -> Float[np.ndarray, "K M B"]:
         """Gaps at each level λ: shrunk to |g| max(0, 1 − (λ s/g)²) where λ > 0, enlarged to |g| − λ s elsewhere."""
         size = np.abs(self.family)
         step = levels[..., None] * self.scale
@@ -234,17 +237,17 @@ class _Observed(NamedTuple):
         sign = np.where(self.family < 0, -1.0, 1.0)
         return sign * np.where(step > 0, shrunk, size - step)
 
-    def error(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, " K"]:
+    def error(self, levels: _Levels) -> Float[np.ndarray, " K"]:
         """Statistic of each candidate."""
         return self._figure(self.candidates(levels))
 
-    def drawn(self, levels: Float[np.ndarray, "K M"]) -> Float[np.ndarray, "K R"]:
+    def drawn(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
         """Statistic of each candidate plus noise."""
         return self._figure(self.candidates(levels)[:, None] + self.noise)
 
-    def solve(self, tails: Sequence[float], starts, directions, ends: tuple[float, float]) -> np.ndarray:
-        """Steps t within `ends` at which P(drawn <= observed) at level starts + t·directions reaches each tail."""
-        low, high = (np.full(len(tails), end, np.float64) for end in ends)
+    def solve(self, tails: Sequence[float], starts: _Levels, directions: _Direction, bounds: _Bounds) -> np.ndarray:
+        """Steps t `[K]` in `bounds` at which P(drawn <= observed) at level starts + t·directions reaches each tail."""
+        low, high = (np.full(len(tails), bound, np.float64) for bound in bounds)
         value = self.value
 
         def is_below(t: np.ndarray) -> np.ndarray:
@@ -253,24 +256,26 @@ class _Observed(NamedTuple):
 
         return _bisect(low, high, is_below)
 
-    def starts(self, tails: Sequence[float], signs: Float[np.ndarray, " M"]) -> Float[np.ndarray, "K M"]:
+    def starts(self, tails: Sequence[float], signs: Float[np.ndarray, " M"]) -> _Levels:
         """For each tail the levels at which the error of either model alone, with its noise, reaches that tail."""
         starts = np.zeros((len(tails), len(signs)))
         for sign in (1, -1):
             one = self.select(signs == sign)
-            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.most))
+            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.zeroing_level))
             starts[:, signs == sign] = levels[:, None]
         return starts
 
-    def equal(self, starts: Float[np.ndarray, "K M"], directions, reach: float) -> Float[np.ndarray, "K M"]:
-        """Levels from each of `starts` in `directions`, at which the statistic is 0."""
+    def equal(self, starts: _Levels, directions: _Direction, reach: float) -> _Levels:
+        """Levels starts + t·directions, |t| <= `reach`, at which the statistic is 0."""
         low, high = (np.full(len(starts), end) for end in (-reach, reach))
         steps = _bisect(low, high, lambda t: self.error(starts + directions * t[:, None]) > 0)
         return starts + directions * steps[:, None]
 
-    def errors_at(self, tails: Sequence[float], starts, directions, ends: tuple[float, float]) -> list[float]:
+    def errors_at(
+        self, tails: Sequence[float], starts: _Levels, directions: _Direction, bounds: _Bounds
+    ) -> list[float]:
         """Statistics of the candidates at the steps that `solve` returns."""
-        steps = self.solve(tails, starts, directions, ends)
+        steps = self.solve(tails, starts, directions, bounds)
         return [float(x) for x in self.error(starts + directions * steps[:, None])]
 
     def _figure(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
@@ -303,7 +308,7 @@ def _observe(
         models = sums.count.shape[1]
         counts.append(sums.count)
         excesses.append(sums.confidence - sums.correct)
-        totals.append(sums.whole()[0])
+        totals.append(sums.points)
         weights += [sign / models] * models
     count = np.concatenate(counts, axis=1)  # [G, M, B]
     excess = np.concatenate(excesses, axis=1)  # [G, M, B]

@@ -94,7 +94,8 @@ class CalibrationSums(NamedTuple):
         correct_squared: `[..., bins]`, Σ correctness²; equals `correct` if correctness is 0 or 1.
         dropped: `[..., 4]`, the four sums above over points in no bin (on an edge, with `closed="none"`).
         brier: `[...]`, Σ (confidence − correctness)².
-        nll: `[...]`, Σ −log p(target), nats; NaN if a point that counts has no log-probability.
+        nll: `[...]`, Σ −log p(target), nats; NaN if a point that counts has no log-probability. `pooled_sums` without
+            log-probabilities has here the log loss of correctness, Σ −y log c − (1 − y) log(1 − c).
     """
 
     count: AnyArray
@@ -104,6 +105,11 @@ class CalibrationSums(NamedTuple):
     dropped: AnyArray
     brier: AnyArray
     nll: AnyArray
+
+    @property
+    def points(self) -> Any:
+        """The number (or weight) of all points, also those in no bin; `[...]`."""
+        return self.count.sum(-1) + self.dropped[..., 0]
 
     def whole(self) -> tuple[Any, Any, Any, Any]:
         """Count, Σ confidence, Σ correctness and Σ correctness² of all points, also those in no bin; `[...]` each."""

@@ -62,11 +62,11 @@ class Score(NamedTuple):
 
     def mean(self, figure: str) -> float:
         """`nll` or `brier` per token."""
-        return float(getattr(self.sums, figure).sum() / self.sums.whole()[0].sum())
+        return float(getattr(self.sums, figure).sum() / self.sums.points.sum())
 
     def difference(self, other: "Score", figure: str) -> tuple[float, float]:
         """Mean difference per token from the other's `nll` or `brier`, and its standard error over sequences."""
-        count = self.sums.whole()[0]
+        count = self.sums.points
         paired = getattr(self.sums, figure) - getattr(other.sums, figure)
         mean = paired.sum() / count.sum()
         groups = len(count)

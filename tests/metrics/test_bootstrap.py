@@ -63,11 +63,11 @@ def test_paired_comparison():
     better = metrics.paired_comparison(ece, (repaired, y), (c, y), resamples=500)
     assert_within(better.difference, float(ece(repaired, y)) - float(ece(c, y)), 0)
     assert better.low < better.difference < better.high < 0, better
-    assert better.share_lower > 0.99
+    assert better.fraction_lower > 0.99
     assert better.p_value < 0.02
     worse = metrics.paired_comparison(ece, (c, y), (repaired, y), resamples=500)
-    other = [-better.high, -better.low, 1 - better.share_lower, better.p_value]
-    assert_within([worse.low, worse.high, worse.share_lower, worse.p_value], other, 1e-12, "the other way")
+    other = [-better.high, -better.low, 1 - better.fraction_lower, better.p_value]
+    assert_within([worse.low, worse.high, worse.fraction_lower, worse.p_value], other, 1e-12, "the other way")
     same = metrics.paired_comparison(ece, (c, y), (c, y), resamples=50)
     assert same == (0.0, 0.0, 0.0, 0.5, 1.0)
     assert metrics.paired_comparison(metrics.brier_score, (c, y), (c, y), resamples=50) == same, "of percentiles, too"
@@ -185,7 +185,7 @@ def test_interval_of_an_infinite_likelihood(wrong, finite_low):
     half = np.full_like(c, 0.5)
     against = metrics.paired_comparison(metrics.negative_log_likelihood, (half, y), (c, y), resamples=50)
     assert against.difference == against.low == -np.inf
-    assert against.share_lower >= 0.5
+    assert against.fraction_lower >= 0.5
 
 
 def test_open_bins_keep_their_dropped_points():

@@ -168,7 +168,7 @@ def test_coverage_of_differences(models, truth, power):
     for k in range(DRAWS):
         found.append(metrics.error_comparison(*models(rng), resamples=200, seed=k))
         assert found[-1].low <= found[-1].difference <= found[-1].high
-        assert 0 <= found[-1].share_lower <= 1
+        assert 0 <= found[-1].fraction_lower <= 1
     covered = sum(result.low <= truth <= result.high for result in found)
     rejected = sum(result.p_value < 0.05 for result in found)
     print(f"covered {covered}, rejected {rejected} of {DRAWS}")

@@ -204,7 +204,7 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
 
 def assert_documents_agree(one, other):
     """Times aside; fractions of ranks and of resamples move by a few of theirs where rounding changes an order."""
-    counted = ("p_value", "holm_p", "share_lower", "auroc")
+    counted = ("p_value", "holm_p", "fraction_lower", "auroc")
     for path, error in differences(one, other):
         assert error < (1e-2 if path.endswith(counted) else 1e-4) or "seconds" in path, path
 

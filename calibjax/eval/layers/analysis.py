@@ -123,7 +123,7 @@ def evaluate_layers(
         neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
         ablation = ablate(lm, halves, read, neurons, space, **binned)
     layers = layers_json(
-        outputs, bins=options.bins, closed=options.closed, settled_share=options.settled, seed=context.seed
+        outputs, bins=options.bins, closed=options.closed, settled_fraction=options.settled, seed=context.seed
     )
     chosen = choose_edit(on_fit)
     before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
@@ -134,10 +134,10 @@ def evaluate_layers(
         for name, sums in (("uncalibrated", before), ("edited", after))
         if name == "uncalibrated" or chosen.layer
     }
-    shares = space.fraction(directions.vectors)
+    fractions = space.fraction(directions.vectors)
     rows: list[dict[str, Any]] = [
-        {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_share": float(share)}
-        for index, (gap, length, share) in enumerate(zip(directions.gap, directions.length, shares, strict=True))
+        {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
+        for index, (gap, length, fraction) in enumerate(zip(directions.gap, directions.length, fractions, strict=True))
     ]
     return {
         "schema": SCHEMA,
@@ -147,7 +147,7 @@ def evaluate_layers(
         "direction": {
             "recipe": options.direction,
             "counts": list(directions.counts),
-            "expected_share": space.expected,
+            "expected_fraction": space.expected,
             "rows": rows,
             "chosen": {"layer": chosen.layer, "strength": chosen.strength},
             "difference": difference._asdict(),

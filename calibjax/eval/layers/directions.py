@@ -229,7 +229,7 @@ class Neuron(NamedTuple):
     norm_percentile: float
     logit_variance: float
     logit_variance_percentile: float
-    null_space_share: float
+    null_space_fraction: float
 
 
 def entropy_neurons(
@@ -334,7 +334,7 @@ def ablate(
         model, edit = changed[name]()
         sums, entropy = evaluate_edit(model, held_out, read, edit, **options)
         figures = metrics.summarise(sums)
-        row = {"name": name, "entropy": float(entropy.sum() / sums.whole()[0].sum())}
+        row = {"name": name, "entropy": float(entropy.sum() / sums.points.sum())}
         row |= {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
         rows.append(row)
     return rows

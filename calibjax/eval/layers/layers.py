@@ -194,7 +194,7 @@ class Phase(NamedTuple):
 
     settled: int
     peak: int
-    correction: metrics.Comparison
+    correction: metrics.PairedDifference
     p_value: float
     found: bool
 
@@ -237,7 +237,7 @@ def layers_json(
     *,
     bins: int = 15,
     closed: Closed = "right",
-    settled_share: float = 0.9,
+    settled_fraction: float = 0.9,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
@@ -263,8 +263,8 @@ def layers_json(
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
             row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)
-    phase = correction_phase(sums, agreement, settled_share, seed=seed)
-    phase_json = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_share": settled_share}
+    phase = correction_phase(sums, agreement, settled_fraction, seed=seed)
+    phase_json = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_fraction": settled_fraction}
     return {"curves": rows, "phase": phase_json}
 
 

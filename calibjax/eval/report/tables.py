@@ -351,7 +351,7 @@ def layer_findings(document: Document) -> list[str]:
     phase, settled, last = layers["phase"], layers["phase"]["settled"], len(layers["curves"]) - 1
     lines = [
         f"The decision settles at layer {settled} of {last}: from there on the most likely token equals the last "
-        f"layer's for at least {phase['settled_share']:.0%} of the predictions."
+        f"layer's for at least {phase['settled_fraction']:.0%} of the predictions."
     ]
     change = interval(phase["correction"], zero=True)
     if "p_value" in phase:
@@ -387,13 +387,13 @@ def layer_tables(document: Document) -> list[TextTable]:
         layer_table(document),
         table_of(
             f"direction {direction['recipe']!r}: {first:,} against {second:,} {unit}; expected fraction of a random "
-            f"vector in the null space: {direction['expected_share']:.3f}",
+            f"vector in the null space: {direction['expected_fraction']:.3f}",
             direction["rows"],
             {
                 "block": cell("layer", form=""),
                 "gap / norm": lambda row: f"{row['gap'] / row['length']:.4f}",
                 "mean norm": cell("length", form=".3f"),
-                "fraction in the null space": cell("null_space_share", form=".3f"),
+                "fraction in the null space": cell("null_space_fraction", form=".3f"),
             },
         ),
         table_of(
@@ -420,7 +420,7 @@ def layer_tables(document: Document) -> list[TextTable]:
                 "norm, percentile": lambda row: f"{row['norm_percentile']:.0f}%",
                 "logit variance": cell("logit_variance", form=".2e"),
                 "percentile": lambda row: f"{row['logit_variance_percentile']:.0f}%",
-                "fraction in the null space": cell("null_space_share", form=".3f"),
+                "fraction in the null space": cell("null_space_fraction", form=".3f"),
             },
         ),
         table_of(
