@@ -24,7 +24,7 @@ WRONG = "#b3261e"
 def readme(run: Path) -> Figure:
     """Reliability of the base model and with ATS, beside the first tokens of the sample under both."""
     results = json.loads((run / "metrics.json").read_text())
-    tokens = json.loads((run / "tokens.json").read_text())["windows"][0]
+    tokens = json.loads((run / "tokens.json").read_text())["sequences"][0]
     figure = Figure(figsize=(11, 3.7), layout="constrained")
     axes = figure.subplots(1, 3, width_ratios=[3, 3, 4.6])
     for ax, method, title in zip(axes, ("uncalibrated", "ats"), ("base model", "after calibration"), strict=False):

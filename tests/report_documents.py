@@ -48,7 +48,7 @@ def results(*methods: str, named: Callable[[str], str] = str):
         "too_long": 2,
         "methods": rows,
         "unit": named("tokens"),
-        "clusters": named("windows"),
+        "clusters": named("sequences"),
         "source": named("a file"),
         "confidence": named("the top choice"),
         "title": named("held out"),
@@ -132,7 +132,7 @@ def sample(named: Callable[[str], str] = str):
         pair = {name: [0.999, 0.1] for name in ("confidence", "probability", "entropy")}
         return {**scored, **pair, **changes}
 
-    return {"windows": [[{"text": named("first"), "scored": False}, token(" word"), token("right", right=True)]]}
+    return {"sequences": [[{"text": named("first"), "scored": False}, token(" word"), token("right", right=True)]]}
 
 
 def documents():

@@ -347,7 +347,7 @@ def token_sample(
     Of the sequences with enough scored targets, `samples` spread evenly, with at most `tokens` scored tokens in all.
 
     Returns:
-        `{"windows": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
+        `{"sequences": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
         first of an example, of which a packed sequence has several, and, if scored, `right`;
         `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
         (after); and `top`, rows of `[text, before, after]` of the `alternatives` most likely tokens.
@@ -392,7 +392,7 @@ def token_sample(
                     "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
                 }
         rows.append(_whole_words(row))
-    return {"windows": rows}
+    return {"sequences": rows}
 
 
 def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,15 +31,15 @@ def test_sample_equals_the_dense_formula(model):
     sequences = ragged(make_sequences(6, vocab_size=43))
     after = dataclasses.replace(identity_head(lm), params={"log_scale": np.float32(0.3)}, log_factor=-0.7)
     sample = token_sample(lm, sequences, identity_head(lm), after, tokens=23, alternatives=4, batch_size=4)
-    entries = [entry for sequence in sample["windows"] for entry in sequence if entry["scored"]]
+    entries = [entry for sequence in sample["sequences"] for entry in sequence if entry["scored"]]
     assert 15 <= len(entries) <= 23
     long = np.flatnonzero(sequences.where.sum(axis=1) >= 5)  # 23 tokens of 5 samples
-    assert len(long) == len(sample["windows"]) == 5
+    assert len(long) == len(sample["sequences"]) == 5
     u = 0.3 - 0.7
     places = [
         (s, t)
-        for s, window in zip(long, sample["windows"], strict=True)
-        for t in np.flatnonzero(sequences.where[s])[: sum(token["scored"] for token in window)]
+        for s, sequence in zip(long, sample["sequences"], strict=True)
+        for t in np.flatnonzero(sequences.where[s])[: sum(token["scored"] for token in sequence)]
     ]
     for side, log_scale in enumerate((0.0, u)):
         log_p = dense_log_probs(lm, sequences, log_scale)

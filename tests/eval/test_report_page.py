@@ -86,7 +86,7 @@ def clean(benign):
 @pytest.fixture(scope="module")
 def hostile():
     made = runs(lambda name: name + "".join(PAYLOADS))
-    made[0].tokens["windows"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
+    made[0].tokens["sequences"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
     return page(made)
 
 
@@ -94,7 +94,7 @@ def test_every_string_is_text(clean, hostile):
     payload, hostile = "".join(PAYLOADS), Parsed(hostile)
     assert hostile.elements == clean.elements
     assert hostile.policy == clean.policy
-    for word in ("windows", "task", "one", "law", "beta", "a file", "domain", "mine"):
+    for word in ("sequences", "task", "one", "law", "beta", "a file", "domain", "mine"):
         assert word + payload in hostile.text, word
     data = json.loads(hostile.raw[1])
     assert data[1]["text"] == " word" + payload
@@ -164,7 +164,7 @@ def test_a_lone_surrogate_is_replaced():
 
 def test_numbers_that_are_not_finite():
     tokens = sample()
-    for token in tokens["windows"][0][1:]:
+    for token in tokens["sequences"][0][1:]:
         token |= {name: [math.nan, math.inf] for name in ("confidence", "probability", "entropy")}
         token |= {"temperature": -math.inf, "top": [["x", math.nan, 0.5]]}
     parsed = Parsed(page([runs(str)[1]._replace(tokens=json.loads(json.dumps(tokens)))]))

@@ -334,7 +334,7 @@ class Span(NamedTuple):
 
 def token_data(sample: Mapping[str, Any]) -> Markup:
     """The tokens of a `token_sample` as JSON that cannot end a script element; null if not predicted, or for NaN."""
-    tokens = [token for sequence in sample["windows"] for token in sequence]
+    tokens = [token for sequence in sample["sequences"] for token in sequence]
     detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
     text = json.dumps(json.loads(json.dumps(detail), parse_constant=lambda _: None))
     return Markup(text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
@@ -343,7 +343,7 @@ def token_data(sample: Mapping[str, Any]) -> Markup:
 def colours_of(sample: Mapping[str, Any]) -> Iterator[tuple[list[Span], list[Span]]]:
     """Every sequence of a `token_sample`, before and after; tokens are numbered through."""
     number = 0
-    for sequence in sample["windows"]:
+    for sequence in sample["sequences"]:
         yield _spans(sequence, 0, number), _spans(sequence, 1, number)
         number += len(sequence)
 

@@ -44,7 +44,7 @@ def read_tokens(file: Path) -> dict[str, Any]:
     """Reads and checks a tokens.json, a `token_sample`; raises `UserError` if it is damaged."""
     sample = _load(file)
     with readable(file):
-        for token in (token for sequence in sample["windows"] for token in sequence):
+        for token in (token for sequence in sample["sequences"] for token in sequence):
             rows = [(token["text"], 0, 0)]
             if token["scored"]:
                 rows += [("", *token[name]) for name in ("confidence", "probability", "entropy")]
