@@ -8,7 +8,7 @@ import numpy as np
 
 from calibjax.commands.common import JsonOptions, TableOptions, presentation
 from calibjax.data.table import PredictionTable
-from calibjax.eval.answers.decide import OF_ANSWERS, OF_CLAIMS, SET_SCORES, decide
+from calibjax.eval.answers.decide import SET_SCORES, TITLES, decide
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -80,15 +80,16 @@ def run(options: DecideOptions, log: Log = print) -> Document:
 
 def _print(document: Document, options: DecideOptions) -> None:
     rows, sets = [], []
-    for category, decided in document["categories"].items():
-        for name, row in decided.items():
-            threshold = row["threshold"]
-            if name in SET_SCORES:
+    categories = _by_category(document)
+    for category, decided in categories.items():
+        for kind, row in decided.items():
+            threshold, name = row["threshold"], TITLES.get(kind, kind)
+            if kind in SET_SCORES:
                 shown = "every option" if threshold is None else str(threshold)
                 cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
                 sets.append([f"{category}, {name}" if category else name, *cells, short(row["single"], ".3f")])
                 continue
-            shown = f"answers {row['answers']}" if threshold is None else str(threshold)
+            shown = f"answers {row['selects']}" if threshold is None else str(threshold)
             figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
             cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
             rows.append([f"{category}, {name}" if category else name, f"{row['questions']:,}", shown, *cells])
@@ -98,19 +99,24 @@ def _print(document: Document, options: DecideOptions) -> None:
         title = title.replace("wrong", "false")
         columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
     titles = ["sets", "questions", "score at least", "right in set", "mean size", "one option"]
-    shown = {name for row in document["categories"].values() for name in row}
+    shown = {kind for row in categories.values() for kind in row}
     print_result(
         _verdict(document, options),
         TextTable(title, columns, rows, (3, 2, 5, 4, 1)),
-        notes=[f"{name}: {text}." for name, text in document["guarantees"].items() if name in shown],
+        notes=[f"{TITLES.get(kind, kind)}: {text}." for kind, text in document["guarantees"].items() if kind in shown],
         more=[TextTable("Sets of options", titles, sets)] if sets else (),
         files="" if options.out is None else f"thresholds and figures in {options.out}",
     )
 
 
+def _by_category(document: Document) -> Document:
+    """Thresholds by category; of a table without categories under ""."""
+    return document["categories"] if "categories" in document else {"": document["thresholds"]}
+
+
 def _verdict(document: Document, options: DecideOptions) -> str:
-    decided = [row[OF_CLAIMS if options.claims else OF_ANSWERS] for row in document["categories"].values()]
-    threshold, none = decided[0]["threshold"], sum(row["answers"] == "none" for row in decided)
+    decided = [row["claims" if options.claims else "answers"] for row in _by_category(document).values()]
+    threshold, none = decided[0]["threshold"], sum(row["selects"] == "none" for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
     if options.claims:
         limit = f"expected fraction of false claims in an answer is at most {options.risk}"

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from calibjax.cli import main
+from calibjax.eval.answers.decide import TITLES
 
 ROWS = 600
 
@@ -44,13 +45,13 @@ def least_threshold(c, y, risk):
 
 def test_each_category_has_its_threshold(capsys, table):
     found = decided(capsys, "--table", table[0], "--risk", 0.1, "--by-category")["categories"]
-    zero, one = (found[f"kind {number}"]["of the answers"]["answered"] for number in (0, 1))
+    zero, one = (found[f"kind {number}"]["answers"]["answered"] for number in (0, 1))
     assert one < 0.2 < 0.9 < zero
 
 
 def test_a_column_of_the_table(capsys, table, tmp_path):
     found = decided(capsys, "--table", table[0], "--columns", "confidence=consistency", "--out", tmp_path / "d.json")
-    row = found["categories"][""]["of all questions"]
+    row = found["thresholds"]["average"]
     consistency = np.round(table[1] * 8) / 8
     assert row["answered"] == (consistency > row["threshold"]).mean()
     assert json.loads((tmp_path / "d.json").read_text()) == found
@@ -60,7 +61,7 @@ def test_claims_of_answers(capsys, table, tmp_path):
     """Five rows are the claims of an answer."""
     confidence, correct, answer, file = table[1], table[3], np.arange(ROWS) // 5, tmp_path / "claims.csv"
     write_csv(file, {"confidence": confidence, "correct": correct, "group": [f"a{n}" for n in answer]})
-    found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["categories"][""]["claims of an answer"]
+    found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["thresholds"]["claims"]
     kept = confidence > found["threshold"]
     false, count = (np.bincount(answer, weights=x) for x in (kept & (correct == 0), kept))
     assert found["wrong_of_answered"] == pytest.approx((false / np.maximum(count, 1)).mean())
@@ -117,21 +118,22 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
         *(("csv", 0.1, []), ("csv", 0.2, ["--claims"]), ("parquet", 0.2, ["--by-category"])),
     ):
         args = ["--table", tmp_path / f"t.{suffix}", "--risk", risk, *flags]
-        found = decided(capsys, *args)["categories"]
+        found = decided(capsys, *args)
+        found = found.get("categories") or {"": found["thresholds"]}
         assert main(["decide", *map(str, args)]) == 0
         printed = capsys.readouterr().out
         for part, rows in found.items():
             own, y = (x[category == int(part)] if part else x for x in (confidence, correct))
             for name, row in rows.items():
                 if row["threshold"] is None:
-                    assert row["answered"] == (row["answers"] == "all")
+                    assert row["answered"] == (row["selects"] == "all")
                     continue
-                if name == "of all questions":
+                if name == "average":
                     assert row["answered"] == (own > least_threshold(own, y, risk)).mean()
                 text, finite = str(row["threshold"]), finite + 1
-                title = f"{part}, {name}" if part else name
+                title = f"{part}, {TITLES[name]}" if part else TITLES[name]
                 assert next(line for line in printed.splitlines() if line.startswith(title + " ")).split().count(text)
-                if name == "claims of an answer" or (not part and name == "of the answers"):
+                if name == "claims" or (not part and name == "answers"):
                     assert f" above {text}: " in printed.splitlines()[0]
                 assert row["answered"] == (own > float(text)).mean()
                 if confidence.dtype == np.float32 or kind in ("k/11", "two digits"):
@@ -146,7 +148,7 @@ def test_sets_of_options(capsys, tmp_path, columns):
     label = (p.cumsum(axis=1) < rng.random((ROWS, 1))).sum(axis=1).clip(0, 3)
     values = np.log(p + 1e-300) + rng.normal(size=(ROWS, 1)) if columns == "logit" else p
     write_csv(tmp_path / "t.csv", {f"{columns}_{k}": values[:, k] for k in range(4)} | {"label": label})
-    found = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]
+    found = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["thresholds"]
     row = found["options"]
     of_right = p[np.arange(ROWS), label]
     assert row["right_in_set"] == (of_right >= np.sort(of_right)[int(0.1 * (ROWS + 1)) - 1]).mean()
@@ -169,10 +171,10 @@ def test_sets_with_tied_probabilities(capsys, tmp_path):
 
     p, label = draw(800)
     write_csv(tmp_path / "t.csv", {f"p_{k}": p[:, k] for k in range(3)} | {"label": label})
-    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["categories"][""]
+    row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["thresholds"]
     assert row["options"]["threshold"] == 0.2
     assert row["options"]["right_in_set"] == 1
-    assert row["of all questions"]["answered"] == (p.max(axis=1) > row["of all questions"]["threshold"]).mean()
+    assert row["average"]["answered"] == (p.max(axis=1) > row["average"]["threshold"]).mean()
     new, right = draw(20_000)
     assert (new >= row["options"]["threshold"])[np.arange(20_000), right].mean() >= 0.9
 
@@ -181,8 +183,8 @@ def test_every_answer_right(capsys, tmp_path):
     """Nothing is fitted: few rows, and rows of one kind, have thresholds too."""
     for rows in (1, 5, 40):
         write_csv(tmp_path / "t.csv", {"confidence": np.linspace(0.5, 1, rows), "correct": [1] * rows})
-        row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.2)["categories"][""]["of all questions"]
-        assert row["answers"] == ("all" if (rows + 1) * 0.2 >= 1 else "none")
+        row = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.2)["thresholds"]["average"]
+        assert row["selects"] == ("all" if (rows + 1) * 0.2 >= 1 else "none")
 
 
 def test_categories_in_compare_and_apply(capsys, table, tmp_path):

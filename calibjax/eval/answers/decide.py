@@ -24,7 +24,8 @@ from jaxtyping import Float, Int
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 
-AVERAGE, OF_ANSWERS, OF_CLAIMS = "of all questions", "of the answers", "claims of an answer"
+TITLES = {"average": "of all questions", "answers": "of the answers", "claims": "claims of an answer"}
+"""Kind of guarantee on the fraction of wrong answers -> its title in tables; for sets of options see `SET_SCORES`."""
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
 _ROUNDING = 1 + 1e-12
@@ -52,8 +53,10 @@ def decide(
         category: `[N]`, labels; each category of questions gets its own threshold.
 
     Returns:
-        A JSON-able dictionary with "risk", "level", "guarantees" (in words) and "categories": name of the category (""
-        without any) -> kind of guarantee -> threshold (None where "answers" is "all" or "none") and outcome.
+        A JSON-able dictionary with "risk", "level", "guarantees" (kind -> what holds, in words) and "thresholds", kind
+        of guarantee -> threshold and outcome; with `category` it has instead "categories", name -> such thresholds.
+        Kinds are "average" (wrong answers of all questions), "answers" (of those that are given), "claims" and
+        `SET_SCORES`. A threshold is None where it selects every row or none: its "selects" is then "all" or "none".
 
     Raises:
         UserError: shapes that do not fit, or outcomes that are neither right nor wrong.
@@ -61,7 +64,7 @@ def decide(
     Example:
         >>> confidence = np.arange(400) / 400
         >>> result = decide(confidence, confidence > 0.4, risk=0.1)
-        >>> result["categories"][""]["of the answers"]["threshold"]
+        >>> result["thresholds"]["answers"]["threshold"]
         0.398
     """
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct)
@@ -75,12 +78,12 @@ def decide(
         rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(names)}
     each = " of its category" if category is not None else ""
     guarantees = {
-        AVERAGE: f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables of "
-        "this size; rows and new questions are exchangeable (conformal risk control)",
-        OF_ANSWERS: f"with probability {level} over the draw of the table, at most {risk} of the answers "
+        "average": f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables "
+        "of this size; rows and new questions are exchangeable (conformal risk control)",
+        "answers": f"with probability {level} over the draw of the table, at most {risk} of the answers "
         f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
         "tests)",
-        OF_CLAIMS: f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
+        "claims": f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
         "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
         "(conformal risk control)",
         "options": f"the set of a new question{each} holds the right option with probability at least "
@@ -95,15 +98,16 @@ def decide(
         if p.ndim == 2:
             own, right = p.max(axis=1), p.argmax(axis=1) == labels
         if answer is not None:
-            categories[name] = {OF_CLAIMS: _claims(own, right, np.asarray(answer)[at], risk)}
+            categories[name] = {"claims": _claims(own, right, np.asarray(answer)[at], risk)}
             continue
         categories[name] = {
-            AVERAGE: threshold_outcome(own, right, risk_threshold(own, right, risk)),
-            OF_ANSWERS: threshold_outcome(own, right, selective_threshold(own, right, risk, level)),
+            "average": threshold_outcome(own, right, risk_threshold(own, right, risk)),
+            "answers": threshold_outcome(own, right, selective_threshold(own, right, risk, level)),
         }
         if p.ndim == 2:
             categories[name] |= {kind: _options(scores(p), labels, risk) for kind, scores in SET_SCORES.items()}
-    return {"risk": risk, "level": level, "guarantees": guarantees, "categories": categories}
+    thresholds = {"thresholds": categories[""]} if category is None else {"categories": categories}
+    return {"risk": risk, "level": level, "guarantees": guarantees, **thresholds}
 
 
 def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
@@ -117,7 +121,7 @@ def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: fl
         "answered": float(taken.mean()),
         "wrong": float(wrong / len(confidence)),
         "wrong_of_answered": float(wrong / taken.sum()) if taken.any() else None,
-        "answers": {math.inf: "none", -math.inf: "all"}.get(threshold, "some"),
+        "selects": {math.inf: "none", -math.inf: "all"}.get(threshold, "some"),
     }
 
 
