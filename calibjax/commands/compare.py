@@ -10,7 +10,7 @@ import numpy as np
 
 from calibjax.commands import common
 from calibjax.data.table import PredictionTable, read_table, split_table
-from calibjax.eval.compare import Comparison, Material, SortKey, prediction_material, run_material
+from calibjax.eval.compare import Comparison, ComparisonInputs, SortKey, prediction_inputs, run_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_comparison
 from calibjax.recalibrate import METHODS, fit_daca
@@ -89,43 +89,43 @@ def run(options: CompareOptions, log: Log = print) -> Document:
     context = common.begin("compare", options, log)
     with contextlib.ExitStack() as directory:
         if options.table is not None:
-            material = _from_table(options, names, log, however_large=named)
+            inputs = _from_table(options, names, log, include_large=named)
         else:
             from calibjax.commands.compare_text import from_model  # imports models, which a table does not need
 
             fits = directory.enter_context(context.with_directory()).within("fit")
-            material = from_model(options, names, fits, however_large=named)
+            inputs = from_model(options, names, fits, include_large=named)
         figures: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
-        comparison = run_material(material, **figures, context=context)
+        comparison = run_comparison(inputs, **figures, context=context)
     document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}
     files = []
     if options.out is not None and is_first():
         common.write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
-        files.append(_save_winner(options.save, comparison, material))
+        files.append(_save_winner(options.save, comparison, inputs))
     if is_first() and not options.json:
-        print_comparison(document["held_out"], material.title, files="\n".join(files))
+        print_comparison(document["held_out"], inputs.title, files="\n".join(files))
     elif options.save is not None:
         log(files[-1])
     return document
 
 
-def _save_winner(directory: Path, comparison: Comparison, material: Material) -> str:
+def _save_winner(directory: Path, comparison: Comparison, inputs: ComparisonInputs) -> str:
     """Writes the fitted state of the method that the verdict names; returns a line on it."""
     name = comparison.winner
     state = comparison.states[name]
     if state is None:
         return f"nothing saved in {directory}: no method is better than the uncalibrated predictions"
-    if material.save_head is not None and name in ("temperature", "ats"):
-        material.save_head(directory, state)
+    if inputs.save_head is not None and name in ("temperature", "ats"):
+        inputs.save_head(directory, state)
         return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"
-    notes: dict[str, Any] = {"data": material.title, "unit": material.unit}
+    notes: dict[str, Any] = {"data": inputs.title, "unit": inputs.unit}
     save(directory, "temperature" if name == _DACA else name, state, notes=notes)
     return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
 
 
-def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, however_large: bool) -> Material:
+def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, include_large: bool) -> ComparisonInputs:
     assert options.table is not None
     table = options.read_table(options.table, log, skip_broken=options.text.skip_broken)
     if len(table) < _FEWEST_ROWS:
@@ -148,11 +148,11 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, ho
         f"table: {len(table):,} rows of {', '.join(read)}{groups}; {len(parts[0]):,} to fit on, {len(parts[1]):,} held "
         "out, drawn at random"
     )
-    material = prediction_material(calibration, held_out, names, parts[1].groups, however_large=however_large)
+    inputs = prediction_inputs(calibration, held_out, names, parts[1].groups, include_large=include_large)
     if base_logits is not None:
         logits = np.asarray(calibration.logits)
-        material.rows[_DACA] = material.rows[material.reference]._replace(fit=lambda: fit_daca(logits, base_logits))
-    return material._replace(title=f"{options.table.name}, held out")
+        inputs.rows[_DACA] = inputs.rows[inputs.reference]._replace(fit=lambda: fit_daca(logits, base_logits))
+    return inputs._replace(title=f"{options.table.name}, held out")
 
 
 def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A model and text as the material of a comparison: every next token is a prediction."""
+"""A model and text as the inputs of a comparison: every next token is a prediction."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 from calibjax.commands.common import split_text
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.sequences import limit_tokens, row_groups
-from calibjax.eval.compare import Contender, Material, Outcome, contenders
+from calibjax.eval.compare import ComparisonInputs, Contender, Outcome, contenders
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
@@ -26,8 +26,8 @@ from calibjax.train.saved import save_head
 _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
 
 
-def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, however_large: bool) -> Material:
-    """Methods on the next tokens of a text, by the `CompareOptions`; `however_large` as `contenders`'.
+def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, include_large: bool) -> ComparisonInputs:
+    """Methods on the next tokens of a text, by the `CompareOptions`; `include_large`: see `contenders`.
 
     The model, temperature scaling and ATS run on the mesh of `context`; the other methods in every process alike.
     """
@@ -85,21 +85,21 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, how
             matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None
             calibration = _predictions(lm, fit, fitted, batch_size, reads, matrix)
             testing = _predictions(lm, held_out, base, batch_size, reads, matrix)
-        more, left_out = contenders(calibration, testing, base, others, however_large=however_large)
+        more, left_out = contenders(calibration, testing, base, others, include_large=include_large)
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
     group = np.broadcast_to(row_groups(held_out)[0][:, None], held_out.where.shape)[held_out.where]
-    return Material(
-        base,
-        rows,
-        left_out,
-        "temperature",
-        group.astype(np.int32),
-        "tokens",
-        "sequences" if len(np.unique(held_out.source)) == 1 else "rows of the text",
-        f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
-        functools.partial(save_head, notes={"model": options.model, "data": options.data}),
+    return ComparisonInputs(
+        base=base,
+        rows=rows,
+        left_out=left_out,
+        reference="temperature",
+        groups=group.astype(np.int32),
+        unit="tokens",
+        clusters="sequences" if len(np.unique(held_out.source)) == 1 else "rows of the text",
+        title=f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
+        save_head=functools.partial(save_head, notes={"model": options.model, "data": options.data}),
     )
 
 

@@ -76,11 +76,11 @@ def contenders(
     base: Outcome,
     names: tuple[str, ...],
     *,
-    however_large: bool,
+    include_large: bool,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
 
-    `however_large` False leaves out methods with a parameter per pair of classes if there are fewer predictions.
+    `include_large` False leaves out methods with a parameter per pair of classes if there are fewer predictions.
     """
     rows, left_out = {}, {}
     classes = class_count(held_out)
@@ -94,7 +94,7 @@ def contenders(
             left_out[name] = "treats every option by itself, and some logits are -inf"
         elif method.max_classes is not None and classes > method.max_classes:
             left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
-        elif not however_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
+        elif not include_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
             left_out[name] = (
                 f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it anyway"
             )
@@ -239,15 +239,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Material(NamedTuple):
+class ComparisonInputs(NamedTuple):
     """What is compared, and on what.
 
     Attributes:
         base: the uncalibrated held-out predictions.
+        rows: name -> contender, in the order in which they are fitted.
         left_out: name -> why it cannot run.
-        reference: name of temperature scaling.
-        groups: labels `[N]` of rows that are resampled together; `clusters` names them.
-        save_head: writes the state of a contender that is a head.
+        reference: name of temperature scaling among the rows.
+        groups: labels `[N]` of held-out predictions that are resampled together; None: each by itself.
+        unit: what a prediction is, in the plural, such as "tokens".
+        clusters: what is resampled, in the plural.
+        title: a few words on the held-out data.
+        save_head: writes the state of a contender that is a head to a directory; None if no contender is one.
     """
 
     base: Outcome
@@ -340,53 +344,55 @@ def compare(
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise UserError(f"methods: {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
-    material = prediction_material(fit, held_out, tuple(methods or METHODS), groups, however_large=bool(methods))
-    return run_material(material, sort=sort, bins=bins, closed=closed, context=context or RunContext())
+    inputs = prediction_inputs(fit, held_out, tuple(methods or METHODS), groups, include_large=bool(methods))
+    return run_comparison(inputs, sort=sort, bins=bins, closed=closed, context=context or RunContext())
 
 
-def prediction_material(
+def prediction_inputs(
     fit: Predictions,
     held_out: Predictions,
     names: tuple[str, ...],
     groups: AnyArray | None = None,
     *,
-    however_large: bool,
-) -> Material:
-    """Methods on predictions; `however_large` as `contenders`'."""
+    include_large: bool,
+) -> ComparisonInputs:
+    """The inputs of a comparison of methods on predictions; `include_large`: see `contenders`."""
     base, reference = uncalibrated(held_out), "confidence_temperature"
     if held_out.logits is not None:
         reference, outcome = "temperature", uncalibrated(fit)
         fit = fit._replace(confidence=outcome.confidence, correct=outcome.correct)
         held_out = held_out._replace(confidence=base.confidence, correct=base.correct)
     names = tuple(name for name in METHODS if name in names or name == reference)
-    rows, left_out = contenders(fit, held_out, base, names, however_large=however_large)
+    rows, left_out = contenders(fit, held_out, base, names, include_large=include_large)
     clusters = "rows" if groups is None else "groups"
     groups = None if groups is None else np.asarray(groups)
-    return Material(base, rows, left_out, reference, groups, clusters=clusters)
+    return ComparisonInputs(base, rows, left_out, reference, groups, clusters=clusters)
 
 
-def run_material(material: Material, *, sort: SortKey, bins: int, closed: Closed, context: RunContext) -> Comparison:
-    """Fits and compares all contenders of the material."""
-    results, failed = _run(material.rows, context)
-    results = {"uncalibrated": Result(material.base, 0.0, 0, None), **results}
+def run_comparison(
+    inputs: ComparisonInputs, *, sort: SortKey, bins: int, closed: Closed, context: RunContext
+) -> Comparison:
+    """Fits and compares all contenders of the inputs."""
+    results, failed = _run(inputs.rows, context)
+    results = {"uncalibrated": Result(inputs.base, 0.0, 0, None), **results}
     methods = comparison_json(
         results,
-        reference=material.reference,
-        groups=material.groups,
+        reference=inputs.reference,
+        groups=inputs.groups,
         bins=bins,
         closed=closed,
         seed=context.seed,
         sort=sort,
     )
     document: Document = {
-        "tokens": len(material.base.confidence),
-        "unit": material.unit,
-        "clusters": material.clusters,
-        "reference": material.reference,
+        "tokens": len(inputs.base.confidence),
+        "unit": inputs.unit,
+        "clusters": inputs.clusters,
+        "reference": inputs.reference,
         "sort": sort,
         "methods": methods,
         "failed": failed,
-        "left_out": material.left_out,
+        "left_out": inputs.left_out,
         "not_converged": not_converged(results),
     }
-    return Comparison(document, {name: result.state for name, result in results.items()}, material.title)
+    return Comparison(document, {name: result.state for name, result in results.items()}, inputs.title)
