@@ -259,7 +259,7 @@ TABLE = {
         ("cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),
         ("columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
     ],
-    "eval/answers/probes.py": [
+    "eval/answers/probe_features.py": [
         ("places.start - 1)", "places.start)", "train/test_probes.py -k features"),
         ("_REACH * hidden_norm", "_REACH", "train/test_probes.py -k features"),
     ],

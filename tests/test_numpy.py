@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibjax import kernels, losses, metrics
-from calibjax.eval.answers.methods import METHODS, Evidence
+from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 
 RNG = np.random.default_rng(0)
 HIDDEN, W, BIAS = (RNG.normal(size=shape) for shape in ((2, 5, 8), (33, 8), (33,)))
@@ -28,7 +28,7 @@ def loss(hidden, w, bias, targets, where):
 
 
 def consistency(clusters, answer):
-    return METHODS["consistency"].function(Evidence(clusters=clusters, answer=answer))
+    return CONFIDENCES["consistency"].function(Evidence(clusters=clusters, answer=answer))
 
 
 CALLS = {

@@ -13,15 +13,15 @@ from scipy.stats import entropy, gmean
 from tiny import WORDS, write_tokenizer
 
 from calibjax.eval.answers.clusters import CLUSTERINGS, clusters_of, find_clustering, last_number, normalised_clusters
-from calibjax.eval.answers.confidence import WORDS as CONFIDENCES
 from calibjax.eval.answers.confidence import (
+    DESCRIPTIONS,
     answer_confidence,
     entropy_confidence,
     semantic_confidence,
     semantic_entropy,
     trace_confidence,
 )
-from calibjax.eval.answers.methods import METHODS, Evidence
+from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.runtime.errors import UserError
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "answers.json").read_text())
@@ -79,10 +79,10 @@ def evidence(n=40, k=6, seed=1):
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CONFIDENCES)
 def test_laws(name):
     """In [0, 1]; names of the clusters and the order of the samples do not matter; jit gives the same."""
-    method, data = METHODS[name], evidence()
+    method, data = CONFIDENCES[name], evidence()
     reads = Evidence(**{field: getattr(data, field) for field in method.reads})  # and nothing else
     want = np.asarray(method.function(reads))
     assert want.shape == (40,)
@@ -136,7 +136,7 @@ FORMULAS = {
 def test_further_confidences_by_their_formulas(name):
     data = evidence()
     want = [FORMULAS[name](Answer(data, n)) for n in range(len(data.answer))]
-    np.testing.assert_allclose(METHODS[name].function(data), want, atol=1e-6)
+    np.testing.assert_allclose(CONFIDENCES[name].function(data), want, atol=1e-6)
 
 
 OF_TOKENS = {
@@ -157,7 +157,7 @@ OF_SHARES = {
 }
 
 
-@pytest.mark.parametrize("how", CONFIDENCES)
+@pytest.mark.parametrize("how", DESCRIPTIONS)
 def test_confidence_in_an_answer(how):
     """Of what is there, in float64; of nothing, 0."""
     rng = np.random.default_rng(0)
@@ -279,9 +279,9 @@ def test_other_libraries(name, library):
     if name.startswith("entropy of "):  # they give nats, we a confidence
         got = semantic_entropy(data.clusters, data.sample_log_probs if name.endswith("probability") else None)
     elif name == "perplexity":
-        got = 1 / METHODS["length_normalised"].function(data)
+        got = 1 / CONFIDENCES["length_normalised"].function(data)
     else:
-        got = METHODS[name].function(data)
+        got = CONFIDENCES[name].function(data)
     want = np.array(GOLDENS["methods"][name][library])
     worst = np.abs(np.asarray(got) - want).max()
     print(f"{name}, {library} {GOLDENS['versions'][library]}: worst difference {worst:.1e}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import make_lm
 
-from calibjax.eval.answers.probes import FEATURES, answer_features
+from calibjax.eval.answers.probe_features import PROBE_FEATURES, answer_features
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.train.probes import fit_probe, load_probe, save_probe
@@ -76,7 +76,7 @@ def test_features_are_states_of_the_answers():
     lm, rng = make_lm(num_layers=3, logit_softcap=6.0), np.random.default_rng(1)
     contexts = [rng.integers(0, 24, rng.integers(1, 20)).tolist() for _ in range(19)]
     answers = [rng.integers(0, 24, rng.integers(1, 9)).tolist() for _ in range(19)]
-    got = answer_features(lm, contexts, answers, set(FEATURES))
+    got = answer_features(lm, contexts, answers, set(PROBE_FEATURES))
     for row, (context, answer) in enumerate(zip(contexts, answers, strict=True)):
         if row % 6:
             continue

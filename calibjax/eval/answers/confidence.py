@@ -23,7 +23,7 @@ DistributionConfidence = Literal["token_entropy", "mean_token_negentropy", "min_
 SampleConfidence = Literal["agreement", "entropy", "first_second"]
 AnswerConfidence = OptionConfidence | TextConfidence | SampleConfidence
 
-WORDS: dict[str, str] = {
+DESCRIPTIONS: dict[str, str] = {
     "options": "probability of the chosen option among the options, by their summed log-likelihoods",
     "options_per_token": "probability of the chosen option among the options, by their log-likelihoods per token",
     "margin": "probability of the chosen option among the options minus that of the second",
@@ -43,14 +43,14 @@ WORDS: dict[str, str] = {
 def answer_confidence(
     method: AnswerConfidence, values: Float[AnyArray, "N K"] | Int[AnyArray, "N K"]
 ) -> Float[Array, " N"]:
-    """The confidence of N answers by the name of its definition in `WORDS`.
+    """The confidence of N answers by the name of its definition in `DESCRIPTIONS`.
 
     Options: of the option with the largest log-probability, softmax over the options alone or exp of it (Hendrycks et
     al., 2021; arXiv 2409.19817 takes the first, arXiv 2508.00264 the second). Texts: arXiv 2409.19817 takes the
     arithmetic mean. Samples: Lyu et al., arXiv 2402.13904, where one answer alone has entropy 0 and confidence 1.
 
     Args:
-        method: name in `WORDS`.
+        method: name in `DESCRIPTIONS`.
         values: for options the log-probability of each of K options, summed over its tokens ("options_per_token": their
             mean); for texts that of each token; −inf where there is none. For samples the cluster of each sample.
 
@@ -72,8 +72,8 @@ def answer_confidence(
         >>> answer_confidence("first_second", jnp.array([[7, 3, 3, 3]])).tolist()
         [0.5]
     """
-    if method not in WORDS:
-        raise ValueError(f"method: expected one of {', '.join(WORDS)}, got {method!r}.")
+    if method not in DESCRIPTIONS:
+        raise ValueError(f"method: expected one of {', '.join(DESCRIPTIONS)}, got {method!r}.")
     if method in get_args(SampleConfidence):
         return _sample_confidence(method, jnp.asarray(values))
     log_probs = jnp.asarray(values, jnp.float32)
@@ -130,6 +130,7 @@ def token_confidence(
     1 + Σ_k p_k log p_k / log K; "probability_margin", the mean of the largest probability minus the second.
 
     `distributions` are at each token the entropy, nats, and the log-probabilities of K >= 2 tokens, largest first.
+    Raises ValueError for an unknown method.
 
     Example:
         >>> p, entropy = jnp.array([[[0.5, 0.5]]]), jnp.log(jnp.array([[[4.0]]]))
@@ -140,7 +141,15 @@ def token_confidence(
     entropy, p = values[..., 0], jnp.exp(values[..., 1:])
     count = jnp.maximum(jnp.sum(there, axis=-1), 1)
     negentropy = 1 + jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1) / jnp.log(p.shape[-1])
-    each = {"token_entropy": entropy, "probability_margin": p[..., 0] - p[..., 1]}.get(method, negentropy)
+    each_by_method = {
+        "token_entropy": entropy,
+        "mean_token_negentropy": negentropy,
+        "min_token_negentropy": negentropy,
+        "probability_margin": p[..., 0] - p[..., 1],
+    }
+    if method not in each_by_method:
+        raise ValueError(f"method: expected one of {', '.join(each_by_method)}, got {method!r}.")
+    each = each_by_method[method]
     confidence = jnp.sum(jnp.where(there, each, 0.0), axis=-1) / count
     if method == "token_entropy":
         confidence = jnp.exp(-confidence)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.eval.answers.confidence import WORDS
-from calibjax.eval.answers.methods import METHODS
+from calibjax.eval.answers.confidence import DESCRIPTIONS
+from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.compare import Outcome, Result, comparison_json
 from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_interval
 from calibjax.eval.report.schema import SCHEMA, Document
@@ -158,7 +158,7 @@ def tasks_document(
         binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
         methods = names[: len(own.confidence)]
         method = options.text if (own.choice < 0).all() else options.options
-        read_from[name] = f"{method} ({WORDS[str(method)]})"
+        read_from[name] = f"{method} ({DESCRIPTIONS[str(method)]})"
         if not fitted and {"temperature", "ats"} & set(names):
             read_from[name] += "; temperatures calibrate tokens"
         if method == options.text:
@@ -202,8 +202,9 @@ def answers_json(
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
     compare = functools.partial(comparison_json, results, reference="temperature", bins=bins, seed=seed)
     compared = compare(closed=closed)
-    if closed == "none" and set(names) & set(METHODS):  # open bins leave out values on an edge, as fractions of samples
-        compared |= {name: row for name, row in compare(closed="right").items() if name in METHODS}
+    if closed == "none" and not CONFIDENCES.keys().isdisjoint(names):
+        # Open bins leave out values on an edge, such as fractions of samples.
+        compared |= {name: row for name, row in compare(closed="right").items() if name in CONFIDENCES}
     methods: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}

@@ -14,8 +14,8 @@ from calibjax import recalibrate
 from calibjax.eval.answers.clusters import clusters_of, exact_clusters, find_clustering
 from calibjax.eval.answers.confidence import answer_confidence, semantic_confidence, trace_confidence
 from calibjax.eval.answers.judges import find_judge, references
-from calibjax.eval.answers.methods import METHODS, Evidence
-from calibjax.eval.answers.probes import PROBES, answer_features
+from calibjax.eval.answers.probe_features import PROBES, answer_features
+from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
 from calibjax.eval.tasks.answer_files import Answers, Samples, TemperatureFit, read_samples, resumed, write_samples
 from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
@@ -351,7 +351,7 @@ class TaskEvaluator:
         """Written answers, and their confidence by the probability of their tokens and by the further methods."""
         written, n = self._write(batch), len(batch.documents)
         pairs = zip(written.contexts, written.answers, strict=True)
-        top_k = _TOP_K if any("distributions" in METHODS[name].reads for name in self.options.confidence) else 0
+        top_k = _TOP_K if any("distributions" in CONFIDENCES[name].reads for name in self.options.confidence) else 0
         scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs], top_k)
         shape = (len(self.model.heads), BATCH, self.generation_options(batch.task)["max_new_tokens"])
         log_probs = np.full(shape, -np.inf, np.float32)
@@ -387,7 +387,7 @@ class TaskEvaluator:
     ) -> Float[np.ndarray, "Q N"]:
         """The confidences of `options.confidence`; `evidence`: that of the answers' tokens under the base model."""
         names, texts = self.options.confidence, written.texts()
-        if any("clusters" in METHODS[name].reads for name in names):
+        if any("clusters" in CONFIDENCES[name].reads for name in names):
             samples = self._samples(batch, written)
             sampled = [[text for text, *_ in row] for row in samples]
             pair = clusters_of(self.clustering, written.questions, texts, sampled)
@@ -407,9 +407,9 @@ class TaskEvaluator:
                 evidence["two_way"] = self._reply_log_probs(TWO_WAY[name], written)
             elif name in STATED:
                 evidence["stated"] = self._stated(name, STATED[name], written)
-            method = METHODS[name]
-            fields = {field: evidence[field] for field in method.reads}
-            rows.append(np.asarray(jax.jit(method.function)(Evidence(**fields)), np.float32))
+            confidence = CONFIDENCES[name]
+            fields = {field: evidence[field] for field in confidence.reads}
+            rows.append(np.asarray(jax.jit(confidence.function)(Evidence(**fields)), np.float32))
         return np.stack(rows)
 
     def _samples(self, batch: Batch, written: Written, suffix: str = "") -> Samples:
@@ -417,7 +417,7 @@ class TaskEvaluator:
         count, directory, lm = self.options.samples, self.context.directory, self.model
         options = self.generation_options(batch.task)
         calibrated = self.options.sample_calibrated
-        traced = any("traces" in METHODS[name].reads for name in self.options.confidence)
+        traced = any("traces" in CONFIDENCES[name].reads for name in self.options.confidence)
         head = list(lm.heads.values())[-1] if calibrated or traced else None
         sampling = Sampling(
             temperature=self.options.sampling_temperature,

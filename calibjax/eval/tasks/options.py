@@ -8,8 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 from calibjax.eval.answers.clusters import find_clustering
 from calibjax.eval.answers.confidence import OptionConfidence, TextConfidence
 from calibjax.eval.answers.judges import STRING_MATCH, find_judge
-from calibjax.eval.answers.methods import METHODS
-from calibjax.eval.answers.probes import PROBES
+from calibjax.eval.answers.probe_features import PROBES
+from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Count, Range, named
@@ -100,9 +100,9 @@ class TasksOptions:
             raise UserError(
                 "--fit: it is for the options of multiple choice, and probes for written answers: run each."
             )
-        unknown = [name for name in self.confidence if name not in METHODS]
+        unknown = [name for name in self.confidence if name not in CONFIDENCES]
         if unknown:
-            raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
+            raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(CONFIDENCES)}.")
         find_judge(self.judge)
         if self.same != "hidden":
             find_clustering(self.same)

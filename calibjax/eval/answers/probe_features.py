@@ -64,7 +64,7 @@ def _perturbed(states: States, places: Places) -> Float[Array, "B F"]:
     return jax.lax.fori_loop(0, jnp.max(counts), add, jnp.zeros(shape)) / counts[:, None].astype(jnp.float32)
 
 
-FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
+PROBE_FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
     "question": lambda states, places: _at(states, -1, places.start - 1),
     "answer": lambda states, places: _at(states, -1, places.end - 1),
     "mean": _mean,
@@ -81,13 +81,13 @@ the answer, which needs no labels (arXiv 2604.19444); and the fraction of sample
 
 
 class Probe(NamedTuple):
-    """Names in `TARGETS` and `FEATURES`."""
+    """Names in `TARGETS` and `PROBE_FEATURES`."""
 
     target: str
     feature: str
 
 
-PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARGETS for feature in FEATURES}
+PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARGETS for feature in PROBE_FEATURES}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -95,13 +95,13 @@ def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, toke
     segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
     states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)
     places = Places(start, end, tokens, functools.partial(decoder.unembed, config, params))
-    return tuple(FEATURES[name](states.astype(jnp.float32), places) for name in names)
+    return tuple(PROBE_FEATURES[name](states.astype(jnp.float32), places) for name in names)
 
 
 def answer_features(
     lm: LanguageModel, contexts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], names: Collection[str]
 ) -> dict[str, Float[np.ndarray, "N F"]]:
-    """Features of N answers, float32 by their name in `FEATURES`, each read after its context in one forward pass.
+    """Features of N answers, float32 by name in `PROBE_FEATURES`, each read after its context in one forward pass.
 
     Contexts and answers are token ids, none empty, that together fit the model.
     """

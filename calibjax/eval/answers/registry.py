@@ -3,9 +3,9 @@
 Example:
     >>> import jax.numpy as jnp
     >>> evidence = Evidence(clusters=jnp.array([[0, 0, 1, 0]]), answer=jnp.array([0]))
-    >>> for name, method in METHODS.items():
-    ...     if all(getattr(evidence, field) is not None for field in method.reads):
-    ...         print(name, f"{float(method.function(evidence)[0]):.3f}")
+    >>> for name, confidence in CONFIDENCES.items():
+    ...     if all(getattr(evidence, field) is not None for field in confidence.reads):
+    ...         print(name, f"{float(confidence.function(evidence)[0]):.3f}")
     agreement 0.750
     entropy 0.189
     first_second 0.500
@@ -30,12 +30,12 @@ from calibjax.eval.answers.confidence import (
     token_confidence,
     two_way_confidence,
 )
-from calibjax.eval.answers.probes import PROBES
+from calibjax.eval.answers.probe_features import PROBES
 from calibjax.runtime.arrays import AnyArray
 
 
 class Evidence(NamedTuple):
-    """What is known of the answers to N questions; a method needs the fields of `Method.reads`.
+    """What is known of the answers to N questions; a confidence needs the fields of `Confidence.reads`.
 
     Attributes:
         tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
@@ -48,7 +48,7 @@ class Evidence(NamedTuple):
         distinct: bool `[N, K]`, the first sample of each text that is not the text of the answer.
         two_way: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
         stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
-        log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probes`).
+        log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probe_features`).
     """
 
     tokens: Float[AnyArray, "N T"] | None = None
@@ -63,16 +63,16 @@ class Evidence(NamedTuple):
     log_odds: Float[AnyArray, " N"] | None = None
 
 
-class Method(NamedTuple):
+class Confidence(NamedTuple):
     """One confidence: a jittable function from `Evidence` to float32 `[N]` in [0, 1], and the fields that it reads."""
 
     function: Callable[[Evidence], Float[Array, " N"]]
     reads: tuple[str, ...]
 
 
-def _method(function: Callable[..., Any], *reads: str) -> Method:
+def _confidence(function: Callable[..., Any], *reads: str) -> Confidence:
     """A function that takes the fields that it reads, in their order."""
-    return Method(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
+    return Confidence(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
 
 
 def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
@@ -89,31 +89,31 @@ def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
     return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
 
 
-METHODS: dict[str, Method] = {
+CONFIDENCES: dict[str, Confidence] = {
     **{
-        name: _method(functools.partial(answer_confidence, name), "tokens")
+        name: _confidence(functools.partial(answer_confidence, name), "tokens")
         for name in ("arithmetic_mean", "product", "minimum", "length_normalised")
     },
     **{
-        name: _method(functools.partial(token_confidence, name), "tokens", "distributions")
+        name: _confidence(functools.partial(token_confidence, name), "tokens", "distributions")
         for name in get_args(DistributionConfidence)
     },
     **{
-        name: _method(functools.partial(answer_confidence, name), "clusters")
+        name: _confidence(functools.partial(answer_confidence, name), "clusters")
         for name in ("agreement", "entropy", "first_second")
     },
-    "consistency": _method(semantic_confidence, "clusters", "answer"),
-    "deepconf_group": _method(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
-    "deepconf_tail": _method(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),
-    "cocoa": _method(_cocoa, "tokens", "clusters", "answer"),
-    "semantic_density": _method(semantic_density, "clusters", "answer", "sample_log_probs", "distinct", "tokens"),
-    "semantic_confidence": _method(semantic_confidence, "clusters", "answer", "sample_log_probs"),
-    "semantic_entropy": _method(entropy_confidence, "clusters", "sample_log_probs"),
-    "discrete_semantic_entropy": _method(entropy_confidence, "clusters"),
-    "p_true": _method(two_way_confidence, "two_way"),
-    "p_not_none": _method(two_way_confidence, "two_way"),
-    "verbalised": _method(_stated_confidence, "stated"),
-    "verbalised_words": _method(_stated_confidence, "stated"),
-    **{name: _method(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), "log_odds") for name in PROBES},
+    "consistency": _confidence(semantic_confidence, "clusters", "answer"),
+    "deepconf_group": _confidence(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
+    "deepconf_tail": _confidence(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),
+    "cocoa": _confidence(_cocoa, "tokens", "clusters", "answer"),
+    "semantic_density": _confidence(semantic_density, "clusters", "answer", "sample_log_probs", "distinct", "tokens"),
+    "semantic_confidence": _confidence(semantic_confidence, "clusters", "answer", "sample_log_probs"),
+    "semantic_entropy": _confidence(entropy_confidence, "clusters", "sample_log_probs"),
+    "discrete_semantic_entropy": _confidence(entropy_confidence, "clusters"),
+    "p_true": _confidence(two_way_confidence, "two_way"),
+    "p_not_none": _confidence(two_way_confidence, "two_way"),
+    "verbalised": _confidence(_stated_confidence, "stated"),
+    "verbalised_words": _confidence(_stated_confidence, "stated"),
+    **{name: _confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), "log_odds") for name in PROBES},
 }
-"""Name -> method. 1/perplexity of an answer is length_normalised."""
+"""Name -> confidence. 1/perplexity of an answer is length_normalised."""
