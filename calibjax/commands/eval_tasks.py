@@ -68,9 +68,8 @@ def run(options: EvalTasksOptions, log: Log = print) -> Document:
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    options = dataclasses.replace(
-        options, tasks=names, confidence=common.split_names(options.confidence), assets=assets
-    )
+    further = common.split_names(options.further_confidences)
+    options = dataclasses.replace(options, tasks=names, further_confidences=further, assets=assets)
     options.check_methods(options.head is not None)
     manager = together(functools.partial(check_tasks, names, assets))
     context = common.begin("eval tasks", options, log)

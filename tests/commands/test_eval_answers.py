@@ -48,7 +48,7 @@ def run(material):
     folder = material[0]
     options = {"assets": folder, "max_new_tokens": 2, "quiet": True, "samples": K, "sampling_temperature": 0.3}
     run = EvalTasksOptions(
-        model=str(folder / "model"), tasks=("triviaqa",), confidence=METHODS, out=folder / "asked", **options
+        model=str(folder / "model"), tasks=("triviaqa",), further_confidences=METHODS, out=folder / "asked", **options
     )
     lines = []
     return run, eval_tasks.run(run, log=lines.append), lines
@@ -119,7 +119,7 @@ PROBES = ("probe_correct_question", "probe_agreement_layers", "probe_capability_
 def test_probes(run, material, monkeypatch):
     """Fitted on questions that are not asked, kept, and read again by a run that resumes; a linear function each."""
     folder, lm = material
-    probed, lines = dataclasses.replace(run[0], confidence=("consistency", *PROBES), out=folder / "probed"), []
+    probed, lines = dataclasses.replace(run[0], further_confidences=("consistency", *PROBES), out=folder / "probed"), []
     document = eval_tasks.run(probed, log=lines.append)
     assert f"task triviaqa: fitted on 4 calibration questions: {', '.join(PROBES)}" in lines
     rows = table_of((probed,))
@@ -142,7 +142,7 @@ def test_probes(run, material, monkeypatch):
 
 def test_samples_belong_to_their_question(run, tmp_path):
     """The same samples where other questions are asked beside it."""
-    few = dataclasses.replace(run[0], limit=6, out=tmp_path / "few", confidence=("consistency",))
+    few = dataclasses.replace(run[0], limit=6, out=tmp_path / "few", further_confidences=("consistency",))
     eval_tasks.run(few, log=lambda _: None)
     all_rows = {row["question"]: row for row in table_of(run)}
     rows = table_of((few,))

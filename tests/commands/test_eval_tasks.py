@@ -224,7 +224,10 @@ def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
         ({"tasks": ("arc_easy",), "shots": 3}, "3 examples before a question are asked for, and its data has 0"),
         ({"tasks": ("triviaqa",)}, "max_gen_toks: expected 1 to 31"),
         ({"tasks": ("triviaqa",), "max_new_tokens": 4, "fit": True}, "--fit fits a temperature over options"),
-        ({"tasks": ("arc_easy",), "options": "full_vocabulary", "fit": True}, "a confidence among the options"),
+        (
+            {"tasks": ("arc_easy",), "option_confidence": "full_vocabulary", "fit": True},
+            "a confidence among the options",
+        ),
     ],
 )
 def test_mistakes_are_said_in_one_line(material, monkeypatch, changes, message):
@@ -255,8 +258,8 @@ def test_fit_is_temperature_scaling_over_the_options(material, tmp_path):
     """The factor by scipy on the questions set aside; all figures on the others, by hand."""
     folder, lm, arc, *_ = material
     options = {"assets": folder, "bins": BINS, "quiet": True, "batch_size": 8, "seed": 3, "out": tmp_path / "out"}
-    options |= {"model": str(folder / "model"), "tasks": ("arc_easy",), "fit": True, "options": "options_per_token"}
-    run = EvalTasksOptions(**options)
+    options |= {"model": str(folder / "model"), "tasks": ("arc_easy",), "fit": True}
+    run = EvalTasksOptions(**options, option_confidence="options_per_token")
     document = benchmarks.run(run, log=lambda _: None)
     scores = np.array([[each.mean() for each in row] for row in scores_of(lm, arc)])
     gold = np.array([row["gold"] for row in arc])

@@ -122,7 +122,7 @@ def evaluate_tasks(
         raise UserError(
             f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
         )
-    names = [*heads, *options.confidence]
+    names = [*heads, *options.further_confidences]
     if context.directory is not None and is_first():
         for name, joined in answers.items():
             write_table(context.directory / "answers" / f"{name}.jsonl", names[: len(joined.confidence)], joined)
@@ -157,13 +157,13 @@ def tasks_document(
         options, own = evaluator.options, answers[name]
         binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
         methods = names[: len(own.confidence)]
-        method = options.text if (own.choice < 0).all() else options.options
+        method = options.text_confidence if (own.choice < 0).all() else options.option_confidence
         read_from[name] = f"{method} ({DESCRIPTIONS[str(method)]})"
         if not fitted and {"temperature", "ats"} & set(names):
             read_from[name] += "; temperatures calibrate tokens"
-        if method == options.text:
+        if method == options.text_confidence:
             read_from[name] += f"; judge: {options.judge}"
-            if options.confidence and options.closed == "none":
+            if options.further_confidences and options.closed == "none":
                 read_from[name] += "; bins of further confidences are closed on the right"
         sets[name] = {
             **answers_json(own, methods, **binning),

@@ -87,9 +87,9 @@ class TaskEvaluator:
         self, model: "HarnessLM", name: str, task: "BenchmarkTask", options: "TasksOptions", context: RunContext
     ):
         self.model, self.name, self.task, self.options, self.context = model, name, task, options, context
-        self.judge, self.clustering = find_judge(options.judge), find_clustering(options.same, model.lm)
+        self.judge, self.clustering = find_judge(options.judge), find_clustering(options.clustering, model.lm)
         written = all(part.OUTPUT_TYPE == "generate_until" for part in task.parts.values())
-        self.probe_names = [method for method in options.confidence if method in PROBES and written]
+        self.probe_names = [method for method in options.further_confidences if method in PROBES and written]
         self.fit: TemperatureFit | None = None
         self.probes: Mapping[str, Any] = {}
 
@@ -224,7 +224,7 @@ class TaskEvaluator:
         questions = [pairs for batch in batches for pairs in batch.options]
         question = [number for number, pairs in enumerate(questions) for _ in pairs]
         longest = max((len(pair.tokens) for pairs in questions for pair in pairs), default=0)
-        if longest > 1 and self.options.options == "full_vocabulary":
+        if longest > 1 and self.options.option_confidence == "full_vocabulary":
             self.context.log(
                 f"WARNING: options of up to {longest} tokens: among everything the model could write, the probability "
                 "of a text is near 0 and says nothing; --option-confidence options compares the options"
@@ -243,7 +243,7 @@ class TaskEvaluator:
             for question, options in enumerate(scores):
                 for place, score in enumerate(options):
                     total = score.log_probs.sum(axis=1)
-                    per_token = self.options.options == "options_per_token"
+                    per_token = self.options.option_confidence == "options_per_token"
                     log_probs[:, question, place] = total / score.log_probs.shape[1] if per_token else total
             yield batch, scores, log_probs
 
@@ -252,7 +252,7 @@ class TaskEvaluator:
 
     def _chosen(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
         """The most likely options and their confidence."""
-        task, method, n = batch.task, self.options.options, len(batch.documents)
+        task, method, n = batch.task, self.options.option_confidence, len(batch.documents)
         if self.fit is not None:
             log_probs = np.asarray(self.fit.scales, np.float32)[:, None, None] * log_probs
         confidence = self._confidences(method, log_probs)[:, :n]
@@ -351,14 +351,14 @@ class TaskEvaluator:
         """Written answers, and their confidence by the probability of their tokens and by the further methods."""
         written, n = self._write(batch), len(batch.documents)
         pairs = zip(written.contexts, written.answers, strict=True)
-        top_k = _TOP_K if any("distributions" in CONFIDENCES[name].reads for name in self.options.confidence) else 0
+        top_k = _TOP_K if self._reads("distributions") else 0
         scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs], top_k)
         shape = (len(self.model.heads), BATCH, self.generation_options(batch.task)["max_new_tokens"])
         log_probs = np.full(shape, -np.inf, np.float32)
         for number, score in enumerate(scores):
             log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
-        confidence = self._confidences(self.options.text, log_probs)[:, :n]
-        if self.options.confidence and n:
+        confidence = self._confidences(self.options.text_confidence, log_probs)[:, :n]
+        if self.options.further_confidences and n:
             evidence = {"tokens": log_probs[0, :n]}
             if top_k:
                 own = np.full((n, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
@@ -382,12 +382,16 @@ class TaskEvaluator:
             np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
         )
 
+    def _reads(self, field: str) -> bool:
+        """Whether a further confidence reads this field of `Evidence`."""
+        return any(field in CONFIDENCES[name].reads for name in self.options.further_confidences)
+
     def _further_confidences(
         self, batch: Batch, written: Written, evidence: dict[str, Any]
     ) -> Float[np.ndarray, "Q N"]:
-        """The confidences of `options.confidence`; `evidence`: that of the answers' tokens under the base model."""
-        names, texts = self.options.confidence, written.texts()
-        if any("clusters" in CONFIDENCES[name].reads for name in names):
+        """The further confidences; `evidence`: fields of `Evidence` of the answers' tokens under the base model."""
+        texts = written.texts()
+        if self._reads("clusters"):
             samples = self._samples(batch, written)
             sampled = [[text for text, *_ in row] for row in samples]
             pair = clusters_of(self.clustering, written.questions, texts, sampled)
@@ -399,7 +403,7 @@ class TaskEvaluator:
             evidence["distinct"] = each > before
         features = self._features(written, {PROBES[name].feature for name in self.probe_names})
         rows = []
-        for name in names:
+        for name in self.options.further_confidences:
             if name in PROBES:
                 fitted = self.probes[name]
                 evidence["log_odds"] = features[PROBES[name].feature] @ fitted["weights"] + fitted["bias"]
@@ -417,8 +421,7 @@ class TaskEvaluator:
         count, directory, lm = self.options.samples, self.context.directory, self.model
         options = self.generation_options(batch.task)
         calibrated = self.options.sample_calibrated
-        traced = any("traces" in CONFIDENCES[name].reads for name in self.options.confidence)
-        head = list(lm.heads.values())[-1] if calibrated or traced else None
+        head = list(lm.heads.values())[-1] if calibrated or self._reads("traces") else None
         sampling = Sampling(
             temperature=self.options.sampling_temperature,
             key=jax.random.key(self.context.seed),

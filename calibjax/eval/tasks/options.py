@@ -21,8 +21,8 @@ class Preset(NamedTuple):
     """A protocol: examples before a question of each task (others: as the task says), confidences, bins."""
 
     shots: Mapping[str, int]
-    options: OptionConfidence
-    text: TextConfidence
+    option_confidence: OptionConfidence
+    text_confidence: TextConfidence
     bins: int
     closed: Literal["right", "left", "none"]
 
@@ -48,19 +48,20 @@ class TasksOptions:
             label-smoothing (probability of the option among the whole vocabulary).
         assets: folder whose data/ holds the questions; by default CALIBJAX_ASSETS.
         shots: examples before each question of every task.
-        options: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
+        option_confidence: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
             options_per_token (by their mean per token, for options of different lengths), margin (over the second),
             negentropy (of the options' distribution) or full_vocabulary.
-        text: confidence of a written answer, in place of the preset's.
-        confidence: further confidences in written answers, such as consistency, semantic_entropy, p_true, verbalised or
-            probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the tables, and
-            columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as --fit has them, and kept in
-            probes/.
+        text_confidence: confidence of a written answer, in place of the preset's.
+        further_confidences: further confidences in written answers, such as consistency, semantic_entropy, p_true,
+            verbalised or probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the
+            tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as --fit has them,
+            and kept in probes/.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
-        same: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the model's
-            hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or package.module:function.
+        clustering: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the
+            model's hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or
+            package.module:function.
         judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
             package.module:function.
         max_new_tokens: largest number of tokens of a written answer.
@@ -75,13 +76,13 @@ class TasksOptions:
     preset: Literal["plain", "ats", "label-smoothing"] = "plain"
     assets: Path | None = None
     shots: Annotated[int, Range(0, INT_MAX)] | None = None
-    options: OptionConfidence | None = named("option-confidence", None)
-    text: TextConfidence | None = named("text-confidence", None)
-    confidence: tuple[str, ...] = ()
+    option_confidence: OptionConfidence | None = None
+    text_confidence: TextConfidence | None = None
+    further_confidences: tuple[str, ...] = named("confidence", ())
     samples: Annotated[int, Range(2, 1024)] = 8
     sampling_temperature: Temperature = 1.0
     sample_calibrated: bool = False
-    same: str = "normalised"
+    clustering: str = named("same", "normalised")
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
@@ -92,28 +93,28 @@ class TasksOptions:
 
     def check_methods(self, heads: bool) -> None:
         """Raises `UserError` for options that are unknown or cannot be used together."""
-        if self.fit and self.resolved().options == "full_vocabulary":
+        if self.fit and self.resolved().option_confidence == "full_vocabulary":
             raise UserError("--fit: expected a confidence among the options; give --option-confidence options.")
         if self.sample_calibrated and not heads:
             raise UserError("--sample-calibrated: expected --head, whose distribution is sampled.")
-        if self.fit and set(self.confidence) & set(PROBES):
+        if self.fit and set(self.further_confidences) & set(PROBES):
             raise UserError(
                 "--fit: it is for the options of multiple choice, and probes for written answers: run each."
             )
-        unknown = [name for name in self.confidence if name not in CONFIDENCES]
+        unknown = [name for name in self.further_confidences if name not in CONFIDENCES]
         if unknown:
             raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(CONFIDENCES)}.")
         find_judge(self.judge)
-        if self.same != "hidden":
-            find_clustering(self.same)
+        if self.clustering != "hidden":
+            find_clustering(self.clustering)
 
     def resolved(self) -> "TasksOptions":
         """The options with those of the preset filled in but `shots`."""
         preset = PRESETS[self.preset]
         return dataclasses.replace(
             self,
-            options=self.options or preset.options,
-            text=self.text or preset.text,
+            option_confidence=self.option_confidence or preset.option_confidence,
+            text_confidence=self.text_confidence or preset.text_confidence,
             bins=self.bins or preset.bins,
             closed=self.closed or preset.closed,
         )
