@@ -13,6 +13,7 @@ from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
 from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import uncalibrated
+from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -145,7 +146,6 @@ def _print(document: Document, options: ApplyOptions) -> None:
     for title, row in figures.items():
         log_loss, brier, ece, low, high, accuracy, confidence = map(short, row.values())
         rows.append([title, log_loss, brier, f"{ece} [{low}, {high}]", accuracy, confidence])
-    verdict = (
-        f"The recalibrated predictions are better: {line}." if better else f"WARNING: no improvement here: {line}."
-    )
+    start = "The recalibrated predictions are better" if better else "no improvement here"
+    verdict = Verdict(f"{start}: {line}.", is_warning=not better)
     print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), notes=notes, files=files)

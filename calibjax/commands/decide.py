@@ -9,6 +9,7 @@ import numpy as np
 from calibjax.commands.common import JsonOptions, TableOptions, presentation
 from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import SET_SCORES, TITLES, decide
+from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
@@ -114,31 +115,33 @@ def _by_category(document: Document) -> Document:
     return document["categories"] if "categories" in document else {"": document["thresholds"]}
 
 
-def _verdict(document: Document, options: DecideOptions) -> str:
+def _verdict(document: Document, options: DecideOptions) -> Verdict:
     decided = [row["claims" if options.claims else "answers"] for row in _by_category(document).values()]
     threshold, none = decided[0]["threshold"], sum(row["selects"] == "none" for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
     if options.claims:
         limit = f"expected fraction of false claims in an answer is at most {options.risk}"
         if none == len(decided):
-            return f"WARNING: no claim can be kept: of so few answers it is not known that the {limit}."
+            line = f"no claim can be kept: of so few answers it is not known that the {limit}."
+            return Verdict(line, is_warning=True)
         if options.by_category:
-            return f"The {limit} in each category, with the claims above its threshold."
+            return Verdict(f"The {limit} in each category, with the claims above its threshold.")
         if threshold is None:
-            return f"All claims can be kept: the {limit}."
-        return f"Keep claims with a confidence above {threshold}: {answered:.1%} of them; the {limit}."
+            return Verdict(f"All claims can be kept: the {limit}.")
+        return Verdict(f"Keep claims with a confidence above {threshold}: {answered:.1%} of them; the {limit}.")
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     if none == len(decided):
-        return (
-            f"WARNING: no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
-            "are too few, or the confidence does not tell right from wrong well enough."
+        return Verdict(
+            f"no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
+            "are too few, or the confidence does not tell right from wrong well enough.",
+            is_warning=True,
         )
     if options.by_category:
         left = f"; {none} categories are not answered" if none else ""
-        return f"{answered:.1%} of the questions are answered, and in each category {limit}{left}."
+        return Verdict(f"{answered:.1%} of the questions are answered, and in each category {limit}{left}.")
     if threshold is None:
-        return f"All questions can be answered: {limit}."
-    return f"Answer where the confidence is above {threshold}: {answered:.1%} of the questions, and {limit}."
+        return Verdict(f"All questions can be answered: {limit}.")
+    return Verdict(f"Answer where the confidence is above {threshold}: {answered:.1%} of the questions, and {limit}.")
 
 
 def _probabilities(table: PredictionTable) -> np.ndarray | None:

@@ -299,7 +299,7 @@ class Comparison(NamedTuple):
             width = max(map(len, cells))
             columns.append([cell.ljust(width) for cell in cells])
         lines = ["  ".join(row).rstrip() for row in zip(*columns[:7], strict=True)]
-        return "\n".join([comparison_verdict(self.document), table.title, *lines])
+        return "\n".join([str(comparison_verdict(self.document)), table.title, *lines])
 
 
 def compare(

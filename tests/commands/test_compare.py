@@ -217,7 +217,7 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     code, document, error = compare(capsys, *options)
     assert code == 0, error
     assert next(iter(document["held_out"]["methods"])) == "platt"
-    assert comparison_verdict(document["held_out"]).startswith("platt wins: its log loss, ")
+    assert str(comparison_verdict(document["held_out"])).startswith("platt wins: its log loss, ")
     new = np.linspace(0.01, 0.99, 25)
     wanted = 1 / (1 + np.exp(0.8 - 0.6 * np.log(new / (1 - new))))
     got = load(saved)(confidence=new)

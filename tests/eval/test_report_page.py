@@ -107,7 +107,7 @@ def test_a_page_is_self_contained(benign):
     assert len(names) == len(set(names))
     whole = document()
     verdicts = re.findall(r'<p class="verdict[^>]*>(.*?)</p>', benign)
-    assert verdicts[0].endswith(verdict(whole)), "it stands first"
+    assert verdicts[0].endswith(str(verdict(whole))), "it stands first"
     for row in whole["held_out"]["methods"].values():
         ece = row["ece"]
         for figure in (f">{row['nll']:.4f}<", f">{ece['value']:.4f}<", f"[{ece['low']:.4f}, {ece['high']:.4f}]"):

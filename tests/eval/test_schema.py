@@ -143,7 +143,7 @@ LOWER, NOISE = difference(-0.1, 0.05), difference(-0.1, 0.2, 0.9)
 )
 def test_comparison_verdict(results, best, expected):
     assert winner(results) == best
-    assert comparison_verdict(results).startswith(expected)
+    assert str(comparison_verdict(results)).startswith(expected)
     assert set_verdict(results) == comparison_verdict(results)
 
 
@@ -155,7 +155,7 @@ def test_comparison_with_uncalibrated():
         (-0.1, 0.2, "not different beyond noise from"),
     ):
         results["methods"]["ats"]["against_uncalibrated"] = {"log_loss": difference(value, noise)}
-        assert f"{words} 0.6000 uncalibrated" in comparison_verdict(results)
+        assert f"{words} 0.6000 uncalibrated" in comparison_verdict(results).text
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_lhts_verdict(log_prob, error, expected):
         return {"1": {"log_prob": log_prob, "log_prob_error": error, "distinct_2": distinct}}
 
     texts = {"pretrained": row(-3.0, 0.5), "partition": row(-1.0, 0.1), "lhts-T0.9": row(log_prob, 0.4)}
-    assert lhts_verdict({"texts": texts}).startswith(expected)
+    assert str(lhts_verdict({"texts": texts})).startswith(expected)
 
 
 def test_verdict_of_confidences_in_answers():
     rows = {"uncalibrated": (0.2, 0.7), "minimum": (0.15, 0.75), "p_true": (0.3, None), "product": (0.16, 0.8)}
     methods = {name: {"brier": brier, "auroc": auroc, "accuracy": 0.25} for name, (brier, auroc) in rows.items()}
-    assert set_verdict({"methods": methods, "unit": "questions"}) == (
+    assert set_verdict({"methods": methods, "unit": "questions"}).text == (
         "Of 4 confidences in the answers (accuracy 0.2500) minimum has the lowest Brier score, 0.1500 (uncalibrated "
         "0.2000), and product the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
     )
@@ -196,18 +196,18 @@ def test_layer_and_task_verdicts(documents):
         rows["edited"] = copy.deepcopy(rows["uncalibrated"])
         rows["edited"]["ece"]["value"] *= ece
         rows["edited"]["nll"] *= nll
-        assert expected in verdict(layers)
+        assert expected in str(verdict(layers))
     del rows["edited"]
-    assert verdict(layers).startswith("No edit along the direction lowered the ECE")
+    assert str(verdict(layers)).startswith("No edit along the direction lowered the ECE")
     answers = documents["tasks"]["held_out"]
     base = {**answers, "methods": {"uncalibrated": answers["methods"]["uncalibrated"]}}
-    assert re.match("The uncalibrated model is (over|under)confident: mean confidence 0", set_verdict(base))
+    assert re.match("The uncalibrated model is (over|under)confident: mean confidence 0", set_verdict(base).text)
 
 
 def test_the_verdict_is_the_first_line(documents, capsys):
     print_comparison(documents["compare"]["held_out"], "x")
-    assert " ".join(capsys.readouterr().out.split()).startswith(verdict(documents["compare"]))
+    assert " ".join(capsys.readouterr().out.split()).startswith(str(verdict(documents["compare"])))
     for kind in ("tokens", "layers", "lhts", "tasks"):
         print_report(documents[kind], files="results in x")
-        assert " ".join(capsys.readouterr().out.split()).startswith(verdict(documents[kind]))
-        assert verdict(documents[kind])
+        assert " ".join(capsys.readouterr().out.split()).startswith(str(verdict(documents[kind])))
+        assert verdict(documents[kind]).text

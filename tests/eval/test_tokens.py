@@ -189,9 +189,9 @@ def test_verdict(document, names):
         rows = found["methods"]
         if "ats" not in names:
             found = {"methods": dict(zip(names, (rows["temperature"], rows["ats"]), strict=True))}
-        assert words in verdict(found)
+        assert words in verdict(found).text
         same = words.startswith("does not") and names[0] != "uncalibrated"
-        assert verdict(found).startswith("WARNING") == (same or max(ece, nll) > 1)
+        assert verdict(found).is_warning == (same or max(ece, nll) > 1)
 
 
 NOISE, LESS, MORE = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"low": 0.1, "high": 0.2}
@@ -209,18 +209,18 @@ NOISE, LESS, MORE = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"l
 )
 def test_paired_differences_decide(document, against, start):
     """One whose interval excludes 0 is enough."""
-    assert verdict(worse(document, against=against, ece=1.01)["held_out"]).startswith(start)
+    assert str(verdict(worse(document, against=against, ece=1.01)["held_out"])).startswith(start)
 
 
 def test_verdict_of_a_given_loss(document):
     bad = worse(document, ece=1.9)
     for auto, kept in ((False, " The head is kept because --loss joint was given: "), (True, "")):
         bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "auto": auto}}
-        assert kept in run_verdict(bad)
-        assert run_verdict(bad).startswith(verdict(bad["held_out"]))
+        assert kept in run_verdict(bad).text
+        assert str(run_verdict(bad)).startswith(str(verdict(bad["held_out"])))
     same = document["held_out"]["methods"]
     same["ats"] = same["temperature"]
-    assert verdict(document["held_out"]).startswith("WARNING: ATS is temperature scaling here, which no head beat")
+    assert str(verdict(document["held_out"])).startswith("WARNING: ATS is temperature scaling here, which no head beat")
 
 
 def test_verdict_of_a_choice():

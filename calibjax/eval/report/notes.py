@@ -34,14 +34,24 @@ from calibjax.eval.report.tables import (
 from calibjax.runtime.version import __version__
 
 
-def verdict(document: Document) -> str:
-    """The sentence of a run's document; "" where it has nothing to compare."""
+class Verdict(NamedTuple):
+    """The first sentence on a result, "" where there is nothing to compare; a warning is printed with "WARNING: "."""
+
+    text: str
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        return f"WARNING: {self.text}" if self.is_warning else self.text
+
+
+def verdict(document: Document) -> Verdict:
+    """The sentence of a run's document."""
     if "layers" in document:
         return layers_verdict(document)
     if "texts" in document:
         return lhts_verdict(document)
-    line = set_verdict(document["held_out"])
-    return line + _given_loss(document) if line.startswith("WARNING: ATS ") else line
+    of_set = set_verdict(document["held_out"])
+    return of_set._replace(text=of_set.text + _given_loss(document)) if of_set.is_warning else of_set
 
 
 def fit_of(document: Document) -> Row:
@@ -51,7 +61,7 @@ def fit_of(document: Document) -> Row:
 
 
 def _given_loss(document: Document) -> str:
-    """That the head was kept because its loss was given, not because it beat temperature scaling; "" otherwise."""
+    """That `train ats` kept its head because the loss was given, not because it beat temperature scaling; or ""."""
     plan = fit_of(document).get("plan", {"auto": True})
     if plan["auto"]:
         return ""
@@ -60,7 +70,7 @@ def _given_loss(document: Document) -> str:
     return f" The head is kept because {reason}."
 
 
-def set_verdict(results: Row) -> str:
+def set_verdict(results: Row) -> Verdict:
     """The sentence of one set. A method is better where its ECE and its negative log-likelihood (Brier score, where the
     answers have no likelihood) are both lower."""
     methods = results["methods"]
@@ -72,69 +82,70 @@ def set_verdict(results: Row) -> str:
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
         base = methods["uncalibrated"]
-        line = _beside("temperature scaling", methods["temperature"], "the uncalibrated model", base, base)
-        return line[0].upper() + line[1:]
+        text, is_warning = _beside("temperature scaling", methods["temperature"], "the uncalibrated model", base, base)
+        return Verdict(text if is_warning else text[0].upper() + text[1:], is_warning)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
-    return _confidences_verdict(methods) if compares_confidences(results) else ""
+    return _confidences_verdict(methods) if compares_confidences(results) else Verdict("")
 
 
 # --- tokens and answers ---
 
 
-def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> str:
+def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> Verdict:
     """That a row does not differ from another, is worse in one figure or two, or is better calibrated."""
     figures = "; ".join(_figures(row, other))
     if reason := _indistinct(row, other, tested):
-        return f"{name} does not differ from {other_name} {reason}: {figures}."
-    start = f"{name[0].upper()}{name[1:]}"
-    return _warning(name, row, other_name, other) or f"{start} is better calibrated than {other_name}: {figures}."
+        return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.")
+    better = Verdict(f"{name[0].upper()}{name[1:]} is better calibrated than {other_name}: {figures}.")
+    return _warning(name, row, other_name, other) or better
 
 
-def _fine_tuning_verdict(methods: Row) -> str:
+def _fine_tuning_verdict(methods: Row) -> Verdict:
     before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
-    line = _beside("the fine-tuned model", after, "the base model", before, after)
+    beside = _beside("the fine-tuned model", after, "the base model", before, after)
     if _indistinct(after, before, after):
-        return f"WARNING: {line}"
-    if scaled is None or line.startswith("WARNING"):
-        return line
+        return beside._replace(is_warning=True)
+    if scaled is None or beside.is_warning:
+        return beside
     word = "higher" if after["ece"]["value"] > scaled["ece"]["value"] else "not higher"
     ece = f"its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
-    return f"{line[:-1]}; {ece}."
+    return Verdict(f"{beside.text[:-1]}; {ece}.")
 
 
-def _ats_verdict(methods: Row) -> str:
+def _ats_verdict(methods: Row) -> Verdict:
     ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
     key, title = _score_of(ats, scaled)
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
-        return f"WARNING: {line} uncalibrated."
-    line = _beside("ATS", ats, "temperature scaling", scaled, ats)
+        return Verdict(f"{line} uncalibrated.", is_warning=True)
+    beside = _beside("ATS", ats, "temperature scaling", scaled, ats)
     if _indistinct(ats, scaled, ats):
-        return f"WARNING: {line}"
+        return beside._replace(is_warning=True)
     before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
     tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}
     differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
     if all(tests.values()) and len(differing) == 1:
         named = list(zip(("ECE", title), _figures(ats, scaled), strict=True))
         (name, values), (other, rest) = named if differing == ["ece"] else reversed(named)
-        start = "ATS has a lower" if is_lower(tests[differing[0]]) else "WARNING: ATS has a higher"
-        line = f"{start} {name} than temperature scaling: {values}"
-        return f"{line}; its {other} does not differ beyond noise: {rest} ({before})."
-    if line.startswith("WARNING"):
-        return line
-    return _warning("ATS", ats, "the uncalibrated model", base) or f"{line[:-1]} ({before})."
+        improves = is_lower(tests[differing[0]])
+        line = f"ATS has a {'lower' if improves else 'higher'} {name} than temperature scaling: {values}"
+        line = f"{line}; its {other} does not differ beyond noise: {rest} ({before})."
+        return Verdict(line, is_warning=not improves)
+    if beside.is_warning:
+        return beside
+    return _warning("ATS", ats, "the uncalibrated model", base) or Verdict(f"{beside.text[:-1]} ({before}).")
 
 
-def _base_verdict(base: Row) -> str:
+def _base_verdict(base: Row) -> Verdict:
     word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
-    return (
+    return Verdict(
         f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
         f"{base['accuracy']:.4f}, ECE {base['ece']['value']:.4f}. No temperature or head was given to compare with."
     )
 
 
-def _confidences_verdict(methods: Row) -> str:
+def _confidences_verdict(methods: Row) -> Verdict:
     """Of several confidences in the same answers, without a correction."""
     base = methods["uncalibrated"]
     lowest = min(methods, key=lambda name: methods[name]["brier"])
@@ -147,7 +158,7 @@ def _confidences_verdict(methods: Row) -> str:
         highest = max(ranked, key=lambda name: ranked[name])
         subject = "" if highest == lowest else f"{title_of(highest)} "
         line += f", and {subject}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
-    return f"{line}; the differences are not tested."
+    return Verdict(f"{line}; the differences are not tested.")
 
 
 def _score_of(row: Row, other: Row) -> tuple[str, str]:
@@ -174,46 +185,48 @@ def _indistinct(row: Row, other: Row, tested: Row) -> str:
     return "beyond noise" if noise else ""
 
 
-def _warning(name: str, row: Row, other_name: str, other: Row) -> str:
-    """The sentence of a row whose ECE and score are not both as low as another's; "" of one whose are."""
+def _warning(name: str, row: Row, other_name: str, other: Row) -> Verdict | None:
+    """The sentence of a row whose ECE and score are not both as low as another's; None of one whose are."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
     lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
     if lower_ece and lower_score:
-        return ""
+        return None
+    text = f"{name} is worse than {other_name} here: {ece}; {score}."
     if lower_ece:
-        return f"WARNING: {name} is better than {other_name} in ECE only: {ece}; {score}."
+        text = f"{name} is better than {other_name} in ECE only: {ece}; {score}."
     if lower_score:
-        return f"WARNING: {name} is better than {other_name} in {title} only: {score}; {ece}."
-    return f"WARNING: {name} is worse than {other_name} here: {ece}; {score}."
+        text = f"{name} is better than {other_name} in {title} only: {score}; {ece}."
+    return Verdict(text, is_warning=True)
 
 
 # --- compare ---
 
 
-def comparison_verdict(results: Row) -> str:
+def comparison_verdict(results: Row) -> Verdict:
     """Of `compare`: the `winner`, or that none beats temperature scaling, and whether it beats no calibration."""
     rows, reference, best = results["methods"], results["reference"], winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
-        return "WARNING: every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
+        line = "every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
+        return Verdict(line, is_warning=True)
     scaling, unconverged = title_of(reference), results.get("not_converged", ())
     if reference not in finite:
         shown = f"{title_of(best)}, {finite[best]:.4f}" if best in finite else "none of a fit that converged"
-        return f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with."
+        return Verdict(f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with.")
     if best != reference:
         line = (
             f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
             f"of {scaling} ({_tested(rows, best)})"
         )
-        return f"{line}{_beside_uncalibrated(rows, best, ', and ')}."
+        return Verdict(f"{line}{_beside_uncalibrated(rows, best, ', and ')}.")
     ended = " (not converged)" if reference in unconverged else ""
-    line = f"WARNING: no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
+    line = f"no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
     others = [name for name in finite if name not in (reference, *unconverged)]
     nearest = min(others, key=lambda name: finite[name], default=reference)
     if finite[nearest] < finite[reference] and "log_loss" in rows[nearest].get("against", {}):
         line += f"; the lowest is {finite[nearest]:.4f} of {title_of(nearest)} ({_tested(rows, nearest)})"
-    return f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}."
+    return Verdict(f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}.", is_warning=True)
 
 
 def _tested(rows: Row, name: str) -> str:
@@ -260,13 +273,13 @@ def choice_verdict(comparison: Row) -> str:
 # --- texts and layers ---
 
 
-def lhts_verdict(document: Document) -> str:
+def lhts_verdict(document: Document) -> Verdict:
     """Of `train lhts`: the text of the trained model beside the pretrained model's, at the first myopic temperature."""
     texts = document["texts"]
     temperature = next(iter(texts["pretrained"]))
     trained = {name: rows[temperature] for name, rows in texts.items() if name.startswith("lhts")}
     if not trained:
-        return ""
+        return Verdict("")
     base = texts["pretrained"][temperature]
     name = max(trained, key=lambda name: trained[name]["log_prob"])
     row = trained[name]
@@ -280,42 +293,45 @@ def lhts_verdict(document: Document) -> str:
     at = f"at myopic temperature {temperature}"
     if gain <= noise:
         word = "lies within two standard errors of" if gain >= -noise else "is lower than"
-        return f"WARNING: the likelihood of {name}'s text {at} {word} that of the pretrained model's: {figures}."
-    return f"{name} writes text {at} that is more likely and {varied} varied than the pretrained model's: {figures}."
+        line = f"the likelihood of {name}'s text {at} {word} that of the pretrained model's: {figures}."
+        return Verdict(line, is_warning=True)
+    line = f"{name} writes text {at} that is more likely and {varied} varied than the pretrained model's: {figures}."
+    return Verdict(line)
 
 
-def layers_verdict(document: Document) -> str:
+def layers_verdict(document: Document) -> Verdict:
     """Of `eval layers`: the effect of the chosen edit on the half of the data that did not choose it."""
     methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
     before, after = methods["uncalibrated"], methods.get("edited")
     if after is None:
-        return (
+        return Verdict(
             "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
             f"{before['ece']['value']:.4f} on the held-out half."
         )
     accuracy = f"accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
     figures = "; ".join([*_figures(after, before), accuracy])
     if after["ece"]["value"] > before["ece"]["value"]:
-        return f"WARNING: the edit chosen on one half makes the held-out half worse: {figures}."
+        return Verdict(f"the edit chosen on one half makes the held-out half worse: {figures}.", is_warning=True)
     line = f"edit chosen on one half lowers the ECE of the held-out half, {'' if is_lower(difference) else 'but not '}"
     if after["nll"] > before["nll"]:
-        return f"WARNING: the {line}significantly, and raises its NLL: {figures}."
-    return f"The {line}significantly: {figures}."
+        return Verdict(f"the {line}significantly, and raises its NLL: {figures}.", is_warning=True)
+    return Verdict(f"The {line}significantly: {figures}.")
 
 
 # --- warnings, conventions, limitations ---
 
 
-def few(name: str, results: Row) -> str:
+def few(name: str, results: Row) -> Verdict:
     """A warning with Wilson's interval of the accuracy where a set has fewer than 200 questions; "" otherwise."""
     count = results["tokens"]
     if not 0 < count < 200:
-        return ""
+        return Verdict("")
     accuracy = next(iter(results["methods"].values()))["accuracy"]
     ends = wilson_interval(round(accuracy * count), count)
-    return (
-        f"WARNING: {name} has only {counted(results)}: the 95% interval of its accuracy is [{ends['low']:.2f}, "
-        f"{ends['high']:.2f}], and its calibration errors are known less well."
+    return Verdict(
+        f"{name} has only {counted(results)}: the 95% interval of its accuracy is [{ends['low']:.2f}, "
+        f"{ends['high']:.2f}], and its calibration errors are known less well.",
+        is_warning=True,
     )
 
 
@@ -336,8 +352,9 @@ def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
     notes, titles_of_line = [], {}
     for index, (title, results) in enumerate(sets_of(document)):
-        if index and (line := set_verdict(results)):
-            notes.append(f"{title}: {line}")
+        of_set = set_verdict(results)
+        if index and of_set.text:
+            notes.append(f"{title}: {of_set}")
         for line in remarks(results):
             titles_of_line.setdefault(line, []).append(title)
     notes += [f"{', '.join(titles)}: {line}." for line, titles in titles_of_line.items()]
@@ -439,7 +456,7 @@ def model_card(document: Document, subject: Subject) -> str:
         subject=subject,
         metadata=yaml.safe_dump(metadata, sort_keys=False),
         name=name,
-        verdict=verdict(document),
+        verdict=str(verdict(document)),
         facts=[(title, value) for title, value in facts.items() if value],
         columns=results.columns,
         rows=[[group + method, *cells] for group, (method, *cells) in zip(groups, results.rows, strict=True)],

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from calibjax.eval.report.notes import comparison_verdict, conventions, notes_of, verdict
+from calibjax.eval.report.notes import Verdict, comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
@@ -36,7 +36,7 @@ _NARROWEST_NAME = 16  # of the first column, which is text and wraps
 
 
 def print_result(
-    line: str,
+    line: Verdict | str,
     table: TextTable | None = None,
     *,
     notes: Iterable[str] = (),
@@ -46,8 +46,9 @@ def print_result(
     """Prints the end of a command: the verdict, the table that matters, notes, more tables, and where the files are."""
     width = max(shutil.get_terminal_size((80, 24)).columns, 1)
     console = Console(highlight=False, markup=False, width=width)
-    if line:
-        console.print(line, style="bold red" if line.startswith("WARNING") else "bold")
+    line = line if isinstance(line, Verdict) else Verdict(line)
+    if line.text:
+        console.print(str(line), style="bold red" if line.is_warning else "bold")
     for one in (table, *more):
         if one is not None:
             _print_table(console, one)
