@@ -182,7 +182,9 @@ class Scorer:
             width = widest
             if 4 * max(len(rows[0].tokens) for rows in left if rows) <= widest:  # one more program, for short last rows
                 width = widest // 4
-            step = min(max(self.batch_size * _WIDE // (width * self._groups), 1), 2 ** (count - start).bit_length())
+            fitting_rows = max(self.batch_size * _WIDE // (width * self._groups), 1)
+            rows_left = count - start
+            step = min(fitting_rows, 2 ** rows_left.bit_length())
             while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
                 step //= 2
             parts = [rows[:step] for rows in left]
@@ -206,21 +208,22 @@ class Scorer:
             if prefix < _PREFIX or sum(len(read) for read, _ in rest) <= prefix:
                 others += group
             else:
-                rows = _in_rows(rest, lambda common, length, size, _: size + length - common <= columns, prefix)
+                rows = _in_rows(rest, lambda shared, request, row, _: row + request - shared <= columns, prefix)
                 rows.sort(key=lambda row: -len(row.tokens))
                 groups.append(_Group(group[0][0][:prefix], rows))
         groups.sort(key=lambda group: -len(group.prefix))
         return groups, _in_rows(others, self._joins)
 
-    def _joins(self, common: int, length: int, size: int, first: int) -> bool:
-        """Whether a request joins a row of `size` tokens, `common` of which it shares; `first`: of its first request.
+    def _joins(self, shared_tokens: int, request_tokens: int, row_tokens: int, first_request_tokens: int) -> bool:
+        """Whether a request joins a row with whose last request it has its first `shared_tokens` in common.
 
         Its other tokens attend to every column before them. A token costs about as much as attention to D columns.
         """
-        new = length - common
-        columns = size * new + (new * new - length * length) / 2  # attended to beyond those in a row of its own
-        shorter = size + new <= min(self.max_length, _GROWTH * first)
-        return self._shares and shorter and common * self.lm.config.hidden_size >= columns
+        new_tokens = request_tokens - shared_tokens
+        columns_alone = request_tokens**2 / 2  # attended to in a row of its own
+        more_columns = row_tokens * new_tokens + new_tokens**2 / 2 - columns_alone
+        fits = row_tokens + new_tokens <= min(self.max_length, _GROWTH * first_request_tokens)
+        return self._shares and fits and shared_tokens * self.lm.config.hidden_size >= more_columns
 
     def _batch(
         self,
@@ -295,14 +298,14 @@ def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
 def _in_rows(reads: Sequence[_Branch], joins: Callable[[int, int, int, int], bool], position: int = 0) -> list[_Row]:
     """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`."""
     groups: list[list[_Branch]] = []
-    before, size = (), 0
+    before, row_tokens = (), 0
     for read, numbers in reads:
-        common = _common(before, read)
-        if not (groups and joins(common, len(read), size, len(groups[-1][0][0]))):
+        shared = _common(before, read)
+        if not (groups and joins(shared, len(read), row_tokens, len(groups[-1][0][0]))):
             groups.append([])
-            common = size = 0
+            shared = row_tokens = 0
         groups[-1].append((read, numbers))
-        before, size = read, size + len(read) - common
+        before, row_tokens = read, row_tokens + len(read) - shared
     return [_lay_out(group, position) for group in groups]
 
 
