@@ -47,7 +47,7 @@ def choose_sets(
         empty = "first" if not first.any() else "second"
         others = ", ".join(name for name in get_args(Recipe) if name != recipe)
         raise UserError(
-            f"--direction {recipe}: none of {len(correct):,} predictions belongs to the {empty} of its two sets. Give "
+            f"direction {recipe}: none of {len(correct):,} predictions belongs to the {empty} of its two sets. Give "
             f"more text or questions, or another direction ({others})."
         )
     return first, second
