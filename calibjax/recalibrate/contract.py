@@ -158,9 +158,8 @@ def select(
     if impossible and "labels" in arrays:
         bad = np.take_along_axis(arrays["logits"], arrays["labels"][:, None], axis=1)[:, 0] <= IMPOSSIBLE
         if bad.any():
-            raise UserError(
-                f"labels: row {rows[np.argmax(bad)]} is an option whose logit is -inf; correct it or leave it out."
-            )
+            row = rows[np.argmax(bad)]
+            raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
     if unembedding is not None:
         _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
         features = arrays.get("features")

@@ -58,9 +58,8 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
         count = np.bincount(cells, minlength=size)
         residual = np.bincount(cells, weights=np.concatenate([correct, correct]) - rows, minlength=size)
         chance = np.sqrt(np.bincount(cells, weights=rows * (1 - rows), minlength=size))
-        gain = np.where(
-            np.abs(residual) > np.maximum(_DEVIATIONS * chance, 1e-3), residual**2 / np.maximum(count, 1), 0
-        )
+        least = np.maximum(_DEVIATIONS * chance, 1e-3)
+        gain = np.where(np.abs(residual) > least, residual**2 / np.maximum(count, 1), 0)
         worst = int(np.argmax(gain))
         if gain[worst] <= 0:
             break

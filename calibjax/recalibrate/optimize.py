@@ -164,12 +164,7 @@ def _mean(loss: Loss, params: Any, rows: tuple[Array, ...], extra: Any) -> Array
 
 
 def descend(
-    loss: Loss,
-    start: Any,
-    rows: tuple[np.ndarray, ...],
-    extra: Any = (),
-    *,
-    seed: int = 0,
+    loss: Loss, start: Any, rows: tuple[np.ndarray, ...], extra: Any = (), *, seed: int = 0
 ) -> tuple[Any, FitReport]:
     """Trains by Adam on mini-batches and returns the parameters with the least loss on a held-out fifth of the rows.
 

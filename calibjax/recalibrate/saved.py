@@ -109,10 +109,9 @@ def save(
 
     if name not in METHODS:
         raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
-    if not isinstance(state, _state_type(name)):
-        raise UserError(
-            f"recalibrate.save: expected a {_state_type(name).__name__} for {name}, got a {type(state).__name__}."
-        )
+    wanted = _state_type(name)
+    if not isinstance(state, wanted):
+        raise UserError(f"recalibrate.save: expected a {wanted.__name__} for {name}, got a {type(state).__name__}.")
     arrays = named_arrays(state)
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
@@ -136,9 +135,8 @@ def load(directory: str | Path) -> Recalibrator:
     directory = user_path(directory)
     file = directory / _DESCRIPTION
     if not is_recalibrator(directory):
-        hint = (
-            " It holds a temperature head: calibjax.load_head reads it." if (directory / "head.json").is_file() else ""
-        )
+        is_head = (directory / "head.json").is_file()
+        hint = " It holds a temperature head: calibjax.load_head reads it." if is_head else ""
         raise UserError(f"{directory}: expected a fitted recalibrator with {_DESCRIPTION}, found none.{hint}")
     digests = read_checksums(directory, _REMEDY)
     try:

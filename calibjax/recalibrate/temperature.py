@@ -90,9 +90,7 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
 
 
 def fit_temperature(
-    sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]],
-    *,
-    bounds: tuple[float, float] = (-6.0, 6.0),
+    sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]], *, bounds: tuple[float, float] = (-6.0, 6.0)
 ) -> TemperatureFit:
     """Temperature scaling: the factor s on all logits with the least negative log-likelihood (Guo et al. 2017, 4.2).
 
