@@ -142,11 +142,7 @@ def grid_sums(
 
 
 def reliability_curve(
-    confidence: Float[AnyArray, " N"],
-    correct: AnyArray,
-    *,
-    groups: np.ndarray | None = None,
-    seed: int = 0,
+    confidence: Float[AnyArray, " N"], correct: AnyArray, *, groups: np.ndarray | None = None, seed: int = 0
 ) -> ReliabilityCurve:
     """Accuracy by confidence with its 95% band and the density of the confidences.
 

@@ -345,9 +345,7 @@ def paired_comparison(
     one, other = (_on_all_points(metric, arrays, options) for arrays in (first, second))
     if metric in _NORM_OF:
         (sums, drawing), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))
-        compared = error_comparison(sums, others, level=level, **drawing)
-        return compared._replace(
-            difference=one - other, low=min(compared.low, one - other), high=max(compared.high, one - other)
-        )
+        compared, value = error_comparison(sums, others, level=level, **drawing), one - other
+        return compared._replace(difference=value, low=min(compared.low, value), high=max(compared.high, value))
     drawn, others = (resample_metric(metric, *arrays, **options) for arrays in (first, second))
     return compare_resamples(one - other, drawn, others, level)

@@ -158,9 +158,7 @@ def grouping_parts(
 
 
 def _features(features: Float[AnyArray, "N F"], data: Points) -> Float[Array, "N F"]:
-    features = jnp.asarray(features)
-    if features.ndim != 2 or len(features) != len(data.confidence):
-        raise ValueError(
-            f"features: expected [N, F] for N = {len(data.confidence)} points, got shape {features.shape}."
-        )
+    features, count = jnp.asarray(features), len(data.confidence)
+    if features.ndim != 2 or len(features) != count:
+        raise ValueError(f"features: expected [N, F] for N = {count} points, got shape {features.shape}.")
     return jnp.where(data.weight[:, None] > 0, features.astype(jnp.float32), 0.0)
