@@ -81,7 +81,7 @@ def run(options: DecideOptions, log: Log = print) -> Document:
 
 def _print(document: Document, options: DecideOptions) -> None:
     rows, sets = [], []
-    categories = _by_category(document)
+    categories = document.get("categories") or {"": document["thresholds"]}
     for category, decided in categories.items():
         for kind, row in decided.items():
             threshold, name = row["threshold"], TITLES.get(kind, kind)
@@ -102,7 +102,7 @@ def _print(document: Document, options: DecideOptions) -> None:
     titles = ["sets", "questions", "score at least", "right in set", "mean size", "one option"]
     shown = {kind for row in categories.values() for kind in row}
     print_result(
-        _verdict(document, options),
+        _verdict(categories, options),
         TextTable(title, columns, rows, (3, 2, 5, 4, 1)),
         notes=[f"{TITLES.get(kind, kind)}: {text}." for kind, text in document["guarantees"].items() if kind in shown],
         more=[TextTable("Sets of options", titles, sets)] if sets else (),
@@ -110,13 +110,8 @@ def _print(document: Document, options: DecideOptions) -> None:
     )
 
 
-def _by_category(document: Document) -> Document:
-    """Thresholds by category; of a table without categories under ""."""
-    return document["categories"] if "categories" in document else {"": document["thresholds"]}
-
-
-def _verdict(document: Document, options: DecideOptions) -> Verdict:
-    decided = [row["claims" if options.claims else "answers"] for row in _by_category(document).values()]
+def _verdict(categories: Document, options: DecideOptions) -> Verdict:
+    decided = [row["claims" if options.claims else "answers"] for row in categories.values()]
     threshold, none = decided[0]["threshold"], sum(row["selects"] == "none" for row in decided)
     answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
     if options.claims:
