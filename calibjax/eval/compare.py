@@ -71,12 +71,7 @@ def uncalibrated(data: Predictions) -> Outcome:
 
 
 def contenders(
-    calibration: Predictions,
-    held_out: Predictions,
-    base: Outcome,
-    names: tuple[str, ...],
-    *,
-    include_large: bool,
+    calibration: Predictions, held_out: Predictions, base: Outcome, names: tuple[str, ...], *, include_large: bool
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
 

@@ -190,17 +190,13 @@ def evaluate_tokens(
         first += real
         bar.update(real)
     bar.close()
-    return {
-        name: MethodResult(
-            sums=jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]),
-            temperatures=histograms[name],
-            grid=grids[name],
-            tokens=TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
-            if keep_tokens
-            else None,
-        )
-        for name in names
-    }
+    of_method = {}
+    for name in names:
+        sums, tokens = jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]), None
+        if keep_tokens:
+            tokens = TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
+        of_method[name] = MethodResult(sums, histograms[name], grids[name], tokens)
+    return of_method
 
 
 def results_json(

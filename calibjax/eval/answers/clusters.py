@@ -102,9 +102,8 @@ def nli_clustering(path: str) -> Clustering:
             tokenizer = AutoTokenizer.from_pretrained(path)
             model = AutoModelForSequenceClassification.from_pretrained(path).eval().requires_grad_(False)
         except (ImportError, OSError, ValueError) as error:
-            raise UserError(
-                f"nli:{path}: cannot be loaded in PyTorch ({str(error).strip().splitlines()[0]})."
-            ) from error
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"nli:{path}: cannot be loaded in PyTorch ({reason}).") from error
     labels = {name.lower(): number for name, number in model.config.label2id.items()}
     if "entailment" not in labels:
         raise UserError(f"--same nli:{path}: expected a label entailment, got {', '.join(labels)}.")

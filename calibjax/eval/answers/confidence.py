@@ -141,21 +141,19 @@ def token_confidence(
     entropy, p = values[..., 0], jnp.exp(values[..., 1:])
     count = jnp.maximum(jnp.sum(there, axis=-1), 1)
     negentropy = 1 + jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1) / jnp.log(p.shape[-1])
-    each_by_method = {
-        "token_entropy": entropy,
-        "mean_token_negentropy": negentropy,
-        "min_token_negentropy": negentropy,
-        "probability_margin": p[..., 0] - p[..., 1],
+
+    def mean(value: Float[Array, "N T"]) -> Float[Array, " N"]:
+        return jnp.sum(jnp.where(there, value, 0.0), axis=-1) / count
+
+    confidences = {
+        "token_entropy": jnp.exp(-mean(entropy)),
+        "mean_token_negentropy": mean(negentropy),
+        "min_token_negentropy": jnp.min(jnp.where(there, negentropy, 1.0), axis=-1),
+        "probability_margin": mean(p[..., 0] - p[..., 1]),
     }
-    if method not in each_by_method:
-        raise ValueError(f"method: expected one of {', '.join(each_by_method)}, got {method!r}.")
-    each = each_by_method[method]
-    confidence = jnp.sum(jnp.where(there, each, 0.0), axis=-1) / count
-    if method == "token_entropy":
-        confidence = jnp.exp(-confidence)
-    elif method == "min_token_negentropy":
-        confidence = jnp.min(jnp.where(there, each, 1.0), axis=-1)
-    return jnp.where(jnp.any(there, axis=-1), jnp.clip(confidence, 0.0, 1.0), 0.0)
+    if method not in confidences:
+        raise ValueError(f"method: expected one of {', '.join(confidences)}, got {method!r}.")
+    return jnp.where(jnp.any(there, axis=-1), jnp.clip(confidences[method], 0.0, 1.0), 0.0)
 
 
 def _weights(clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None) -> Float[Array, "N K"]:

@@ -95,9 +95,8 @@ def find_judge(name: str) -> Judge:
     raises `UserError` if there is no such model or function."""
     if ":" not in name and ("/" in name or Path(name).is_dir()):
         return model_judge(name)
-    return find_function(
-        "--judge", name, {STRING_MATCH: string_match}, "(prompt, answer, right answers) -> 0 to 1; or a model"
-    )
+    contract = "(prompt, answer, right answers) -> 0 to 1; or a model"
+    return find_function("--judge", name, {STRING_MATCH: string_match}, contract)
 
 
 def find_function(option: str, name: str, known: Mapping[str, Function], contract: str) -> Function:
@@ -108,9 +107,8 @@ def find_function(option: str, name: str, known: Mapping[str, Function], contrac
     try:
         value = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{option} {name}: expected {', '.join(known)}, or package.module:function, {contract} ({error})."
-        ) from error
+        wanted = f"{', '.join(known)}, or package.module:function, {contract}"
+        raise UserError(f"{option} {name}: expected {wanted} ({error}).") from error
     if not callable(value):
         raise UserError(f"{option} {name}: expected a function, got {type(value).__name__}.")
     return cast(Function, value)

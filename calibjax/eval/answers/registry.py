@@ -14,7 +14,7 @@ Example:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -23,6 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.eval.answers.confidence import (
     DistributionConfidence,
+    SampleConfidence,
+    TextConfidence,
     answer_confidence,
     entropy_confidence,
     semantic_confidence,
@@ -75,6 +77,11 @@ def _confidence(function: Callable[..., Any], *reads: str) -> Confidence:
     return Confidence(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
 
 
+def _by_name(names: Iterable[str], function: Callable[..., Any], *reads: str) -> dict[str, Confidence]:
+    """Confidences of a function that takes their name before the fields that they read."""
+    return {name: _confidence(functools.partial(function, name), *reads) for name in names}
+
+
 def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
     """The fraction of the votes for the answer, each of the weight of its trace."""
     return semantic_confidence(clusters, answer, jnp.log(jnp.maximum(traces[..., part], 1e-30)))
@@ -90,18 +97,9 @@ def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
 
 
 CONFIDENCES: dict[str, Confidence] = {
-    **{
-        name: _confidence(functools.partial(answer_confidence, name), "tokens")
-        for name in ("arithmetic_mean", "product", "minimum", "length_normalised")
-    },
-    **{
-        name: _confidence(functools.partial(token_confidence, name), "tokens", "distributions")
-        for name in get_args(DistributionConfidence)
-    },
-    **{
-        name: _confidence(functools.partial(answer_confidence, name), "clusters")
-        for name in ("agreement", "entropy", "first_second")
-    },
+    **_by_name(get_args(TextConfidence), answer_confidence, "tokens"),
+    **_by_name(get_args(DistributionConfidence), token_confidence, "tokens", "distributions"),
+    **_by_name(get_args(SampleConfidence), answer_confidence, "clusters"),
     "consistency": _confidence(semantic_confidence, "clusters", "answer"),
     "deepconf_group": _confidence(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
     "deepconf_tail": _confidence(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),

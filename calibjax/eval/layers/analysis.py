@@ -110,21 +110,20 @@ def evaluate_layers(
     readout = "whole vocabulary" if letters is None else "letters only"
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
+    convention: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
     with jax.set_mesh(context.mesh):
         read = make_readout(lm, letters)
         outputs = layer_outputs(lm, both, read, **steps)
         sets = choose_sets(options.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
         directions = find_directions(lm, fit, read, sets, **steps)
         space = null_space(lm)
-        binned: dict[str, Any] = {**steps, "bins": options.bins, "closed": options.closed}
+        binned = {**steps, **convention}
         on_fit, on_held_out = (
             sweep(lm, half, read, directions, swept, options.strengths, **binned) for half in (fit, held_out)
         )
         neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
         ablation = ablate(lm, halves, read, neurons, space, **binned)
-    layers = layers_json(
-        outputs, bins=options.bins, closed=options.closed, settled_fraction=options.settled, seed=context.seed
-    )
+    layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
     chosen = choose_edit(on_fit)
     before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
     difference = metrics.error_comparison(after, before, seed=context.seed)

@@ -59,9 +59,8 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     bounds the confidence of any prediction; it is never looser than the bound by the spectral norm.
     """
     if lm.unembedding_bias is not None:
-        raise UserError(
-            f"head bound: {name} adds a bias to its logits ({lm.config.family}), which the bound leaves out."
-        )
+        family = lm.config.family
+        raise UserError(f"head bound: {name} adds a bias to its logits ({family}), which the bound leaves out.")
     norm, width, vocab_size = dict(lm.params["final_norm"]), lm.config.hidden_size, lm.config.vocab_size
     softcap, is_layer_norm = lm.config.logit_softcap, lm.config.norm == "layer"
     norm["scale"] = norm["scale"] + lm.config.norm_offset

@@ -141,14 +141,9 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
     hidden = residual_at(config, params, batch, dtype, layers="last", edit=edit)
     statistics = ("log_normalizer", "target_logit", "max_logit", "expected_logit", "correct")
     stats = readout_stats(config, read, dtype, hidden, batch, statistics)
-    sums = metrics.calibration_sums(
-        stats.confidence(),
-        stats.require("correct"),
-        log_prob=stats.log_prob(),
-        bins=bins,
-        closed=closed,
-        where=stats.valid,
-    )
+    options = {"bins": bins, "closed": closed, "where": stats.valid}
+    confidence, correct = stats.confidence(), stats.require("correct")
+    sums = metrics.calibration_sums(confidence, correct, log_prob=stats.log_prob(), **options)
     return sums, jnp.sum(jnp.where(stats.valid, stats.entropy(), 0.0), axis=-1)
 
 
@@ -254,17 +249,16 @@ def entropy_neurons(
         variance = np.maximum(np.einsum("nd,de,ne->n", effect, gram, effect, optimize=True) - (effect @ mean) ** 2, 0)
         candidates = np.argsort(-norm)[: max(1, int(largest * len(norm)))]
         for index in candidates[np.argsort(variance[candidates])][:count]:
-            chosen.append(
-                Neuron(
-                    layer + 1,
-                    int(index),
-                    float(norm[index]),
-                    float(100 * (norm < norm[index]).mean()),
-                    float(variance[index]),
-                    float(100 * (variance < variance[index]).mean()),
-                    float(space.fraction(written[index])),
-                )
+            neuron = Neuron(
+                layer=layer + 1,
+                index=int(index),
+                norm=float(norm[index]),
+                norm_percentile=float(100 * (norm < norm[index]).mean()),
+                logit_variance=float(variance[index]),
+                logit_variance_percentile=float(100 * (variance < variance[index]).mean()),
+                null_space_fraction=float(space.fraction(written[index])),
             )
+            chosen.append(neuron)
     return chosen
 
 

@@ -115,16 +115,8 @@ def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterato
 
 def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
     """Hidden states `[*M, B, K, D]` at the positions of `scored_batch`."""
-    states = decoder.hidden_states(
-        config,
-        params,
-        batch["tokens"],
-        segment_ids=batch["segment_ids"],
-        positions=batch["positions"],
-        layers=layers,
-        dtype=dtype,
-        edit=edit,
-    )
+    places = {name: batch[name] for name in ("segment_ids", "positions")}
+    states = decoder.hidden_states(config, params, batch["tokens"], **places, layers=layers, dtype=dtype, edit=edit)
     index = jax.lax.expand_dims(batch["index"], [*range(states.ndim - 3), states.ndim - 1])
     return jnp.take_along_axis(states, index, axis=states.ndim - 2)
 
@@ -233,12 +225,7 @@ def correction_test(sums: list[CalibrationSums], *, resamples: int = 1000, seed:
 
 
 def layers_json(
-    outputs: LayerOutputs,
-    *,
-    bins: int = 15,
-    closed: Closed = "right",
-    settled_fraction: float = 0.9,
-    seed: int = 0,
+    outputs: LayerOutputs, *, bins: int = 15, closed: Closed = "right", settled_fraction: float = 0.9, seed: int = 0
 ) -> dict[str, Any]:
     """The curves as plain data: `{"curves": [row of each layer], "phase": {...}}`.
 

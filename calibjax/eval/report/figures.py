@@ -203,13 +203,10 @@ def _layer_panels(document: Document) -> list[Panel]:
         ax.plot(same, **_style(2, "same token as last"), linestyle="--")
         legend(ax)
 
-    return [
-        Panel("Accuracy and confidence", "", first, 4.0, 3.0),
-        Panel("Calibration error", "", functools.partial(plot.layers, document, ("ece", "mce")), 4.0, 3.0),
-        Panel(
-            "Entropy and divergence, nats", "", functools.partial(plot.layers, document, ("entropy", "kl")), 4.0, 3.0
-        ),
-    ]
+    errors = functools.partial(plot.layers, document, ("ece", "mce"))
+    entropies = functools.partial(plot.layers, document, ("entropy", "kl"))
+    drawn = {"Accuracy and confidence": first, "Calibration error": errors, "Entropy and divergence, nats": entropies}
+    return [Panel(title, "", draw, 4.0, 3.0) for title, draw in drawn.items()]
 
 
 def _sweep_panels(document: Document) -> list[Panel]:

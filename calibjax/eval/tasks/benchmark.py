@@ -119,9 +119,8 @@ def evaluate_tasks(
     bar.close()
     empty = [name for name, joined in answers.items() if not joined.confidence.shape[1]]
     if empty:
-        raise UserError(
-            f"--tasks {', '.join(empty)}: every question has an option that is longer than the model reads."
-        )
+        named = ", ".join(empty)
+        raise UserError(f"--tasks {named}: every question has an option that is longer than the model reads.")
     names = [*heads, *options.further_confidences]
     if context.directory is not None and is_first():
         for name, joined in answers.items():
@@ -132,9 +131,9 @@ def evaluate_tasks(
 def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
     """The answers to a task; those to each part are saved, and read where they are."""
     directory, parts = evaluator.context.directory, evaluator.task.parts
-    files = (
-        {} if directory is None else {part: directory / "answers" / f"{evaluator.name}-{part}.npz" for part in parts}
-    )
+    files = {}
+    if directory is not None:
+        files = {part: directory / "answers" / f"{evaluator.name}-{part}.npz" for part in parts}
     answers = {part: read_answers(file) for part, file in files.items() if on_first(file.is_file)}
     for part in answers:
         bar.update(len(evaluator.question_numbers(parts[part])))
@@ -182,14 +181,7 @@ def tasks_document(
     return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": confidence}, "tasks": sets}
 
 
-def answers_json(
-    answers: Answers,
-    names: Sequence[str],
-    *,
-    bins: int,
-    closed: Closed,
-    seed: int = 0,
-) -> dict[str, Any]:
+def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
 
     The interval of an accuracy of right and wrong answers is Wilson's. `harness` are the means of lm-eval's own metrics

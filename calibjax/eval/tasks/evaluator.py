@@ -313,10 +313,10 @@ class TaskEvaluator:
             state = recalibrate.METHODS["temperature"].fit(Predictions(logits=logits, labels=np.asarray(labels)))
             scales.append(float(np.exp(state.log_scale)))
         splits = {self.calibration_split(task) for task in parts.values()}
-        own = "a fifth of the questions, which are not asked"
-        return TemperatureFit(
-            tuple(scales), len(labels), own if None in splits else ", ".join(sorted(map(str, splits)))
-        )
+        source = "a fifth of the questions, which are not asked"
+        if None not in splits:
+            source = ", ".join(sorted(map(str, splits)))
+        return TemperatureFit(tuple(scales), len(labels), source)
 
     # Written answers.
 

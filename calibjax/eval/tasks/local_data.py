@@ -72,18 +72,14 @@ def load_tasks(
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            where = (
-                "" if at_hand else " Its questions come from the hub; --assets names a folder that has some of them."
-            )
-            raise UserError(
-                f"--tasks {name}: cannot be loaded: {str(error).strip().splitlines()[0]}.{where}"
-            ) from error
+            reason, where = str(error).strip().splitlines()[0], ""
+            if not at_hand:
+                where = " Its questions come from the hub; --assets names a folder that has some of them."
+            raise UserError(f"--tasks {name}: cannot be loaded: {reason}.{where}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
-        log(
-            f"task {name}: {count:,} questions{f' in {len(parts)} parts' if len(parts) > 1 else ''}, "
-            f"{tasks[name].source}"
-        )
+        in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
+        log(f"task {name}: {count:,} questions{in_parts}, {tasks[name].source}")
     return tasks
 
 

@@ -94,12 +94,7 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        lm: LanguageModel,
-        heads: Mapping[str, FittedHead],
-        *,
-        batch_size: int = 16,
-        max_length: int | None = None,
+        self, lm: LanguageModel, heads: Mapping[str, FittedHead], *, batch_size: int = 16, max_length: int | None = None
     ):
         longest = lm.config.max_positions
         if batch_size < 1:
