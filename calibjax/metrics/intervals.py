@@ -11,8 +11,8 @@ estimate. The intervals here invert a test instead:
    s_b = C_bb^½.
 3. A candidate γ with error θ is accepted if the observed estimate lies between the 2.5% and the 97.5% quantile of the
    error of γ + noise (hybrid resampling, Chuang and Lai 2000). The accepted θ form the interval, which is extended to
-   the estimate if it ends below it. The debiased estimate is the θ of the
-   candidate whose median estimate equals the observed one.
+   the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
+   observed one.
 
 The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps. Candidates of
 a difference therefore have gaps as observed or smoothed over neighbouring bins, which corrects signs that noise has

@@ -12,7 +12,7 @@ from calibjax.recalibrate.contract import FitReport, log_probs_of
 from calibjax.recalibrate.logistic import regression
 from calibjax.recalibrate.optimize import Minimum, minimize
 
-_LIMIT = 16.0  # of its slopes and intercepts
+_LIMIT = 16.0  # largest absolute slope and intercept of one-vs-rest Platt scaling
 
 
 class VectorState(NamedTuple):
@@ -164,7 +164,7 @@ def fit_dirichlet(
     """Dirichlet calibration with ODIR: softmax(W log p + b), p = softmax(z) (Kull et al. 2019, section 3).
 
     The linear form of a generative model in which p is Dirichlet-distributed in every class. It is matrix scaling of
-    log p, which does not depend on a constant added to the logits of a prediction. Options as of `fit_matrix`.
+    log p, which does not depend on a constant added to the logits of a prediction. For the options see `fit_matrix`.
     """
     log_p = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
     return fit_matrix(log_p, labels, off_diagonal=off_diagonal, intercept=intercept)
@@ -194,7 +194,7 @@ def fit_structured(
 ) -> StructuredState:
     """Structured matrix scaling: softmax(W log q + b), q the prediction after temperature scaling (SMS).
 
-    Its penalty is larger for what there is more of, so that with few predictions it is temperature scaling:
+    Its penalty grows with K and falls with N, so that with few predictions it is temperature scaling:
     λK/N (Σ (W_ii − 1)² + Σ b_i² + (K − 1) Σ_{i≠j} W_ij²) (Berta et al. 2025, arXiv 2511.03685, as in probmetrics). q is
     mixed with the uniform distribution, by 1/(N + 1). `ridge`: λ.
     """

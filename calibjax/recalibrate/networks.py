@@ -97,9 +97,10 @@ def fit_ats(
 ) -> AtsState:
     """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
 
-    s(h) = exp of an `MLPHead` of `units` on the hidden state of each prediction, by cross-entropy, stopped as g-layers
-    are. It is the row of a comparison in which every method has the same inputs; heads that see a sequence, the losses
-    and the recipe of the paper, and training without the logits, are `calibjax.train`. `seed`: as of `fit_g_layers`.
+    s(h) is exp of an `MLPHead` of `units` on the hidden state of each prediction, trained by cross-entropy and stopped
+    as g-layers are. It is for comparisons in which every method has the same inputs; heads that see a sequence, the
+    losses and the recipe of the paper, and training without the logits, are in `calibjax.train`. `seed`: of the start,
+    the split and the batches.
     """
     start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
     params, report = descend(_ats_loss, start, (logits, features, labels), seed=seed)

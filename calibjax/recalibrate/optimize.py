@@ -49,7 +49,7 @@ def lbfgs(
 
 
 def _total(loss: Loss, like: Any, rows: tuple[Array, ...], extra: Any) -> Callable[[Array], Array]:
-    """The sum of the loss over the rows, of the parameters as one vector."""
+    """The sum of the loss over the rows, as a function of the parameters as one vector."""
     unravel = ravel_pytree(like)[1]
     return lambda x: jnp.sum(loss(unravel(x), rows, extra))
 

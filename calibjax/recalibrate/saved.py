@@ -61,7 +61,8 @@ class Recalibrator(NamedTuple):
             return np.asarray(_apply(self.method, self.state, reads))
         # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
         # on a table could separate a confidence from that of the same prediction alone.
-        size = int(np.clip(_CELLS // max(class_count(reads), 1), 1, _ROWS))
+        fitting = _CELLS // max(class_count(reads), 1)
+        size = min(max(fitting, 1), _ROWS)
         parts = []
         for start in range(0, count, size):
             block = np.minimum(np.arange(start, start + size), count - 1)
