@@ -83,9 +83,8 @@ def evaluate_text(
         log_prob: mean log p of a token under the scorer, nats, with its standard error over texts `log_prob_error`;
         tokens; distinct_1, distinct_2, distinct_3 and repetition, of words; self_bleu or None; and the first text.
     """
-    drawn = sample_sequences(
-        lm, sequences, prompt=prompt, temperature=temperature, batch_size=batch_size, context=context
-    )
+    options: Any = {"batch_size": batch_size, "context": context}
+    drawn = sample_sequences(lm, sequences, prompt=prompt, temperature=temperature, **options)
     sums = log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64)
     counts = drawn.where.sum(axis=1)
     mean = sums.sum() / counts.sum()

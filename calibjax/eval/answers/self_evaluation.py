@@ -64,21 +64,19 @@ class Stated(NamedTuple):
     read: Callable[[str], float | None]
 
 
+_PROPOSED = "{question}\nProposed answer: {answer}\n"
 TWO_WAY = {
-    "p_true": TwoWay(
-        "{question}\nProposed answer: {answer}\nIs the proposed answer True or False?\nReply:", " True", " False"
-    ),
+    "p_true": TwoWay(_PROPOSED + "Is the proposed answer True or False?\nReply:", " True", " False"),
     "p_not_none": TwoWay("{question}\n(A) {answer}\n(B) None of the above\nThe right option is (", "A", "B"),
 }
 """Name of a method -> its question. `{question}` is the task's own prompt without examples."""
 STATED = {
     "verbalised": Stated(
-        "{question}\nProposed answer: {answer}\nProbability that the proposed answer is right, from 0% to 100%:",
+        _PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:",
         read_number,
     ),
     "verbalised_words": Stated(
-        "{question}\nProposed answer: {answer}\nChoose one: " + ", ".join(_WORDS) + ".\nThat the proposed answer is "
-        "right is:",
+        _PROPOSED + f"Choose one: {', '.join(_WORDS)}.\nThat the proposed answer is right is:",
         read_words,
     ),
 }

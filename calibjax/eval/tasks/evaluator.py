@@ -238,7 +238,8 @@ class TaskEvaluator:
         remaining = (results[number] for number in range(len(question)))
         for batch in batches:
             scores = [list(islice(remaining, len(pairs))) for pairs in batch.options]
-            width = max(-(-max(map(len, scores), default=1) // 4) * 4, 4)  # few shapes
+            most = max(map(len, scores), default=1)
+            width = max(-(-most // 4) * 4, 4)  # few shapes
             log_probs = np.full((len(self.model.heads), BATCH, width), -np.inf, np.float32)
             for question, options in enumerate(scores):
                 for place, score in enumerate(options):
@@ -265,29 +266,32 @@ class TaskEvaluator:
         harness, texts = [], []
         for number, (document, own) in enumerate(zip(batch.documents, scores, strict=True)):
             right, options = right_options(task, document), [str(option) for option in task.doc_to_choice(document)]
-            details: dict[str, Any] = {"right": [options[place] for place in right], "options": options}
+            facts: dict[str, Any] = {"right": [options[place] for place in right], "options": options}
             correct[:, number] = np.isin(choice[:, number], right)
             if len(right) == 1:
                 log_prob[:, number] = distribution[:, number, right[0]]
                 if method != "full_vocabulary":
-                    details |= {"logits": log_probs[0, number, : len(options)].tolist(), "label": right[0]}
-            question = (
-                document.get("question") or document.get("query") if task.multiple_input else task.doc_to_text(document)
-            )
-            texts.append((str(question or ""), options[choice[0, number]], json.dumps(details)))
+                    facts |= {"logits": log_probs[0, number, : len(options)].tolist(), "label": right[0]}
+            text = document.get("question") or document.get("query")
+            if not task.multiple_input:
+                text = task.doc_to_text(document)
+            texts.append((str(text or ""), options[choice[0, number]], json.dumps(facts)))
             results = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in own]
             harness.append(task.process_results(document, results))
         columns = zip(*texts, strict=True) if texts else ((), (), ())
+        question, answer, details = (np.array(column, str) for column in columns)
         return Answers(
-            confidence,
-            correct,
-            choice.astype(np.int32),
-            log_prob,
-            _subjects(batch),
-            _numbers(harness),
-            np.array([max(score.cut for score in own) for own in scores], np.int32),
-            len(batch.numbers) - n,
-            *(np.array(column, str) for column in columns),
+            confidence=confidence,
+            correct=correct,
+            choice=choice.astype(np.int32),
+            log_prob=log_prob,
+            subject=_subjects(batch),
+            harness=_numbers(harness),
+            cut=np.array([max(score.cut for score in own) for own in scores], np.int32),
+            too_long=len(batch.numbers) - n,
+            question=question,
+            answer=answer,
+            details=details,
         )
 
     def fit_temperature(self) -> TemperatureFit:
@@ -368,18 +372,19 @@ class TaskEvaluator:
             confidence = np.concatenate([confidence, self._further_confidences(batch, written, evidence)])
         correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
         texts, documents = written.texts(), batch.documents
+        process = batch.task.process_results
         return Answers(
-            confidence,
-            np.broadcast_to(correct, confidence.shape).copy(),
-            np.full(confidence.shape, -1, np.int32),
-            np.full(confidence.shape, np.nan, np.float32),
-            _subjects(batch),
-            _numbers([batch.task.process_results(*pair) for pair in zip(documents, ([t] for t in texts), strict=True)]),
-            np.array(written.cut, np.int32),
-            0,
-            np.array(written.questions, str),
-            np.array(texts, str),
-            np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
+            confidence=confidence,
+            correct=np.broadcast_to(correct, confidence.shape).copy(),
+            choice=np.full(confidence.shape, -1, np.int32),
+            log_prob=np.full(confidence.shape, np.nan, np.float32),
+            subject=_subjects(batch),
+            harness=_numbers([process(document, [text]) for document, text in zip(documents, texts, strict=True)]),
+            cut=np.array(written.cut, np.int32),
+            too_long=0,
+            question=np.array(written.questions, str),
+            answer=np.array(texts, str),
+            details=np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
         )
 
     def _reads(self, field: str) -> bool:

@@ -149,9 +149,8 @@ class HarnessLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         answers: dict[int, tuple[float, bool]] = {}
         stream = self.scorer.stream([Continuation(context, tokens) for _, context, tokens in requests])
-        for number, score in progress_bar(
-            stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(requests)
-        ):
+        bar = progress_bar(stream, title="log-likelihoods", unit="request", disable=disable_tqdm, total=len(requests))
+        for number, score in bar:
             answers[number] = (float(score.log_probs[0].sum()), bool(score.greedy.all()))
             if requests[number][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
