@@ -1,5 +1,6 @@
 """Sequences of a text in one call: of rows, with a description; or of a file or token ids for a model."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,13 +17,16 @@ from calibjax.data.source import Rows, Skipped, read_source
 from calibjax.runtime.errors import UserError
 
 
-def choose_seq_len(rows: Rows, format: Format, tokenizer: Tokenizer, max_positions: int | None) -> int:
+def choose_seq_len(
+    rows: Rows, format: Format, tokenizer: Tokenizer, max_positions: int | None, layout: Layout = "pack"
+) -> int:
     """Returns a length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
-    It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, 128.
+    It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, and for the layout "full",
+    which drops shorter rows, 128.
     """
     length = 128
-    if not format.is_plain:
+    if not format.is_plain and layout != "full":
         counts = [len(example.tokens) for example in islice(tokenize_rows(rows, format, tokenizer), 1000)]
         length = int(np.clip(np.ceil(np.percentile(counts or [0], 95) / 64) * 64, 128, 1024))
     return length if max_positions is None else min(length, max_positions)
@@ -46,25 +50,25 @@ def load_sequences(
         template; and a line on rows that were cut, if any were.
     """
     format = recognise(rows) if format is None else format
-    read = predicted = cut = scored = lost = 0
+    counts: Counter[str] = Counter()
     skipped = Skipped()
     needed = tokens_needed(seq_len, layout, max_sequences, format.kind == "document")
 
     def examples() -> Iterator[Example]:
-        nonlocal read, predicted, cut, scored, lost
         for example in tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped):
-            read += 1
-            predicted += bool(example.loss_mask[: seq_len if example.has_prompt else None].any())
-            scored += int(example.loss_mask.sum())
-            if example.has_prompt and len(example.tokens) > seq_len:
-                cut += 1
-                lost += int(example.loss_mask[seq_len:].sum())
+            used = example.loss_mask[:seq_len] if example.has_prompt else example.loss_mask
+            counts["rows read"] += 1
+            counts["rows with a target"] += int(used.any())
+            counts["rows cut"] += int(len(used) < len(example.tokens))
+            counts["targets"] += int(example.loss_mask.sum())
+            counts["targets lost"] += int(example.loss_mask[len(used) :].sum())
             yield example
 
     sequences = make_sequences(examples(), seq_len, layout=layout, max_sequences=max_sequences)
-    used = len(np.unique(sequences.source)) if layout == "full" else predicted
+    rows_read, rows_cut = counts["rows read"], counts["rows cut"]
+    rows_used = len(np.unique(sequences.source)) if layout == "full" else counts["rows with a target"]
     description = (
-        f"{rows.name}: {format}, {read:,} rows read, {read - used:,} of them dropped "
+        f"{rows.name}: {format}, {rows_read:,} rows read, {rows_read - rows_used:,} of them dropped "
         f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
         f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
     )
@@ -72,9 +76,10 @@ def load_sequences(
         description += f"; {template}"
     if skipped.count:
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
-    if cut and layout != "full":
+    if rows_cut and layout != "full":
+        lost = counts["targets lost"] / counts["targets"]
         description += (
-            f"\n{cut:,} of these rows are longer than {seq_len} tokens: {lost / scored:.1%} of the tokens to predict "
+            f"\n{rows_cut:,} of these rows are longer than {seq_len} tokens: {lost:.1%} of the tokens to predict "
             "are left out, because a sequence that begins there would not hold their prompt"
         )
     return sequences, description
@@ -109,8 +114,7 @@ def load_text(
         rows = read_source(source)
         format = recognise(rows, text_column)
         if seq_len is None:
-            # In the layout "full" shorter rows are dropped: it has a length of its own.
-            seq_len = 128 if layout == "full" else choose_seq_len(rows, format, lm.tokenizer, longest)
+            seq_len = choose_seq_len(rows, format, lm.tokenizer, longest, layout)
         options: Any = {"layout": layout, "format": format, "max_sequences": max_sequences}
         return load_sequences(rows, lm.tokenizer, seq_len=seq_len, **options)[0]
     seq_len = min(128, longest) if seq_len is None else seq_len

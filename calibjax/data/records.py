@@ -52,7 +52,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
             else:
                 group = str(row.get("custom_id") or _body(row).get("id") or number)
                 for one in flat:
-                    yield place, one if len(flat) == 1 else {"group": group, **one}
+                    result = one if len(flat) == 1 else {"group": group, **one}
+                    yield place, result
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 
@@ -228,17 +229,19 @@ def _scored_tokens(row: Row) -> list[Row]:
 
 def _from_prompt(places: list[Row | None], ids: list[int] | None) -> _Choice:
     """vLLM's `prompt_logprobs`: at each place, token id -> log-probability and rank; the text's own token is first."""
-    choice = _Choice(None, "", ["the first"], [None], [None])
+    tokens = ["the first"]
+    log_probs: list[float | None] = [None]
+    top: list[Any] = [None]
     for number, held in enumerate(places[1:], 1):
         assert held is not None
         token = str(ids[number]) if ids else next(iter(held))
-        top = {name: item["logprob"] for name, item in held.items() if item["rank"] <= len(held)}
-        if not held.keys() - {token} <= top.keys():
+        most_likely = {name: item["logprob"] for name, item in held.items() if item["rank"] <= len(held)}
+        if not held.keys() - {token} <= most_likely.keys():
             raise UserError(f"prompt_logprobs: place {number}: the order of the keys has changed; save it as it was.")
-        choice.tokens.append(token)
-        choice.log_probs.append(held[token]["logprob"])
-        choice.top.append(top)
-    return choice
+        tokens.append(token)
+        log_probs.append(held[token]["logprob"])
+        top.append(most_likely)
+    return _Choice(None, "", tokens, log_probs, top)
 
 
 def _token_rows(text: _Choice, end: int) -> Iterator[Row]:

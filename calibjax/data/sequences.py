@@ -1,7 +1,6 @@
 """Sequences of one fixed length from examples, and their disjoint parts. A row is never on both sides of a split."""
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, get_args
 
@@ -104,35 +103,31 @@ def make_sequences(
     length = seq_len - 1
     pieces = (piece for example in examples for piece in _cut(example, length, full=layout == "full"))
     groups = _first_fit(pieces, length) if layout == "pack" else ([[piece]] for piece in pieces)
-    arrays, source, smallest_row = [], [], {}
+    packed: list[list[_Piece]] = []
     for group in groups:
-        arrays.append(np.zeros((len(group), length, 5), np.int32))
-        for array, packed in zip(arrays[-1], group, strict=True):
-            source.append(min(piece.row for piece in packed))
-            end = 0
-            for segment, piece in enumerate(packed, 1):
-                start, end = end, end + len(piece.pairs)
-                array[start:end, :3], array[start:end, 3] = piece.pairs, segment
-                array[start:end, 4] = np.arange(end - start)
-                smallest_row[piece.row] = min(smallest_row.get(piece.row, source[-1]), source[-1])
-        if len(source) >= (max_sequences or math.inf):
+        packed += group
+        if max_sequences is not None and len(packed) >= max_sequences:
             break
-    if not source:
+    if not packed:
         hint = "Is all of the text empty, or are the prompts longer? Give a larger seq_len."
         if layout == "full":
             hint = "Give a smaller seq_len, or layout='pack'."
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
     # A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows: one step to
     # the smallest row of that sequence connects all.
-    row = np.array([smallest_row[each] for each in source], np.int32)
+    source = [min(piece.row for piece in pieces_of_one) for pieces_of_one in packed]
+    smallest_row: dict[int, int] = {}
+    for first, pieces_of_one in zip(source, packed, strict=True):
+        for piece in pieces_of_one:
+            smallest_row[piece.row] = min(smallest_row.get(piece.row, first), first)
+    row = np.array([smallest_row[first] for first in source], np.int32)
     order = np.argsort(row, kind="stable")[:max_sequences]
-    fields = np.concatenate(arrays)[order]
-    tokens, targets, where, segment_ids, positions = (np.ascontiguousarray(fields[..., k]) for k in range(5))
-    return Sequences(tokens, targets, where.astype(bool), segment_ids, positions, row[order])
+    return _join([packed[place] for place in order], row[order], length)
 
 
 class _Piece(NamedTuple):
-    pairs: Int32[np.ndarray, "t 3"]  # input, target, whether the loss includes it; 1 <= t <= T
+    tokens: Int32[np.ndarray, " t+1"]  # consecutive ones of an example, 1 <= t <= T: each but the last is an input
+    where: Bool[np.ndarray, " t"]  # whether the loss includes the token after each input
     row: int
 
 
@@ -141,13 +136,14 @@ def _cut(example: Example, length: int, *, full: bool) -> Iterator[_Piece]:
     if example.has_prompt:
         stop = min(stop, length)
     if full:
-        stop = stop // length * length if example.is_document else length * (stop >= length)
+        whole = stop // length * length
+        stop = whole if example.is_document else min(whole, length)
     for start in range(0, stop, length):
         end = min(start + length, stop)
         where = example.loss_mask[start + 1 : end + 1]
         if where.any():
-            inputs, targets = example.tokens[start:end], example.tokens[start + 1 : end + 1]
-            yield _Piece(np.stack([inputs, targets, where], axis=1).astype(np.int32), example.row)
+            # Copies: views would hold the whole example.
+            yield _Piece(example.tokens[start : end + 1].astype(np.int32), where.copy(), example.row)
 
 
 def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Piece]]]:
@@ -155,16 +151,33 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
     group: list[list[_Piece]] = []
     free = np.full(_GROUP, length)
     for piece in pieces:
-        at = int(np.argmax(free >= len(piece.pairs)))
-        if free[at] < len(piece.pairs):
+        at = int(np.argmax(free >= len(piece.where)))
+        if free[at] < len(piece.where):
             yield group
             group, at, free = [], 0, np.full(_GROUP, length)
         if at == len(group):
             group.append([])
         group[at].append(piece)
-        free[at] -= len(piece.pairs)
+        free[at] -= len(piece.where)
     if group:
         yield group
+
+
+def _join(packed: list[list[_Piece]], source: Int32[np.ndarray, " S"], length: int) -> Sequences:
+    """A sequence of each list of pieces."""
+    shape = len(packed), length
+    tokens, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    where = np.zeros(shape, bool)
+    for row, pieces in enumerate(packed):
+        end = 0
+        for segment, piece in enumerate(pieces, 1):
+            start, end = end, end + len(piece.where)
+            tokens[row, start:end] = piece.tokens[:-1]
+            targets[row, start:end] = piece.tokens[1:]
+            where[row, start:end] = piece.where
+            segment_ids[row, start:end] = segment
+            positions[row, start:end] = np.arange(end - start)
+    return Sequences(tokens, targets, where, segment_ids, positions, source)
 
 
 # --- parts ---
@@ -189,7 +202,7 @@ def split_sequences(
 
 
 def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], size: float) -> Bool[np.ndarray, " N"]:
-    """The elements of the first of at least two groups in this order, up to the end of a group nearest to `size`."""
+    """Marks the elements of the first groups in `order`, but never all, that bring their number nearest to `size`."""
     ends = np.cumsum(np.bincount(group)[order])[:-1]
     return np.isin(group, order[: 1 + int(np.argmin(np.abs(ends - size)))])
 

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -116,7 +116,7 @@ def read_table(
     columns, divisors = dict(columns or {}), {}
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
     named = (*columns.values(), *several)
-    reader = _Columns(path, skip_broken, *_read_columns(path, named, skip_broken, tokens, truth))
+    reader = _Columns(path, _read_columns(path, named, skip_broken, tokens, truth), skip_broken)
     for name in several:
         if name not in reader.names:
             raise UserError(f"{path}: there is no column {name}; got: {_listed(reader.names)}.")
@@ -128,7 +128,9 @@ def read_table(
     names = _assigned(path, reader.names, columns)
     if several:
         names.setdefault("confidence", several[0])
-    probabilities, logits = (None, None) if "confidence" in columns else reader.options(names)
+    probabilities = logits = None
+    if "confidence" not in columns:  # one that the caller named takes precedence over logits
+        probabilities, logits = reader.class_scores(names)
     if logits is not None and ("label" in names or not outcomes):
         labels = reader.classes(names["label"], logits) if "label" in names else None
         predictions = Predictions(logits=logits, labels=labels)
@@ -210,10 +212,18 @@ def table_rows(
     return Rows(read, name=str(path))
 
 
+class _RawColumns(NamedTuple):
+    """Cells of the columns that may have a role, names of all columns, and the numbers of rows read and left out."""
+
+    cells: dict[str, Any]
+    names: list[str]
+    rows: int
+    skipped: Skipped
+
+
 def _read_columns(
     path: Path, named: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
-) -> tuple[dict[str, Any], list[str], int, Skipped]:
-    """Columns that may have a role, the names of all columns, the number of rows, and those that were left out."""
+) -> _RawColumns:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
@@ -222,9 +232,9 @@ def _read_columns(
             raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
-        return arrays, names, rows, Skipped()
+        return _RawColumns(arrays, names, rows, Skipped())
     if suffix == ".parquet" and truth is None:
-        return *_read_parquet(path, named), Skipped()
+        return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
     skipped, count = Skipped(), 0
     for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
@@ -235,7 +245,8 @@ def _read_columns(
             if column is not None:
                 column.append(row.get(name))
         count += 1
-    return {name: column for name, column in columns.items() if column is not None}, list(columns), count, skipped
+    cells = {name: column for name, column in columns.items() if column is not None}
+    return _RawColumns(cells, list(columns), count, skipped)
 
 
 def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -256,7 +267,7 @@ def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.n
     return arrays, names
 
 
-def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], list[str], int]:
+def _read_parquet(path: Path, named: Collection[str]) -> _RawColumns:
     import pyarrow
     import pyarrow.parquet
 
@@ -268,7 +279,7 @@ def _read_parquet(path: Path, named: Collection[str]) -> tuple[dict[str, Any], l
                 raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
             table = file.read([name for name in names if _is_read(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
-            return columns, names, file.metadata.num_rows
+            return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
     except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}.") from error
 
@@ -338,12 +349,10 @@ def _listed(names: Sequence[str]) -> str:
 class _Columns:
     """Columns of a file as arrays; rows that cannot be read are refused, or marked in `broken` `[N]` to be left out."""
 
-    def __init__(
-        self, path: Path, skip_broken: bool, cells: dict[str, Any], names: list[str], rows: int, skipped: Skipped
-    ) -> None:
-        self.cells, self.names, self.skipped = cells, names, skipped
+    def __init__(self, path: Path, raw: _RawColumns, skip_broken: bool) -> None:
+        self.cells, self.names, self.skipped = raw.cells, raw.names, raw.skipped
         self._path, self._skip_broken = path, skip_broken
-        self.broken, self.notes = np.zeros(rows, bool), list[str]()
+        self.broken, self.notes = np.zeros(raw.rows, bool), list[str]()
 
     def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:
         """Raises `UserError` for the first row that is `bad`, or marks these rows as broken."""
@@ -433,7 +442,7 @@ class _Columns:
         self._refuse(name, np.asarray(~_finite(values).all(axis=1)), "finite numbers of float32")
         return values.astype(np.float32)
 
-    def options(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def class_scores(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
         for role, prefix in (("logits", "logit"), ("probs", "p")):
             pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
