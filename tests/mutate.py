@@ -198,7 +198,7 @@ TABLE = {
         ("others & (log_probs >= top)", "others & (log_probs > top)", "models/test_calibrated.py -k ties")
     ],
     "train/step.py": [
-        ("count = jnp.maximum(divisor, 1.0)", "count = divisor", "train/test_step.py -k one_program"),
+        ("count = jnp.maximum(sums.divisor, 1.0)", "count = sums.divisor", "train/test_step.py -k one_program"),
         ("left = max(steps - warmup, 1)", "left = max(steps, 1)", "train/test_sft.py -k optimisers"),
     ],
     "train/loop.py": [

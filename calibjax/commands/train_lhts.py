@@ -89,7 +89,8 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     with jax.set_mesh(context.mesh):
         for method in methods:
             within = context.within("fit", method)
-            fitted = fit_lhts(base, fit, options.lhts, context=within, method=method, samples=options.out / "fit")
+            shared = options.out / "fit"
+            fitted = fit_lhts(base, fit, options.lhts, context=within, method=method, samples_directory=shared)
             fits[method] = fitted.report
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name

@@ -17,7 +17,7 @@ from calibjax.train.step import TrainState
 
 _DATE = "a chat template that writes the date gives others every day"
 _NAMES = {  # in the identities of runs
-    "windows": f"the sequences of the data; {_DATE}",
+    "sequences": f"the sequences of the data; {_DATE}",
     "tokens": f"tokens of the model and the sequences; {_DATE}",
 }
 _log = logging.getLogger(__name__)

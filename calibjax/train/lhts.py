@@ -57,7 +57,8 @@ class LhtsOptions(TuningOptions):
         baseline: subtracted from log-likelihoods: none, or a running mean, scalar or for each position.
         form: whether a weight applies to the whole suffix or to its first token.
         kl_weight: weight of KL(student ‖ scorer).
-        samples: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus only.
+        sampled_fraction: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus
+            only.
         prompt: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
         partition_rounds: rounds of `partition`; from the second on, it is also trained on text that its last student
@@ -74,7 +75,7 @@ class LhtsOptions(TuningOptions):
     baseline: BaselineKind | None = None
     form: Form | None = None
     kl_weight: NonNegative | None = None
-    samples: Weight = 0.0
+    sampled_fraction: Weight = 0.0
     prompt: Count = named("prompt-tokens", 1)
     quantiles: Annotated[int, Range(2, INT_MAX)] = 5
     partition_rounds: Count = 1
@@ -239,7 +240,7 @@ def fit_lhts(
     context: RunContext | None = None,
     *,
     method: Method = "lhts",
-    samples: Path | None = None,
+    samples_directory: Path | None = None,
 ) -> LhtsFit:
     """Trains a student at long-horizon temperatures of a model; the model itself is the frozen scorer.
 
@@ -259,7 +260,7 @@ def fit_lhts(
         context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
             sequences and the validation part.
         method: `lhts` or `partition`.
-        samples: directory of the sampled text, which several fits can share; None: `context.directory`.
+        samples_directory: directory of the sampled text, which several fits can share; None: `context.directory`.
 
     Raises:
         UserError: inconsistent options, no valid token, or a directory that holds another run.
@@ -290,8 +291,8 @@ def fit_lhts(
         data = mix_samples(
             lm,
             data,
-            options.samples,
-            directory=samples or context.require_directory(),
+            options.sampled_fraction,
+            directory=samples_directory or context.require_directory(),
             prompt=options.prompt,
             batch_size=options.batch_size,
             context=context,
@@ -301,10 +302,11 @@ def fit_lhts(
         # The long-horizon temperature of each sequence, drawn evenly.
         drawn = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
         condition = drawn % np.int32(conditions)
-        more: dict[str, np.ndarray] = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
+        temperature = np.asarray(options.temperatures, np.float32)[condition]
+        per_sequence: dict[str, np.ndarray] = {"temperature": temperature}
         if conditions > 1:
-            more["condition"] = condition
-        params, scale, report = _fit_student(lm, options.objective, more, data, options, context, method)
+            per_sequence["condition"] = condition
+        params, scale, report = _fit_student(lm, options.objective, per_sequence, data, options, context, method)
     names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
     return LhtsFit({name: conditioned(params, index, scale) for index, name in enumerate(names)}, report)
 
@@ -329,8 +331,8 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
         means.append(float(_mean_log_probs(lm, added, options).mean()))
         context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")
         condition = likelihood_quantiles(_mean_log_probs(lm, pool, options), options.quantiles)
-        more = {"temperature": np.ones(len(condition), np.float32), "condition": condition}
-        student, scale, report = _fit_student(lm, objective, more, pool, options, at, "partition")
+        per_sequence = {"temperature": np.ones(len(condition), np.float32), "condition": condition}
+        student, scale, report = _fit_student(lm, objective, per_sequence, pool, options, at, "partition")
         params = conditioned(student, options.quantiles - 1, scale)
     return LhtsFit({"partition": params}, {**report, "mean_log_prob": means})
 
@@ -344,17 +346,17 @@ def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOption
 def _fit_student(
     lm: LanguageModel,
     objective: Horizon,
-    more: Mapping[str, np.ndarray],
+    per_sequence: Mapping[str, np.ndarray],
     sequences: Sequences,
     options: LhtsOptions,
     context: RunContext,
     method: Method,
 ) -> tuple[Any, float, dict[str, Any]]:
-    """Parameters of a student, with a table of conditions where `more` has them; its scale; and the report."""
+    """Parameters of a student, with a table of conditions where `per_sequence` has them; its scale; and the report."""
     mesh = context.mesh
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
-    if "condition" in more:
+    if "condition" in per_sequence:
         conditions = options.quantiles if method == "partition" else len(options.temperatures)
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
     size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
@@ -368,17 +370,17 @@ def _fit_student(
     params, report = tune(
         trained,
         trained.likelihood,
-        [student],
+        lambda: student,
         placed,
         sequences,
         options,
-        more=more,
+        per_sequence=per_sequence,
         context=context.titled(method),
         identity={
             "method": method,
             "fingerprint": lm.fingerprint,
             "dtype": str(lm.dtype),
-            "windows": array_hash({**sequences.arrays(), **more}),
+            "sequences": array_hash({**sequences.arrays(), **per_sequence}),
         },
         carry=RunningMean.empty(sequences.tokens.shape[1]),
     )

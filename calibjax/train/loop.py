@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -83,6 +83,13 @@ class TrainLog:
                 self._tracker.finish()
 
 
+class Evaluation(NamedTuple):
+    """What is logged beside the loss: the scalars of the parameters, after every `every` steps."""
+
+    scalars_of: Callable[[Any], dict[str, float]]
+    every: int
+
+
 def train(
     step_fn: TrainStep,
     state: TrainState,
@@ -94,7 +101,7 @@ def train(
     context: RunContext,
     identity: dict[str, Any],
     checkpoint_every: int = 200,
-    evaluation: tuple[Callable[[Any], dict[str, float]], int] | None = None,
+    evaluation: Evaluation | None = None,
 ) -> TrainState:
     """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
@@ -110,7 +117,7 @@ def train(
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-        evaluation: a map from parameters to scalars to log, and the steps between; also after the last step.
+        evaluation: see `Evaluation`; also after the last step. None: none.
 
     Raises:
         NonFiniteLossError: a loss or gradient was not finite; checkpoints of earlier steps are kept.
@@ -157,13 +164,13 @@ def train(
                     settle(*pending)
                 pending = (number, metrics)
                 last, stopping = number == steps, stop_requested(number)
-                due = evaluation is not None and (last or number % evaluation[1] == 0)
+                due = evaluation is not None and (last or number % evaluation.every == 0)
                 keep = last or stopping or number % checkpoint_every == 0
                 if due or keep:
                     settle(*pending)
                     pending = None
                 if due and evaluation is not None:
-                    scalars = evaluation[0](state.params)
+                    scalars = evaluation.scalars_of(state.params)
                     log.write(number, scalars)
                     text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
                     if context.shows_progress:

@@ -1,6 +1,7 @@
 """Supervised fine-tuning with label smoothing (arXiv 2508.00264), of all weights or of low-rank adapters."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -224,15 +225,19 @@ def fit_sft(
         )
     config, lora = options.configure(lm.config), options.lora
     objective = SftObjective(model=config, options=options, dtype=lm.dtype)
-    placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
-    frozen: Any = None if lora is None else placed
-    held = [placed if lora is None else decoder.init_adapters(config, lora, jax.random.key(context.seed))]
-    del placed
+
+    def place() -> decoder.Params:
+        return jax.device_put(lm.params, param_shardings(mesh, lm.params))
+
+    frozen, initial_params = None, place
+    if lora is not None:
+        frozen = place()
+        initial_params = functools.partial(decoder.init_adapters, config, lora, jax.random.key(context.seed))
     with context.with_directory() as context:
         params, report = tune(
             objective,
             objective.likelihood(),
-            held,
+            initial_params,
             frozen,
             data,
             options,
@@ -240,7 +245,7 @@ def fit_sft(
             identity={
                 "fingerprint": lm.fingerprint,
                 "dtype": str(lm.dtype),
-                "windows": array_hash(data._asdict()),
+                "sequences": array_hash(data._asdict()),
             },
             reduction=options.reduction,
             consume=lora is None and consume,

@@ -107,6 +107,15 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]
 
 
+class _Gradients(NamedTuple):
+    """Of a micro-batch, or summed over several: loss, its divisor and the gradients; and the objective's last state."""
+
+    loss: Float[Array, ""]
+    divisor: Float[Array, ""]
+    grads: Any
+    carry: Any
+
+
 TrainStep = Callable[[TrainState, Any, Batch, Mapping[str, Array]], tuple[TrainState, StepMetrics]]
 
 
@@ -114,7 +123,6 @@ def make_train_step(
     objective: Objective | CarryingObjective,
     optimizer: optax.GradientTransformation,
     *,
-    carrying: bool = False,
     accumulate: int = 1,
     reduction: Literal["mean", "sum"] = "mean",
     clip_norm: float | None = None,
@@ -122,9 +130,9 @@ def make_train_step(
     """Returns the jitted step `(state, frozen, batch, hyper) -> (state, metrics)`, which donates the given state.
 
     Args:
-        objective: see `Objective`.
+        objective: an `Objective`; or, where `TrainState.carry` holds arrays, a `CarryingObjective`, whose state the
+            micro-batches update in order.
         optimizer: optax transformation.
-        carrying: the objective is a `CarryingObjective`; the micro-batches update its state in order.
         accumulate: number of micro-batches per batch; a divisor of the batch size. The gradient is that of the mean
             over the whole batch, whatever the numbers of tokens in the micro-batches.
         reduction: "sum" takes the gradient of the sum instead of the mean. `StepMetrics.loss` is the mean in both
@@ -132,41 +140,41 @@ def make_train_step(
         clip_norm: largest global norm of the gradient, > 0. None: no clipping.
     """
 
-    def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any):
+    def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any) -> _Gradients:
         def loss(params: Any):
-            if carrying:
+            if jax.tree.leaves(carry):
                 return cast(CarryingObjective, objective)(params, frozen, batch, hyper, carry)
             value, divisor = cast(Objective, objective)(params, frozen, batch, hyper)
             return value, (divisor, carry)
 
-        (value, (divisor, new)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return ((value, divisor), grads), new
+        (value, (divisor, new_carry)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return _Gradients(value, divisor, grads, new_carry)
 
     def step(state: TrainState, frozen: Any, batch: Batch, hyper: Mapping[str, Array]):
         if accumulate == 1:
-            ((loss, divisor), grads), carry = gradients(state.params, frozen, batch, hyper, state.carry)
+            sums = gradients(state.params, frozen, batch, hyper, state.carry)
         else:
             micro = jax.tree.map(lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), dict(batch))
-            zeros = (jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params)
+            zeros = jax.tree.map(jnp.zeros_like, state.params)
 
-            def add(sums, part):
-                total, carry = sums
-                more, carry = gradients(state.params, frozen, part, hyper, carry)
-                return (jax.tree.map(jnp.add, total, more), carry), None
+            def add(sums: _Gradients, part: Batch) -> tuple[_Gradients, None]:
+                new = gradients(state.params, frozen, part, hyper, sums.carry)
+                grads = jax.tree.map(jnp.add, sums.grads, new.grads)
+                return _Gradients(sums.loss + new.loss, sums.divisor + new.divisor, grads, new.carry), None
 
-            (((loss, divisor), grads), carry), _ = jax.lax.scan(add, (zeros, state.carry), micro)
-        count = jnp.maximum(divisor, 1.0)
+            sums, _ = jax.lax.scan(add, _Gradients(jnp.zeros(()), jnp.zeros(()), zeros, state.carry), micro)
+        count = jnp.maximum(sums.divisor, 1.0)
         # Mean and clipping are one factor, applied by multiplication: XLA fuses it into every use of the gradients. The
         # result of a division would be stored, as a second copy of all gradients.
         weight = 1.0 / count if reduction == "mean" else jnp.ones(())
-        norm = weight * _global_norm(grads)
+        norm = weight * _global_norm(sums.grads)
         if clip_norm is not None:
             weight = weight * jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-        grads = jax.tree.map(lambda g: g * weight, grads)
+        grads = jax.tree.map(lambda g: g * weight, sums.grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(loss / count, jnp.sum(batch["where"]).astype(jnp.float32), norm)
-        return TrainState(state.step + 1, params, opt_state, carry), metrics
+        metrics = StepMetrics(sums.loss / count, jnp.sum(batch["where"]).astype(jnp.float32), norm)
+        return TrainState(state.step + 1, params, opt_state, sums.carry), metrics
 
     return jax.jit(step, donate_argnums=0)
 

@@ -1,7 +1,7 @@
 """Fine-tuning, whatever the objective: options of the optimisation, and the run from the first to the last step."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,7 @@ from calibjax.runtime.options import (
     options_identity,
 )
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.loop import train
+from calibjax.train.loop import Evaluation, train
 from calibjax.train.step import (
     CarryingObjective,
     Objective,
@@ -103,35 +103,35 @@ def check_dense(config: DecoderConfig, remedy: str) -> None:
         )
 
 
-def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = None) -> TrainState:
+def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
     """The state that `tune` starts from, with float32 parameters."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return create_state(params, optimizer, () if carry is None else carry)
+    return create_state(params, optimizer, carry)
 
 
 def tune(
     objective: Objective | CarryingObjective,
     likelihood: Objective,
-    source: list[Any],
+    initial_params: Callable[[], decoder.Params],
     frozen: Any,
     sequences: Sequences,
     options: TuningOptions,
     *,
-    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    per_sequence: Mapping[str, np.ndarray] = MappingProxyType({}),
     context: RunContext,
     identity: dict[str, Any],
-    carry: Any = None,
+    carry: Any = (),
     reduction: Literal["mean", "sum"] = "mean",
     consume: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """Trains parameters in float32 on a part of the sequences; returns them and the report.
 
-    `likelihood`, the negative log-likelihood, is evaluated on the other part. `source` is a list of one tree, the
-    initial parameters, placed on `context.mesh`; it is emptied, so that they can be freed, and they are donated if
-    `consume`. `more`: further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`.
-    For the others see `train`.
+    `likelihood`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
+    parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `consume`. `per_sequence`:
+    further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`. For the others see
+    `train`.
     """
-    arrays = {**sequences.arrays(), **more}
+    arrays = {**sequences.arrays(), **per_sequence}
     parts = hold_back(sequences, options.validation_fraction, context.seed)
     train_arrays, validation_arrays = ({name: x[rows] for name, x in arrays.items()} for rows in parts)
     rows, validation = map(len, parts)
@@ -141,8 +141,10 @@ def tune(
     def start(params: Any) -> TrainState:
         return first_state(params, optimizer, carry)
 
-    shardings = param_shardings(context.mesh, jax.eval_shape(start, source[0]))
-    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(source.pop())
+    params = initial_params()
+    shardings = param_shardings(context.mesh, jax.eval_shape(start, params))
+    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(params)
+    del params
     jitted = jax.jit(likelihood)
 
     def evaluate(params: Any) -> dict[str, float]:
@@ -156,7 +158,6 @@ def tune(
             make_train_step(
                 objective,
                 optimizer,
-                carrying=carry is not None,
                 accumulate=options.accumulate,
                 reduction=reduction,
                 clip_norm=options.clip_norm,
@@ -175,12 +176,12 @@ def tune(
             context=context,
             identity={"options": options_identity(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
-            evaluation=(evaluate, max(1, steps // options.epochs)),
+            evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
     context.log(
         f"{context.title}: {steps:,} steps on {rows:,} sequences; validation NLL {final['validation_nll']:.4f} on "
         f"{validation:,}"
     )
-    windows = {"train": rows, "validation": validation}
-    return state.params, {"options": options_identity(options), "steps": steps, "windows": windows, **final}
+    counts = {"train": rows, "validation": validation}
+    return state.params, {"options": options_identity(options), "steps": steps, "sequences": counts, **final}

@@ -100,7 +100,7 @@ class Command:
 MODEL = "--model {inputs}/model"
 TRAIN = MODEL + " --data {inputs}/data.jsonl --out {out}/run --seq-len 13 --full-sequences --quiet --batch-size 6"
 TRAIN += " --epochs 1 --checkpoint-every 3 --learning-rate 0.01"
-LHTS = " --temperatures 0.9 --samples 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
+LHTS = " --temperatures 0.9 --sampled-fraction 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
 LAYERS = MODEL + " --data {inputs}/data.jsonl --out {out}/run --seq-len 13 --full-sequences --quiet --batch-size 8"
 TASKS = MODEL + " --assets {inputs} --out {out}/run --quiet --tasks "
 SAMPLES = " --max-new-tokens 2 --confidence consistency probe_correct_answer --samples 2"

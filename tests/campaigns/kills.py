@@ -33,7 +33,7 @@ from tiny import WORDS, write_model, write_questions, write_text
 TRAIN = "--model {folder}/model --data {folder}/data.jsonl --out {out} --seq-len 13 --full-sequences --batch-size 6"
 TRAIN += " --epochs 3 --checkpoint-every 2 --learning-rate 0.01 --quiet"
 TASKS = "--model {folder}/model --assets {folder} --out {out} --tasks arc_easy triviaqa --confidence consistency"
-LHTS = "--temperatures 0.9 --samples 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
+LHTS = "--temperatures 0.9 --sampled-fraction 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
 OPTIONS = {
     "train ats": f"{TRAIN} --loss joint --no-refit-temperature --head-kind mlp",
     "train sft": TRAIN,

@@ -100,8 +100,8 @@ def test_command(tmp_path, capsys):
     """From files to tables; the student's text is likelier than the model's, under the model."""
     source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
     out = tmp_path / "out"
-    line = "--seq-len 13 --batch-size 16 --learning-rate 0.01 --epochs 8 --quiet --temperatures 0.4 --samples 1"
-    options = f"{line} --texts 12 --text-prompt-tokens 2 --myopic 1 0".split()
+    line = "--seq-len 13 --batch-size 16 --learning-rate 0.01 --epochs 8 --temperatures 0.4 --sampled-fraction 1"
+    options = f"{line} --quiet --texts 12 --text-prompt-tokens 2 --myopic 1 0".split()
     options += ["--analogies", str(write_analogies(tmp_path / "analogies.jsonl")), "--mesh", "data=8"]
     assert main(["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out), *options]) == 0
     printed = capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
     del batch["condition"]
     optimizer = OptimizerConfig().build(4)
     objective = LhtsObjective(model=lm.config, objective=MODES["official"])
-    step = make_train_step(objective, optimizer, carrying=True, accumulate=2)
+    step = make_train_step(objective, optimizer, accumulate=2)
     state = create_state(jax.tree.map(jnp.copy, lm.params), optimizer, RunningMean.empty(10))
     for _ in range(3):
         state, _ = step(state, lm.params, batch, {})
@@ -115,7 +115,7 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
 @pytest.mark.slow
 def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
     """Samples, running means and conditions come back with the rest."""
-    options = {"samples": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
+    options = {"sampled_fraction": 0.5, "temperatures": (0.5, 0.9), "checkpoint_every": 2}
     whole = fit(tmp_path / "whole", sequences=make_sequences(40), **options)
 
     def dying(*args, **kwargs):
@@ -172,7 +172,7 @@ def test_the_partition_goes_on_with_the_text_of_its_last_student(tmp_path):
     for text, mean in zip((sequences, written), two.report["mean_log_prob"], strict=True):
         each = log_probs(lm, text, batch_size=8).sum(axis=1) / np.maximum(text.where.sum(axis=1), 1)
         np.testing.assert_allclose(mean, each.mean(), rtol=1e-5)
-    assert two.report["windows"]["train"] == 2 * one.report["windows"]["train"]
+    assert two.report["sequences"]["train"] == 2 * one.report["sequences"]["train"]
     shutil.rmtree(tmp_path / "two/round-2/checkpoints")
     chex.assert_trees_all_equal(fit(tmp_path / "two", partition_rounds=2, **options).params, two.params)
 
