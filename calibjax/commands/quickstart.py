@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,26 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax import losses
 from calibjax.commands import common
-from calibjax.commands.train_ats import evaluate_fit, fit_ats
+from calibjax.commands.train_ats import evaluate_fit
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
 from calibjax.eval.report.schema import Document
-from calibjax.kernels import vocab_stats
-from calibjax.models import DecoderConfig, LanguageModel, config_from_hf, hidden_states, init_params, unembedding
+from calibjax.models import LanguageModel, config_from_hf, init_params
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Count
 from calibjax.runtime.sharding import replicated
+from calibjax.train.ats import fit_ats
 from calibjax.train.loop import train
-from calibjax.train.options import AtsOptions, make_plan
+from calibjax.train.options import AtsOptions
 from calibjax.train.saved import save_head
+from calibjax.train.sft import SftObjective, SftOptions
 from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
 _LENGTH = 65  # tokens a sequence: 64 predictions
 _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences
+_BATCH_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,26 +50,6 @@ class QuickstartOptions(common.OutputOptions):
     epochs: Count = 30
 
 
-@dataclasses.dataclass(frozen=True)
-class LanguageModelObjective:
-    """The `Objective` of plain language modelling: cross-entropy of the next token; everything is trained."""
-
-    model: DecoderConfig
-
-    def __call__(
-        self, params: Any, frozen: None, batch: Mapping[str, Array], hyper: Mapping[str, Array]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        hidden = hidden_states(self.model, params, batch["tokens"])
-        stats = vocab_stats(
-            hidden,
-            unembedding(self.model, params),
-            batch["targets"],
-            where=batch["where"],
-            statistics=losses.LOSSES["cross-entropy"].statistics,
-        )
-        return jnp.sum(losses.cross_entropy(stats)), jnp.sum(stats.valid).astype(jnp.float32)
-
-
 def run(options: QuickstartOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
     context = common.begin("quickstart", options, log)
@@ -83,12 +64,11 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
         f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
     )
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
-    plan = make_plan(AtsOptions(batch_size=32), lm.config.hidden_size)
-    fitted = fit_ats(lm, fit_set, plan, context.within("fit"))
+    fitted = fit_ats(lm, fit_set, AtsOptions(batch_size=_BATCH_SIZE), context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
     sets = {"held_out": held_out}
     document, results = evaluate_fit(
-        "quickstart", options, lm, sets, fitted, context, batch_size=plan.batch_size, keep_tokens=True
+        "quickstart", options, lm, sets, fitted, context, batch_size=_BATCH_SIZE, keep_tokens=True
     )
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():
@@ -124,17 +104,17 @@ def _train_decoder(
     with tempfile.TemporaryDirectory() as like:
         write_file(Path(like) / "config.json", json.dumps(settings))
         config = config_from_hf(like)
-        batch_size = 32
-        steps = options.epochs * len(sequences.tokens) // batch_size
+        steps = options.epochs * len(sequences.tokens) // _BATCH_SIZE
         adamw = OptimizerConfig(learning_rate=3e-3)
         optimizer = adamw.build(steps)
         state = create_state(init_params(config, jax.random.key(options.seed)), optimizer)
+        objective = SftObjective(model=config, options=SftOptions(loss="cross-entropy", remat="none"))
         state = train(
-            make_train_step(LanguageModelObjective(config), optimizer, clip_norm=adamw.clip_norm),
+            make_train_step(objective, optimizer, clip_norm=adamw.clip_norm),
             jax.device_put(state, replicated(context.mesh)),
             None,
             {},
-            batches(sequences._asdict(), batch_size, seed=options.seed, epochs=options.epochs),
+            batches(sequences._asdict(), _BATCH_SIZE, seed=options.seed, epochs=options.epochs),
             steps=steps,
             context=context.titled("decoder"),
             identity={"epochs": options.epochs, "seed": options.seed},
