@@ -254,13 +254,15 @@ def _execute(options: Any, run: Run) -> int:
 
 
 def _one_line(error: Exception, options: Any) -> str:
-    """The message; where it begins with an argument of the library, with the option in its place."""
+    """The message; where it begins with arguments of the library, with the options in their place."""
     from calibjax.commands.parser import list_options
     from calibjax.runtime.errors import printable
 
     flags = {option.path[-1]: option.flag for option in list_options(type(options))} | {"model": "--model"}
     message = " ".join(str(error).split())
-    argument = re.match(r"(--[\w-]+: )?([a-z_]+)(=|: )", message)
-    if argument and argument[2] in flags:
-        message = f"{flags[argument[2]]}{': ' if argument[3] == ': ' else ' '}{message[argument.end() :]}"
+    start = re.match(r"(--[\w-]+: )?([a-z_]+(?:, [a-z_]+)*)(=|: )", message)
+    arguments = start[2].split(", ") if start else []
+    if start and all(name in flags for name in arguments):
+        options_given = ", ".join(flags[name] for name in arguments)
+        message = f"{options_given}{': ' if start[3] == ': ' else ' '}{message[start.end() :]}"
     return printable(message)

@@ -82,7 +82,7 @@ class Study:
     fit_fraction: float = 0.6
     seeds: int = 3
     head_kind: Literal["linear", "mlp", "transformer"] = "mlp"
-    features: str = "hidden_states"
+    features: tuple[str, ...] = ("hidden_states",)
     text: DataOptions = DataOptions()
 
     def head(self, **changes: Any) -> AtsOptions:
@@ -112,7 +112,7 @@ def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         "transformer": ("hidden_states",),
     }
     return {
-        f"{kind}: {'all four' if read == everything else read}": {"head": kind, "features": read}
+        f"{kind}: {'all four' if read == everything else read}": {"head": kind, "features": tuple(read.split("+"))}
         for kind, names in features.items()
         for read in (*names, everything)
     }, {}

@@ -80,7 +80,7 @@ def document(named: Callable[[str], str] = str):
 
     def loss(name, nll, beats=False):
         own = {"nll": nll, "brier": 0.2, "ece": 0.02, "calibration_error": 0.01, "factor": 1.0, "shrinkage": 0.5}
-        return {"loss": named(name), **own, "beats_temperature": beats}
+        return {"candidate": named(name), **own, "beats_temperature": beats}
 
     subjects = [subject("law"), subject("high_school_government_and_politics")]
     variance = {"logit_variance": 0.01, "logit_variance_percentile": 5.0}

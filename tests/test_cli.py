@@ -112,7 +112,7 @@ def test_json_is_all_that_is_printed(done):
     assert document["held_out"]["tokens"] == 24 * 12  # 60 sequences, 40% held out
     assert list(document["transfer"]) == ["other"]
     assert document["transfer"]["other"]["tokens"] == 12 * 12
-    assert document["run"]["fit"]["loss"] == "mlp, joint-1"
+    assert document["run"]["fit"]["candidate"] == "mlp, joint-1"
     assert "model: LanguageModel(llama" in stderr
     assert "tokens/s" in stderr  # the progress bars
 
@@ -133,7 +133,7 @@ def test_what_a_run_leaves(done, made):
         *("run.json", "run.yaml", "fit", "head", "metrics.json", "tokens.json", "reliability.png", "report.html")
     }
     assert load_head(out, load_model(made / "model")).config.kind == "mlp"
-    assert json.loads((out / "head" / "head.json").read_text())["notes"]["loss"] == "mlp, joint-1"
+    assert json.loads((out / "head" / "head.json").read_text())["notes"]["candidate"] == "mlp, joint-1"
 
 
 def test_finished_run_again(done, made, capsys):

@@ -136,7 +136,7 @@ def test_sequences_as_jax_arrays(fitted):
 def test_short_reprs(fitted):
     assert repr(fitted.temperature) == f"FittedHead(constant, 1 parameters, base {LM.fingerprint[:12]})"
     temperature = f"{fitted.report['temperature']:.4g}"
-    assert repr(fitted) == f"AtsFit({fitted.head!r}, loss {fitted.report['loss']}, temperature {temperature})"
+    assert repr(fitted) == f"AtsFit({fitted.head!r}, candidate {fitted.report['candidate']}, temperature {temperature})"
     generated = calibjax.generate(LM, [[1, 2]], max_new_tokens=3)
     assert repr(generated) == "Generation(tokens [1, 3])"
     for value in (fitted, fitted.head, fitted.temperature, generated):

@@ -1,6 +1,5 @@
 """A model and text as the inputs of a comparison: every next token is a prediction."""
 
-import dataclasses
 import functools
 from collections.abc import Collection
 from pathlib import Path
@@ -20,7 +19,7 @@ from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host, together
 from calibjax.train.ats import fit_ats, fit_temperature_head
-from calibjax.train.options import AtsOptions, make_plan
+from calibjax.train.options import RECIPES, AtsOptions
 from calibjax.train.saved import save_head
 
 _LOGITS_HELD = 2**28  # numbers of each part: a gibibyte
@@ -37,10 +36,8 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     lm = options.load(mesh, log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-    plan = make_plan(AtsOptions(), lm.config.hidden_size)
     divisor = mesh.shape["data"] * mesh.shape["fsdp"]
-    plan = dataclasses.replace(plan, batch_size=-(-plan.batch_size // divisor) * divisor)
-    batch_size = plan.batch_size
+    batch_size = -(-RECIPES["default"]["batch_size"] // divisor) * divisor
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
@@ -72,7 +69,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
             return fit_temperature_head(lm, fit, batch_size)
 
     def ats() -> FittedHead:
-        return fit_ats(lm, fit, plan, context.within("ats").silent()).head
+        return fit_ats(lm, fit, AtsOptions(batch_size=batch_size), context.within("ats").silent()).head
 
     base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):

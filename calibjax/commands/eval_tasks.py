@@ -7,21 +7,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from calibjax.commands import common
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.evaluator import TaskEvaluator
 from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.options import Positive, run_identity
 from calibjax.train import head_notes, load_head
+from calibjax.train.ats import temperature_head
 from calibjax.train.probes import fit_probe, load_probe, save_probe
 
 
@@ -112,9 +111,7 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Log) -> dict[str, 
         if temperature is None:
             log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
     if temperature is not None:
-        config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-        log_scale = jnp.float32(-math.log(temperature))
-        heads["temperature"] = FittedHead(config, {"log_scale": log_scale}, 0.0, lm.fingerprint)
+        heads["temperature"] = temperature_head(-math.log(temperature), lm.config.hidden_size, lm.fingerprint)
         log(f"temperature scaling: {temperature:.4f}")
     if options.head is not None:
         heads["ats"] = load_head(options.head, lm)

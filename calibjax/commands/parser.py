@@ -179,7 +179,9 @@ def parse(
             fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
     values = vars(parser.parse_args(args))
     given = {option.path: values[option.flag[2:]] for option in options}
-    given |= {option.path: tuple(given[option.path]) for option in options if option.several}
+    for option in options:
+        if option.several and given[option.path] is not None:
+            given[option.path] = tuple(given[option.path])
     return _assemble(options_type, given, ())
 
 

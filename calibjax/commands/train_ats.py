@@ -16,7 +16,7 @@ from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import run_identity
-from calibjax.train.ats import AtsFit, fit_ats, limited
+from calibjax.train.ats import AtsFit, fit_ats, limit_and_log
 from calibjax.train.options import AtsOptions, make_plan
 from calibjax.train.saved import save_head
 
@@ -60,15 +60,13 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
-    sets = {name: limited(part, f"to evaluate on ({name})", plan, context) for name, part in sets.items()}
+    sets = {name: limit_and_log(part, plan.tokens, context, f"to evaluate on ({name})") for name, part in sets.items()}
 
-    fitted = fit_ats(lm, fit, plan, context.within("fit"))
+    fitted = fit_ats(lm, fit, options.ats, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
 
-    evaluation: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
-    document, _ = evaluate_fit(
-        "train ats", options, lm, sets, fitted, context, batch_size=plan.batch_size, **evaluation
-    )
+    evaluation: dict[str, Any] = {"batch_size": plan.batch_size, "bins": options.bins, "closed": options.closed}
+    document, _ = evaluate_fit("train ats", options, lm, sets, fitted, context, **evaluation)
     common.finish(document, options)
     return document
 

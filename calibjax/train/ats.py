@@ -21,7 +21,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, as_good, gain, score, shrunk
+from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, nll_gain, score, shrink, within_noise_of_best
 from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
@@ -52,13 +52,13 @@ class AtsFit(NamedTuple):
         return {"temperature": self.temperature, "ats": self.head}
 
     def __repr__(self) -> str:
-        return f"AtsFit({self.head!r}, loss {self.report['loss']}, temperature {self.report['temperature']:.4g})"
+        return "AtsFit({!r}, candidate {candidate}, temperature {temperature:.4g})".format(self.head, **self.report)
 
 
 def fit_ats(
     lm: FrozenModel,
     data: Sequences | Mapping[str, Sequences],
-    options: AtsOptions | AtsPlan = AtsOptions(),
+    options: AtsOptions = AtsOptions(),
     context: RunContext | None = None,
 ) -> AtsFit:
     """Fits temperature scaling and an ATS head to a frozen model.
@@ -73,7 +73,7 @@ def fit_ats(
         data: sequences to fit on; or several sets by name, such as one per domain. Where a head or a loss is chosen or
             a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others. In
             the end the head is fitted on all.
-        options: see `AtsOptions`; or the plan that `make_plan` made of them.
+        options: see `AtsOptions`.
         context: directory, devices, seed, log and progress.
 
     Returns:
@@ -98,32 +98,27 @@ def fit_ats(
     if not hasattr(lm, "fingerprint"):
         makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
         raise UserError(f"lm: expected a model of {makers}, got {type(lm).__name__}.")
-    plan = options if isinstance(options, AtsPlan) else make_plan(options, lm.config.hidden_size)
+    plan = make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     lm = placed(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
-    sets = {name: limited(part, f"to fit on ({name})", plan, context) for name, part in sets.items()}
+    sets = {name: limit_and_log(part, plan.tokens, context, f"to fit on ({name})") for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
+    top_k = max(LOSSES[trial.loss].top_k for trial in plan.trials)
     with context.with_directory() as context, jax.set_mesh(context.mesh):
         tokens = token_curves(
-            lm,
-            sequences,
-            plan.heads,
-            top_k=max(LOSSES[trial.loss].top_k for trial in plan.trials),
-            keep=plan.keep,
-            batch_size=plan.batch_size,
-            context=context,
+            lm, sequences, plan.heads, top_k=top_k, keep=plan.keep, batch_size=plan.batch_size, context=context
         )
         fitted = _fit(tokens, plan, context, folds, by_set=len(sets) > 1)
     fitted.report["sequences"] = {name: len(part.tokens) for name, part in sets.items()}
     return fitted
 
 
-def limited(sequences: Sequences, purpose: str, plan: AtsPlan, context: RunContext) -> Sequences:
-    """At most `plan.tokens` tokens of the sequences, and a line where they are not all."""
-    fewer = limit_tokens(sequences, plan.tokens, context.seed)
+def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose: str) -> Sequences:
+    """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if they are not all."""
+    fewer = limit_tokens(sequences, most, context.seed)
     if fewer is not sequences:
         used, given = (int(x.where.sum()) for x in (fewer, sequences))
         context.log(f"{purpose}: {used:,} of {given:,} tokens, in sequences drawn at random; --tokens for more")
@@ -147,12 +142,12 @@ def _fit(
     fit = fit_temperature(tokens)
     note = "" if fit.converged else " (no finite optimum: the bound was used)"
     context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
-    temperature = _temperature_head(fit.log_scale, plan.head.hidden_size, tokens.fingerprint)
+    temperature = temperature_head(fit.log_scale, plan.head.hidden_size, tokens.fingerprint)
     report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
     fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
     chosen, comparison = fitting.choose() if folds else (None, None)
     candidate = fitting.candidates()[0] if chosen is None else chosen.candidate
-    report["loss"] = str(candidate)
+    report["candidate"] = str(candidate)
     if not isinstance(candidate, Candidate):
         return AtsFit(temperature, temperature, report, comparison)
     params, log_factor = to_host(fitting.params(candidate)), 0.0
@@ -175,10 +170,11 @@ def fit_temperature_head(
     """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
     if tokens is None:
         tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
-    return _temperature_head(fit_temperature(tokens).log_scale, lm.config.hidden_size, lm.fingerprint)
+    return temperature_head(fit_temperature(tokens).log_scale, lm.config.hidden_size, lm.fingerprint)
 
 
-def _temperature_head(log_scale: float, hidden_size: int, fingerprint: str) -> FittedHead:
+def temperature_head(log_scale: float, hidden_size: int, fingerprint: str) -> FittedHead:
+    """Temperature scaling by a known factor e^log_scale on the logits, as a head."""
     config = HeadConfig(kind="constant", hidden_size=hidden_size)
     return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, fingerprint)
 
@@ -239,11 +235,11 @@ class _Fitting:
     def choose(self) -> tuple[Score, dict[str, Any]]:
         """The score of the candidate to choose, or of temperature scaling, which no head beats; and all as JSON.
 
-        First the head and its decay, with the first loss: the simplest whose NLL is as good as the lowest
-        (`cross_fit.as_good`). Then the loss: of those whose NLL is as good, the one with the least calibration error.
-        Where that does not beat temperature scaling, the others are tried, by their NLL.
+        First the head and its decay, with the first loss: the simplest whose NLL is within noise of the lowest
+        (`cross_fit.within_noise_of_best`). Then the loss: of those within noise, the one with the least calibration
+        error. Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
-        scaling = score(self.tokens, "temperature scaling", self._towards, refit=False)
+        scaling = score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
         tried: dict[str, Score] = {}
 
         def try_out(candidate: Candidate) -> Score:
@@ -260,11 +256,14 @@ class _Fitting:
                 if not candidate.is_solved and tried and not self._is_promising(candidate, tried.values()):
                     continue
                 scores.append(try_out(candidate))
-                if len(scores) > 1 and gain(scores[-1], scores[-2]) < _SMALL * gain(scores[-2], scaling):
-                    break  # the optimal decay is near
-        first = as_good([*tried.values()], scaling)[0].candidate
+                if len(scores) > 1:
+                    improvement = nll_gain(scores[-1], scores[-2])
+                    gain_so_far = nll_gain(scores[-2], scaling)
+                    if improvement < _SMALL * gain_so_far:
+                        break  # the optimal decay is near
+        first = within_noise_of_best([*tried.values()], scaling)[0].candidate
         losses = [try_out(first._replace(trial=trial)) for trial in self.plan.trials]
-        best = min(as_good(losses, scaling), key=lambda scored: scored.calibration_error)
+        best = min(within_noise_of_best(losses, scaling), key=lambda scored: scored.calibration_error)
         others = sorted((other for other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
         rows = [scored.as_json(scaling) for scored in (scaling, *tried.values())]
         comparison: dict[str, Any] = {"candidates": rows, "chosen": []}
@@ -285,7 +284,7 @@ class _Fitting:
         best = min(tried, key=lambda scored: scored.mean("nll"))
         mine = self.fold == 0
         log_scale = best.log_scale.copy()
-        log_scale[mine] = shrunk(self._predict(candidate, 0), self._towards[mine], SHRINKAGE)
+        log_scale[mine] = shrink(self._predict(candidate, 0), self._temperature_log_scale[mine], SHRINKAGE)
 
         def on_fold(candidate: Any, log_scale: np.ndarray) -> Score:
             scored = score(self.tokens, candidate, log_scale, refit=False)  # of all tokens, by a program that is there
@@ -303,13 +302,16 @@ class _Fitting:
     def params(self, candidate: Candidate) -> Any:
         """The parameters of the candidate, fitted to all tokens."""
         if not candidate.is_solved:
-            return self._train(candidate, self.tokens, "all")
+            return self._train(candidate, self.tokens, left_out=None)
         design = self._design(candidate.head)
         return head_params(design, solve(design, candidate.trial, candidate.decay))
 
     @functools.cached_property
-    def _towards(self) -> Float[np.ndarray, " N"]:
-        """Per token, log s of temperature scaling fitted to the other sets; or to all rows: a fold hardly moves it."""
+    def _temperature_log_scale(self) -> Float[np.ndarray, " N"]:
+        """Per token, log s of temperature scaling that is fitted to the other sets.
+
+        With one set it is fitted to all rows, because leaving out a fold hardly changes it.
+        """
         if not self.by_set:
             return np.full(len(self.fold), self.log_scale, np.float32)
         ends = np.cumsum([len(rows) for rows in self.folds])
@@ -323,10 +325,10 @@ class _Fitting:
         for fold in range(len(self.folds)):
             log_scale[self.fold == fold] = self._predict(candidate, fold)
         refit = self.plan.refit_temperature
-        scores = [
-            score(self.tokens, candidate, shrunk(log_scale, self._towards, part), refit=refit, shrinkage=part)
-            for part in (SHRINKAGES_OF_SETS if self.by_set else (SHRINKAGE,))
-        ]
+        scores = []
+        for shrinkage in SHRINKAGES_OF_SETS if self.by_set else (SHRINKAGE,):
+            shrunk = shrink(log_scale, self._temperature_log_scale, shrinkage)
+            scores.append(score(self.tokens, candidate, shrunk, refit=refit, shrinkage=shrinkage))
         best = min(scores, key=lambda scored: scored.mean("nll"))
         self.context.log(
             f"{best.name}: out of fold NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
@@ -343,7 +345,7 @@ class _Fitting:
             self.solutions[key] = solve(design, candidate.trial, candidate.decay, weights, start)
             return predict(design, self.solutions[key])[self.fold == fold]
         others = np.sort(np.concatenate([rows for number, rows in enumerate(self.folds) if number != fold]))
-        params = self._train(candidate, self.tokens.take(others), str(fold))
+        params = self._train(candidate, self.tokens.take(others), left_out=fold)
         held = self.tokens.take(self.folds[fold])
         parts = [
             to_host(_log_scale(candidate.head, held.scales, params, batch))[:real]
@@ -356,20 +358,22 @@ class _Fitting:
             self.designs[head] = make_design(self.tokens, head, self.log_scale)
         return self.designs[head]
 
-    def _train(self, candidate: Candidate, tokens: TokenCurves, part: str) -> Any:
-        name = str(candidate).replace(", ", "-")
-        context = self.context.within(*(() if part == "all" else ("folds", part)), name)
-        smallest = min((len(tokens.source), *(len(self.tokens.source) - len(rows) for rows in self.folds)))
-        rows = len(tokens.source) if part == "all" else smallest
+    def _train(self, candidate: Candidate, tokens: TokenCurves, *, left_out: int | None) -> Any:
+        """Trains in steps on all tokens, or on those without the fold `left_out`."""
+        context, rows = self.context, len(tokens.source)
+        if left_out is not None:
+            context = context.within("folds", str(left_out))
+            rows = min(len(self.tokens.source) - len(fold) for fold in self.folds)
+        context = context.within(str(candidate).replace(", ", "-"))
         return train_head(tokens, self.plan, candidate.head, candidate.trial, rows=rows, context=context)
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
-    """The parameters of the head whose log scales, before they are clipped, are `shrunk` from the given head's."""
+    """The parameters of the head whose log scales, before they are clipped, `shrink` makes of the given head's."""
     if "output" not in params:  # one temperature
-        return jax.tree.map(lambda x: shrunk(x, towards, shrinkage), params)
+        return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
     kernel, bias = params["output"]["kernel"], params["output"]["bias"]
-    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrunk(bias, towards, shrinkage)}
+    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrink(bias, towards, shrinkage)}
     return {**params, "output": output}
 
 
@@ -384,15 +388,10 @@ class AtsObjective:
     def __call__(
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        loss = LOSSES[self.loss]
-        values, counts = curve_loss(
-            loss,
-            curves_of(batch, self.scales),
-            jnp.exp(_log_scale(self.head, self.scales, params, batch)),
-            hyper=hyper,
-            where=batch["where"],
-            real=batch["segment_ids"] > 0,
-        )
+        loss, real = LOSSES[self.loss], batch["segment_ids"] > 0
+        curves = curves_of(batch, self.scales)
+        scale = jnp.exp(_log_scale(self.head, self.scales, params, batch))
+        values, counts = curve_loss(loss, curves, scale, hyper=hyper, where=batch["where"], real=real)
         total, count = jnp.sum(values), jnp.sum(counts).astype(jnp.float32)
         return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
 

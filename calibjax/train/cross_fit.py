@@ -82,7 +82,7 @@ class Score(NamedTuple):
     def as_json(self, reference: "Score") -> dict[str, Any]:
         """Its figures, and whether it beats `reference`."""
         return {
-            "loss": self.name,
+            "candidate": self.name,
             **{figure: self.mean(figure) for figure in ("nll", "brier")},
             "ece": float(metrics.ece_from_sums(metrics.total(self.sums))),
             "calibration_error": self.calibration_error,
@@ -121,23 +121,23 @@ def _sums(curves: VocabCurves, log_scale: Float[Any, "S T"]) -> metrics.Calibrat
     )
 
 
-def shrunk(log_scale: Any, towards: Any, shrinkage: float) -> Any:
+def shrink(log_scale: Any, towards: Any, shrinkage: float) -> Any:
     """Log scales moved a fraction of the way towards others; 0 leaves them, 1 gives the others."""
     return np.float32((1 - shrinkage) * log_scale + shrinkage * towards)
 
 
-def gain(candidate: Score, other: Score) -> float:
+def nll_gain(candidate: Score, other: Score) -> float:
     """How much lower the candidate's NLL is, per token."""
     return other.mean("nll") - candidate.mean("nll")
 
 
-def as_good(candidates: Sequence[Score], scaling: Score) -> list[Score]:
+def within_noise_of_best(candidates: Sequence[Score], scaling: Score) -> list[Score]:
     """Those whose NLL exceeds the lowest by at most one standard error, or a tenth of its gain over `scaling`."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
-    allowed = _ALLOWED * gain(best, scaling)
+    allowed = _ALLOWED * nll_gain(best, scaling)
 
-    def is_as_good(candidate: Score) -> bool:
+    def is_within(candidate: Score) -> bool:
         difference, error = candidate.difference(best, "nll")
         return difference <= max(error, allowed)
 
-    return [candidate for candidate in candidates if is_as_good(candidate)]
+    return [candidate for candidate in candidates if is_within(candidate)]

@@ -27,6 +27,7 @@ DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # that are tried for a linear head of
 _NARROW = 64  # most units of an MLP head that is a candidate among others
 
 
+# {FEATURES}, {DECAYS} and {ALPHAS} in this docstring are replaced below, by what the tables of the package hold.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AtsOptions:
     """Options of fitting a head. `None` takes the recipe's value.
@@ -37,8 +38,8 @@ class AtsOptions:
             authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
         head: the head that gives a token its temperature.
-        features: what the head reads, names joined by "+": FEATURES. By default a linear head tries logit_statistics,
-            and these with hidden_states; other heads read hidden_states.
+        features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
+            these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
         random_start: start from random weights instead of from temperature 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
@@ -49,7 +50,7 @@ class AtsOptions:
             lower NLL and Brier score than temperature scaling beyond noise, the head is temperature scaling. Log scales
             are moved a quarter of the way to temperature scaling; of several sets, by the fraction up to three quarters
             that lowers NLL most.
-        alpha: main weight of the loss (ALPHAS). With --loss auto, that of joint in place of the grid.
+        alpha: main weight of the loss ({ALPHAS}). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
         tokens: most tokens of each set to fit on, and to evaluate on: sequences are drawn with the seed.
@@ -61,7 +62,7 @@ class AtsOptions:
         learning_rate: of mlp and transformer heads: peak learning rate.
         warmup_fraction: of mlp and transformer heads: fraction of the steps in which the learning rate rises.
         weight_decay: of AdamW; for a linear head, which is not fitted in steps, the penalty of the weights of hidden
-            states, by default chosen among DECAYS.
+            states, by default chosen among {DECAYS}.
         keep: where the frozen model's hidden states and scale curves are kept: on disk, so that a resumed run does not
             compute them again, or in memory.
         checkpoint_every: steps between checkpoints.
@@ -69,7 +70,7 @@ class AtsOptions:
 
     recipe: Literal["default", "paper"] = "default"
     head: HeadKind | None = named("head-kind", None)
-    features: str | None = None
+    features: tuple[str, ...] | None = None
     pooling: Literal["token", "sequence"] = "token"
     random_start: bool | None = None
     normalize: bool | None = None
@@ -109,9 +110,9 @@ def describe_alphas() -> str:
 
 AtsOptions.__doc__ = (
     (AtsOptions.__doc__ or "")
-    .replace("ALPHAS", describe_alphas())
-    .replace("FEATURES", ", ".join(FEATURES))
-    .replace("DECAYS", ", ".join(f"{decay:g}" for decay in DECAYS))
+    .replace("{ALPHAS}", describe_alphas())
+    .replace("{FEATURES}", ", ".join(FEATURES))
+    .replace("{DECAYS}", ", ".join(f"{decay:g}" for decay in DECAYS))
 )
 
 
@@ -197,14 +198,14 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """
     check_options(options)
     recipe = RECIPES[options.recipe]
-    chosen = SimpleNamespace(**recipe | {name: x for name in recipe if (x := getattr(options, name, None)) is not None})
+    given = {name: value for name in recipe if (value := getattr(options, name, None)) is not None}
+    chosen = SimpleNamespace(**{**recipe, **given})
     trials = _trials(chosen.loss, options.alpha)
     _check_head_options(options, chosen.head)
     solved = chosen.head == "linear" and options.pooling == "token" and not chosen.random_start
+    reads = AUTO_FEATURES if solved else (("hidden_states",),)
     if options.features is not None:
-        reads = (tuple(options.features.split("+")),)
-    else:
-        reads = AUTO_FEATURES if solved else (("hidden_states",),)
+        reads = (options.features,)
     built = [(chosen.head, features) for features in reads]
     if options.head is None and options.features is None and solved:
         built.append(("mlp", ("hidden_states",)))
@@ -233,14 +234,13 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     penalised = solved and any(head.reads_states for head in heads)
     if solved and not penalised and options.weight_decay is not None:
         raise UserError(
-            "--weight-decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
+            "weight_decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
             "leave it out."
         )
-    names = ("epochs", "learning_rate", "warmup_fraction")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    of_steps = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
     in_steps = built[-1][0] == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
-    if given and solved and not in_steps:
-        raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
+    if of_steps and solved and not in_steps:
+        raise UserError(f"{', '.join(of_steps)}: a linear head is solved at once, not in steps; leave it out.")
     decays = DECAYS if penalised else (0.0,)
     return AtsPlan(
         heads=heads,
@@ -266,15 +266,17 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     """Raises `UserError` where an option is given that this kind of head does not read."""
     if kind not in HEADS:
-        raise UserError(f"--head: expected one of {', '.join(HEADS)}, got {kind!r}.")
+        raise UserError(f"head: expected one of {', '.join(HEADS)}, got {kind!r}.")
+    if isinstance(options.features, str):
+        raise UserError(f"features: expected a tuple of names, got the text {options.features!r}.")
     given = {
         "features": options.features is not None,
         "pooling": options.pooling != AtsOptions.pooling,
         "identity_start": bool(options.random_start),
         "normalize": options.normalize is not None,
     }
-    flags = {"identity_start": "--random-start"}
-    unread = [flags.get(name, f"--{name}") for name in given if given[name] and name not in HEADS[kind].options]
+    names = {"identity_start": "random_start"}
+    unread = [names.get(name, name) for name in given if given[name] and name not in HEADS[kind].options]
     if unread:
         them = "it" if len(unread) == 1 else "them"
         raise UserError(f"{', '.join(unread)}: a {kind} head does not read {them}; leave {them} out.")
@@ -295,14 +297,14 @@ def checked_alpha(loss: str, alpha: float | None) -> float | None:
         UserError: there is no such loss, it has no such weight, or the weight is out of range.
     """
     if loss not in LOSSES:
-        raise UserError(f"--loss: expected one of {', '.join(LOSSES)}, got {loss!r}.")
+        raise UserError(f"loss: expected one of {', '.join(LOSSES)}, got {loss!r}.")
     weight = LOSSES[loss].weight()
     if weight is None:
         if alpha is not None:
-            raise UserError(f"--alpha: --loss {loss} has no such weight; leave it out, or choose another loss.")
+            raise UserError(f"alpha: the loss {loss} has no such weight; leave it out, or choose another loss.")
         return None
     if alpha is not None and not (math.isfinite(alpha) and weight.limits.holds(alpha)):
         raise UserError(
-            f"--alpha: expected {weight.limits.expected(alpha)}, got {alpha} ({weight.meaning} of --loss {loss})."
+            f"alpha: expected {weight.limits.expected(alpha)}, got {alpha} ({weight.meaning} of the loss {loss})."
         )
     return weight.default if alpha is None else alpha

@@ -258,10 +258,11 @@ BAD = [
     ("report", ["run", "run"], "--out: expected a directory to write the report of several runs to"),
     # methods of training
     (ATS, ["--alpha", "-0.1"], "--alpha: expected at least 0, got -0.1"),
-    (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: --loss cross-entropy has no such weight"),
+    (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: the loss cross-entropy has no such weight"),
     (ATS, ["--batch-size", "8", "--accumulate", "3"], "--accumulate: expected a divisor of --batch-size 8, got 3"),
     (ATS, ["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 sequences does not divide among the 8"),
     (ATS, ["--data"], "--data: expected at least one file, directory or hub id, got none"),
+    (ATS, ["--head-kind=constant", "--features=max_logit", "--pooling=sequence"], "--features, --pooling: a constant"),
     (ATS, ["--features", "smell"], "--features: expected distinct names among"),
     (ATS, ["--head-kind", "constant", "--normalize"], "--normalize: a constant head does not read it"),
     (ATS, ["--head-kind", "linear", "--epochs", "2"], "--epochs: a linear head is solved at once, not in steps"),

@@ -12,7 +12,6 @@ from pyarrow import csv as pa_csv
 from scipy.special import softmax
 from tiny import on_one_device, write_model, write_text
 
-import calibjax.commands.compare_text as command
 from calibjax import metrics
 from calibjax.cli import main
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
@@ -23,7 +22,7 @@ from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
 from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
 from calibjax.runtime.errors import UserError
-from calibjax.train import options as ats_options
+from calibjax.train.options import RECIPES
 
 ROWS, CLASSES, TRUE_TEMPERATURE, BINS = 4000, 5, 2.5, 10
 QUICK = ["--quiet", "--bins", str(BINS)]
@@ -387,8 +386,8 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
     on_one_device(monkeypatch)
     monkeypatch.setattr(optimize, "STEPS", 100)
-    quick = ats_options.AtsOptions(epochs=2, loss="joint", refit_temperature=False, batch_size=6)
-    monkeypatch.setattr(command, "AtsOptions", lambda: quick)
+    quick = {"epochs": 2, "loss": "joint", "refit_temperature": False, "batch_size": 6}
+    monkeypatch.setitem(RECIPES, "default", RECIPES["default"] | quick)
     write_model(tmp_path / "model")
     write_text(tmp_path / "data.jsonl", rows=60, words=16)
     text = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--seq-len", "13", "--full-sequences"]

@@ -24,7 +24,7 @@ from tiny import (
 )
 
 from calibjax.eval import tokens as eval_tokens
-from calibjax.eval.report.notes import choice_verdict, kept_loss
+from calibjax.eval.report.notes import choice_verdict, kept_candidate
 from calibjax.eval.report.notes import set_verdict as verdict
 from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
@@ -225,7 +225,7 @@ def test_verdict_of_a_given_loss(document):
 
 def test_verdict_of_a_choice():
     def compared(name, beats=False):
-        return {"loss": name, "calibration_error": 0.01, "beats_temperature": beats}
+        return {"candidate": name, "calibration_error": 0.01, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")
     for kept, chosen in (
@@ -234,7 +234,7 @@ def test_verdict_of_a_choice():
         ("temperature scaling", []),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
-        assert kept_loss(comparison) == kept
+        assert kept_candidate(comparison) == kept
         assert choice_verdict(comparison).startswith(
             "Chosen: joint-4" if kept == "joint-4" else "No loss beats temperature scaling beyond noise"
         )

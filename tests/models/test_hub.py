@@ -162,7 +162,7 @@ def test_uploads(hub, monkeypatch):
 @pytest.mark.parametrize("named", [str, lambda text: f"<script>|{text}](x)"], ids=["benign", "hostile"])
 def test_card(named):
     found = document()
-    found["run"] = {"command": "train ats", "data": named("text.jsonl"), "fit": {"loss": "joint"}}
+    found["run"] = {"command": "train ats", "data": named("text.jsonl"), "fit": {"candidate": "joint"}}
     found["transfer"] = {named("domain"): found["held_out"]}
     subject = Subject("org/head", None, None, named("base"), "12ab", "ats", "FittedHead(mlp)")
     card = model_card(found, subject)

@@ -15,9 +15,11 @@ from calibjax.train import options
 LM = make_lm(logit_softcap=6.0, unembedding_bias=True)
 SEQUENCES = answered(LM, ragged(make_sequences(40)))
 FIT, HELD_OUT = calibjax.split_sequences(SEQUENCES, 0.6)
-QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", features="logit_statistics", refit_temperature=False)
+QUICK = calibjax.AtsOptions(
+    loss="cross-entropy", head="linear", features=("logit_statistics",), refit_temperature=False
+)
 
-READS = calibjax.AtsOptions(features="argmax_embedding")
+READS = calibjax.AtsOptions(features=("argmax_embedding",))
 
 
 def apply_hidden(params, tokens, segment_ids, positions):

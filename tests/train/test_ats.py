@@ -60,16 +60,17 @@ def test_auto_chooses_by_out_of_fold_predictions(auto):
     """The rules, on the figures of the report: heads with the first loss, then losses of the chosen head."""
     fitted, lines, _ = auto
     scaling, *tried = fitted.comparison["candidates"]
-    assert scaling["loss"] == "temperature scaling"
-    heads = [row for row in tried if ", cross-entropy" in row["loss"]]
-    assert heads[0]["loss"] == "logit statistics, cross-entropy"
-    assert heads[1]["loss"] == "logit statistics + hidden states, cross-entropy, decay 10"
-    chosen, loss = fitted.report["loss"], next(row for row in tried if row["loss"] == fitted.report["loss"])
+    assert scaling["candidate"] == "temperature scaling"
+    heads = [row for row in tried if ", cross-entropy" in row["candidate"]]
+    assert heads[0]["candidate"] == "logit statistics, cross-entropy"
+    assert heads[1]["candidate"] == "logit statistics + hidden states, cross-entropy, decay 10"
+    chosen = fitted.report["candidate"]
+    loss = next(row for row in tried if row["candidate"] == chosen)
     least = min(row["nll"] for row in tried)
     assert loss["beats_temperature"]
     # Within a tenth of the gain, or a standard error: at 1,000 tokens a hundredth of a nat.
     assert loss["nll"] - least < max(0.2 * (scaling["nll"] - least), 0.02)
-    assert [row["loss"] for row in fitted.comparison["chosen"]] == ["temperature scaling", chosen]
+    assert [row["candidate"] for row in fitted.comparison["chosen"]] == ["temperature scaling", chosen]
     assert any(line.startswith(f"chose {chosen}: ") for line in lines)
     assert {row["shrinkage"] for row in tried} == {cross_fit.SHRINKAGE}
     constant = np.full(SEQUENCES.tokens.shape, float(fitted.temperature.params["log_scale"]))
@@ -78,7 +79,7 @@ def test_auto_chooses_by_out_of_fold_predictions(auto):
 
 def test_a_fold_is_predicted_by_a_head_of_the_others(tmp_path):
     """The first candidate's figure, from fits without each fold, shrunk and evaluated over the dense logits."""
-    options = {"head": "linear", "features": "logit_statistics", "loss": "cross-entropy"}
+    options = {"head": "linear", "features": ("logit_statistics",), "loss": "cross-entropy"}
     fitted = fit(tmp_path, **options)
     row = fitted.comparison["candidates"][1]
     towards, nll = float(fitted.temperature.params["log_scale"]), 0.0
@@ -123,7 +124,7 @@ def test_temperature_scaling_is_kept_where_nothing_beats_it(tmp_path):
     lines = []
     sequences = answered(LM, make_sequences(60), scales=(0.5, 0.5))
     fitted = fit(tmp_path, sequences=sequences, log=lines.append, alpha=1.0)
-    assert fitted.report["loss"] == "temperature scaling"
+    assert fitted.report["candidate"] == "temperature scaling"
     assert fitted.head is fitted.temperature
     assert fitted.report["refit"] is None
     assert not any(row["beats_temperature"] for row in fitted.comparison["chosen"])
@@ -159,14 +160,14 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
         for of in (params, ats.shrink_head(params, -0.5, 0.75))
     )
     np.testing.assert_allclose(after, 0.25 * before - 0.375, atol=1e-6)
-    np.testing.assert_allclose(after, cross_fit.shrunk(before, -0.5, 0.75), atol=1e-6)
+    np.testing.assert_allclose(after, cross_fit.shrink(before, -0.5, 0.75), atol=1e-6)
 
 
 def test_report_is_json_and_says_everything(auto):
     fitted, lines, directory = auto
     report = json.loads(json.dumps(fitted.report))
     np.testing.assert_allclose(report["temperature"], np.exp(-fitted.temperature.params["log_scale"]), rtol=1e-5)
-    assert set(report) == {"plan", "loss", "refit", "temperature", "sequences"}
+    assert set(report) == {"plan", "candidate", "refit", "temperature", "sequences"}
     refit = report["refit"]
     assert refit["applied"] == (abs(math.log(refit["factor"])) > 2 * refit["standard_error_of_log"])
     assert report["plan"]["optimizer"]["learning_rate"] == STEPS["learning_rate"]
@@ -216,7 +217,7 @@ def test_no_refit(tmp_path):
     fitted = fit(tmp_path / "one", loss="cross-entropy", **options)
     assert fitted.report["refit"] is None
     assert fitted.comparison is None
-    assert json.loads(json.dumps(fitted.report, allow_nan=False))["loss"] == "constant, cross-entropy"
+    assert json.loads(json.dumps(fitted.report, allow_nan=False))["candidate"] == "constant, cross-entropy"
 
     fitted = fit(tmp_path / "several", loss="auto", alpha=0.1, **options)
     assert fitted.head.log_factor == 0.0
@@ -229,7 +230,10 @@ def test_no_refit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ({"head": "mlp", "features": "hidden_states+max_logit+log_std_logits+argmax_embedding"}, jnp.float32),
+        (
+            {"head": "mlp", "features": ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")},
+            jnp.float32,
+        ),
         ({"head": "transformer", "accumulate": 2, "learning_rate": 5e-3}, jnp.float32),
         ({"head": "linear", "pooling": "sequence", "keep": "disk"}, jnp.bfloat16),
     ],
@@ -285,7 +289,7 @@ def test_options_override_the_recipe():
     assert [(head.kind, head.features) for head in default.heads] == expected
     assert (default.head.intermediate_size, default.decays) == (64, DECAYS)
     assert make_plan(AtsOptions(weight_decay=0.5), 64).decays == (0.5,)
-    assert [head.features for head in make_plan(AtsOptions(features="max_logit"), 64).heads] == [("max_logit",)]
+    assert [head.features for head in make_plan(AtsOptions(features=("max_logit",)), 64).heads] == [("max_logit",)]
 
 
 def test_trials():
@@ -300,13 +304,13 @@ def test_trials():
 
 
 def test_options_are_checked_before_the_work(tmp_path):
-    statistics = {"head": "linear", "features": "logit_statistics"}
+    statistics = {"head": "linear", "features": ("logit_statistics",)}
     for message, options in (
         ("^--folds: expected", {"folds": 101}),
-        ("--loss: expected one of joint, cross-entropy, .*, got 'hinge'", {"loss": "hinge"}),
+        ("^loss: expected one of joint, cross-entropy, .*, got 'hinge'", {"loss": "hinge"}),
         ("--alpha: expected at least 0, finite, got inf", {"loss": "focal", "alpha": math.inf}),
-        ("--weight-decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
-        ("--features, --pooling", {"head": "constant", "features": "max_logit", "pooling": "sequence"}),
+        ("^weight_decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
+        ("^features, pooling: a", {"head": "constant", "features": ("max_logit",), "pooling": "sequence"}),
     ):
         with pytest.raises(UserError, match=message):
             fit(tmp_path / "fit", **options)

@@ -33,7 +33,7 @@ def fit(directory, mesh=None, **options):
 
 
 OPTIONS = {
-    "mlp": {"head": "mlp", "features": "hidden_states+argmax_embedding+max_logit+logit_statistics"},
+    "mlp": {"head": "mlp", "features": ("hidden_states", "argmax_embedding", "max_logit", "logit_statistics")},
     "transformer": {"head": "transformer"},
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
-from calibjax.eval.report.notes import fit_of, kept_loss
+from calibjax.eval.report.notes import fit_of, kept_candidate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of, unit_of
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, plain, with_ends
@@ -184,11 +184,11 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
 
 
 def _frontier(comparison: Row, ax: "Axes") -> None:
-    """Every loss, and temperature scaling, by NLL and calibration error."""
+    """Every candidate, and temperature scaling, by NLL and calibration error."""
     for number, each in enumerate(comparison["candidates"]):
         at = each["nll"], each["calibration_error"]
-        ax.plot(*at, **_style(number, each["loss"]), linestyle="none")
-        if each["loss"] == kept_loss(comparison):
+        ax.plot(*at, **_style(number, each["candidate"]), linestyle="none")
+        if each["candidate"] == kept_candidate(comparison):
             ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
     ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
     ax.margins(0.15)

@@ -248,25 +248,26 @@ def _beside_uncalibrated(rows: Row, name: str, joint: str) -> str:
     return f"{joint}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
 
 
-# --- the loss that `train ats` chose ---
+# --- the candidate that `train ats` chose ---
 
 
-def kept_loss(comparison: Row) -> str:
-    """The name of what `--loss auto` chose: a loss, or temperature scaling."""
+def kept_candidate(comparison: Row) -> str:
+    """The name of what `--loss auto` chose: a head with its loss, or temperature scaling."""
     last = comparison["chosen"][-1:]
-    return last[0]["loss"] if last and last[0]["beats_temperature"] else comparison["candidates"][0]["loss"]
+    kept = last if last and last[0]["beats_temperature"] else comparison["candidates"]
+    return kept[0]["candidate"]
 
 
 def choice_verdict(comparison: Row) -> str:
     """How `--loss auto` chose."""
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
-    if kept_loss(comparison) == comparison["candidates"][0]["loss"]:
+    if kept_candidate(comparison) == comparison["candidates"][0]["candidate"]:
         return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
     scaled, best = comparison["chosen"]
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
     return (
-        f"Chosen: {best['loss']}, of the losses whose NLL and Brier score beat temperature scaling's; its calibration "
-        f"error ({figures}) is the lowest of those compared, or so close to it that NLL decided. {measured}."
+        f"Chosen: {best['candidate']}, of the candidates whose NLL and Brier score beat temperature scaling's; its "
+        f"calibration error ({figures}) is the lowest of those compared, or so close that NLL decided. {measured}."
     )
 
 
@@ -442,7 +443,7 @@ def model_card(document: Document, subject: Subject) -> str:
         "Fingerprint": f"`{subject.fingerprint}`",
         "Data": _plain(data_of(run)),
         "Method": f"{_METHODS[subject.method]}: {_plain(subject.head)}",
-        "Loss": _plain(str(run.get("fit", {}).get("loss", ""))) if subject.method == "ats" else "cross-entropy",
+        "Loss": _plain(str(run.get("fit", {}).get("candidate", ""))) if subject.method == "ats" else "cross-entropy",
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }

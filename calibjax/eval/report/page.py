@@ -291,14 +291,14 @@ def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows, "drawing": Drawing("domains", "Reliability before and after", panels)}
 
 
-def losses_of(comparison: Row) -> list[list[str]]:
-    """What was compared to choose the loss."""
+def candidates_of(comparison: Row) -> list[list[str]]:
+    """What was compared to choose the head and its loss."""
     rows = []
     for each in comparison["candidates"]:
-        loss = each["loss"]
-        chosen = " (chosen)" if loss == notes.kept_loss(comparison) else ""
+        name = each["candidate"]
+        chosen = " (chosen)" if name == notes.kept_candidate(comparison) else ""
         figures = [each[key] for key in ("nll", "brier", "ece", "calibration_error")]
-        rows.append([loss + chosen, *(f"{figure:.4f}" for figure in figures)])
+        rows.append([name + chosen, *(f"{figure:.4f}" for figure in figures)])
     return rows
 
 

@@ -22,7 +22,7 @@ Document = dict[str, Any]
 _TEXTS = frozenset(
     (
         *("unit", "clusters", "title", "confidence", "reference", "sort", "closed", "source", "subject", "readout"),
-        *("recipe", "name", "loss", "text", "first"),
+        *("recipe", "name", "candidate", "text", "first"),
     )
 )
 """Names of the entries that may be text; all others are numbers, true or false, or null."""
