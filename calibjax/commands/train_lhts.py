@@ -85,6 +85,8 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     texts: dict[str, dict[str, dict[str, Any]]] = {}
     analogies: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, MethodResult] = {}
+    batch_size, prompts = options.lhts.batch_size, held_out.take(slice(options.texts))
+    writing: dict[str, Any] = {"prompt": options.text_prompt, "with_self_bleu": options.self_bleu}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
         for method in methods:
@@ -98,22 +100,15 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
                 models[name] = common.load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
             heads, titled = {name: identity_head(lm)}, context.titled(f"evaluating {name}")
-            results |= evaluate_tokens(lm, held_out, heads, batch_size=options.lhts.batch_size, context=titled)
-            texts[name] = {
-                f"{temperature:g}": evaluate_text(
-                    lm,
-                    base,
-                    held_out.take(slice(options.texts)),
-                    temperature=temperature,
-                    prompt=options.text_prompt,
-                    batch_size=options.lhts.batch_size,
-                    with_self_bleu=options.self_bleu,
-                    context=context.titled(f"{name} at {temperature:g}"),
+            results |= evaluate_tokens(lm, held_out, heads, batch_size=batch_size, context=titled)
+            texts[name] = {}
+            for temperature in options.myopic:
+                titled = context.titled(f"{name} at {temperature:g}")
+                texts[name][f"{temperature:g}"] = evaluate_text(
+                    lm, base, prompts, temperature=temperature, batch_size=batch_size, context=titled, **writing
                 )
-                for temperature in options.myopic
-            }
             if questions is not None:
-                batch_size, titled = options.lhts.batch_size, context.titled(f"{name}: analogies")
+                titled = context.titled(f"{name}: analogies")
                 analogies[name] = evaluate_analogies(
                     lm, questions, options.myopic, batch_size=batch_size, context=titled
                 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -96,15 +96,10 @@ def _evaluate(
 ) -> dict[str, dict[str, MethodResult]]:
     """A model on every set, without and with temperature scaling, which is fitted on the validation data."""
     temperature = fit_temperature_head(lm, validation, options.sft.batch_size)
-    return {
-        title: evaluate_tokens(
-            lm,
-            sequences,
-            {name: identity_head(lm), f"{name}_temperature": temperature},
-            batch_size=options.sft.batch_size,
-            bins=options.bins,
-            closed=options.closed,
-            context=context.titled(f"evaluating {name}: {title}".replace("_", " ")),
-        )
-        for title, sequences in sets.items()
-    }
+    heads = {name: identity_head(lm), f"{name}_temperature": temperature}
+    shared: dict[str, Any] = {"batch_size": options.sft.batch_size, "bins": options.bins, "closed": options.closed}
+    results = {}
+    for title, sequences in sets.items():
+        titled = context.titled(f"evaluating {name}: {title}".replace("_", " "))
+        results[title] = evaluate_tokens(lm, sequences, heads, context=titled, **shared)
+    return results

@@ -28,7 +28,6 @@ from calibjax.losses.long_horizon import (
 )
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import vocab_sharding
 from calibjax.models.generate import log_probs, mix_samples
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
@@ -36,7 +35,7 @@ from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Rang
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.curves import array_hash
 from calibjax.train.step import Schedule
-from calibjax.train.tuning import TuningOptions, check_dense, tune
+from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 
 Method = Literal["lhts", "partition"]
 _CONDITION_RATE = 30.0  # learning rate of a condition vector over that of weights, in units of the embedding's RMS
@@ -121,68 +120,38 @@ class LhtsObjective:
     remat: decoder.Remat = "none"
 
     def __call__(
-        self,
-        params: Any,
-        frozen: Any,
-        batch: Mapping[str, Array],
-        hyper: Mapping[str, Array],
-        carry: RunningMean,
+        self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array], carry: RunningMean
     ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], RunningMean]]:
-        where = batch["where"]
+        where, segment_ids = batch["where"], batch["segment_ids"]
         scored = jax.lax.stop_gradient(self._hidden(frozen, batch))
-        stats = self._over_vocabulary(vocab_stats, frozen, scored, batch, statistics=("log_normalizer", "target_logit"))
+        statistics = ("log_normalizer", "target_logit")
+        stats = over_vocabulary(vocab_stats, self.model, frozen, scored, batch, statistics=statistics)
         log_p = stats.log_prob()
         carry = carry.update(log_p, where)
+        baseline = carry.baseline(self.objective.baseline)
         weights = token_weights(
-            log_p,
-            batch["temperature"],
-            self.objective,
-            baseline=carry.baseline(self.objective.baseline),
-            where=where,
-            segment_ids=batch["segment_ids"],
+            log_p, batch["temperature"], self.objective, baseline=baseline, where=where, segment_ids=segment_ids
         )
         hidden = self._hidden(params, batch)
         kl = self._kl(params, frozen, hidden, scored) if self.objective.kl_weight else None
-        log_q = -self._over_vocabulary(linear_cross_entropy, params, hidden, batch)
+        log_q = -over_vocabulary(linear_cross_entropy, self.model, params, hidden, batch)
         loss = long_horizon_loss(log_q, weights, kl=kl, kl_weight=self.objective.kl_weight, where=where)
         if self.objective.average == "sequence":
-            weight = sequence_weights(where, batch["segment_ids"])
+            weight = sequence_weights(where, segment_ids)
             return jnp.sum(weight * loss), (jnp.sum(weight), carry)
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
     def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
         """The `Objective` that evaluates the student: its negative log-likelihood."""
         where = batch["where"]
-        nll = self._over_vocabulary(linear_cross_entropy, params, self._hidden(params, batch), batch)
+        nll = over_vocabulary(linear_cross_entropy, self.model, params, self._hidden(params, batch), batch)
         return jnp.sum(jnp.where(where, nll, 0.0)), jnp.sum(where).astype(jnp.float32)
 
     def _hidden(self, params: Any, batch: Mapping[str, Array]) -> Float[Array, "B T D"]:
         condition = None
         if "condition" in params:
             condition = self.condition_scale * params["condition"][batch["condition"]]
-        return decoder.hidden_states(
-            self.model,
-            params,
-            batch["tokens"],
-            segment_ids=batch["segment_ids"],
-            positions=batch["positions"],
-            dtype=self.dtype,
-            remat=self.remat,
-            condition=condition,
-        )
-
-    def _over_vocabulary(self, function: Any, params: Any, hidden: Array, batch: Mapping[str, Array], **options: Any):
-        """`function` is `vocab_stats` or `linear_cross_entropy`."""
-        return function(
-            hidden,
-            decoder.unembedding(self.model, params).astype(self.dtype),
-            batch["targets"],
-            bias=decoder.unembedding_bias(params),
-            softcap=self.model.logit_softcap,
-            where=batch["where"],
-            sharding=vocab_sharding(self.model),
-            **options,
-        )
+        return batch_states(self.model, params, batch, dtype=self.dtype, remat=self.remat, condition=condition)
 
     def _kl(self, params: Any, frozen: Any, hidden: Array, scored: Array) -> Float[Array, "B T"]:
         """KL(q ‖ p) of every position, in blocks of positions, so that logits are stored for one block only."""
@@ -359,14 +328,12 @@ def _fit_student(
     if "condition" in per_sequence:
         conditions = options.quantiles if method == "partition" else len(options.temperatures)
         student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
-    size = float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
+    scale = _CONDITION_RATE * float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
-        model=lm.config,
-        objective=objective,
-        condition_scale=_CONDITION_RATE * size,
-        dtype=lm.dtype,
-        remat=options.remat,
+        model=lm.config, objective=objective, condition_scale=scale, dtype=lm.dtype, remat=options.remat
     )
+    identity = {"method": method, "fingerprint": lm.fingerprint, "dtype": str(lm.dtype)}
+    identity["sequences"] = array_hash({**sequences.arrays(), **per_sequence})
     params, report = tune(
         trained,
         trained.likelihood,
@@ -376,13 +343,8 @@ def _fit_student(
         options,
         per_sequence=per_sequence,
         context=context.titled(method),
-        identity={
-            "method": method,
-            "fingerprint": lm.fingerprint,
-            "dtype": str(lm.dtype),
-            "sequences": array_hash({**sequences.arrays(), **per_sequence}),
-        },
+        identity=identity,
         carry=RunningMean.empty(sequences.tokens.shape[1]),
     )
     report = {"options": report["options"], "objective": dataclasses.asdict(objective), **report}
-    return params, trained.condition_scale, report
+    return params, scale, report

@@ -16,7 +16,6 @@ from calibjax.kernels import linear_cross_entropy
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import vocab_sharding
 from calibjax.models.lora import LoraConfig
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
@@ -24,7 +23,7 @@ from calibjax.runtime.options import Count, NonNegative, Positive, Weight
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.curves import array_hash
 from calibjax.train.options import checked_alpha
-from calibjax.train.tuning import TuningOptions, check_dense, tune
+from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 
 if TYPE_CHECKING:
     SftLossName = str
@@ -128,32 +127,17 @@ class SftObjective:
         if lora is not None:
             # Adapters are float32; their products are added to those of the kernels, in the compute dtype.
             params = lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
-        hidden = decoder.hidden_states(
-            self.model,
-            params,
-            batch["tokens"],
-            segment_ids=batch["segment_ids"],
-            positions=batch["positions"],
-            dtype=self.dtype,
-            remat=own.remat,
-            lora=lora,
-        )
-        inputs = hidden, decoder.unembedding(self.model, params).astype(self.dtype), batch["targets"]
-        shared = {
-            "scale": None if own.temperature == 1 else 1 / own.temperature,
-            "where": batch["where"],
-            "bias": decoder.unembedding_bias(params),
-            "softcap": self.model.logit_softcap,
-            "sharding": vocab_sharding(self.model),
-        }
+        hidden = batch_states(self.model, params, batch, dtype=self.dtype, remat=own.remat, lora=lora)
+        inputs = self.model, params, hidden, batch
+        scale = None if own.temperature == 1 else 1 / own.temperature
         if own.loss in ("label-smoothing", "cross-entropy"):
             smoothing = own.label_smoothing if own.loss == "label-smoothing" else 0.0
-            total = linear_cross_entropy(
-                *inputs, label_smoothing=smoothing, z_loss=own.z_loss, reduction="sum", **shared
-            )
+            options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": own.z_loss, "reduction": "sum"}
+            total = over_vocabulary(linear_cross_entropy, *inputs, scale=scale, **options)
         else:
+            loss = functools.partial(linear_loss, LOSSES[own.loss])
             weight = {} if own.alpha is None else {"alpha": own.alpha}
-            total = jnp.sum(linear_loss(LOSSES[own.loss], *inputs, hyper=weight, **shared)[0])
+            total = jnp.sum(over_vocabulary(loss, *inputs, scale=scale, hyper=weight)[0])
         return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
     def likelihood(self) -> "SftObjective":
@@ -233,6 +217,7 @@ def fit_sft(
     if lora is not None:
         frozen = place()
         initial_params = functools.partial(decoder.init_adapters, config, lora, jax.random.key(context.seed))
+    hashed = array_hash(sequences._asdict())
     with context.with_directory() as context:
         params, report = tune(
             objective,

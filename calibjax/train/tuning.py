@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float
 
 from calibjax.data import Sequences, batches, eval_batches, hold_back
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
+from calibjax.models.frozen import vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import (
@@ -29,6 +31,7 @@ from calibjax.runtime.options import (
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
 from calibjax.train.loop import Evaluation, train
 from calibjax.train.step import (
+    Batch,
     CarryingObjective,
     Objective,
     OptimizerConfig,
@@ -103,6 +106,28 @@ def check_dense(config: DecoderConfig, remedy: str) -> None:
         )
 
 
+def batch_states(model: DecoderConfig, params: Any, batch: Batch, **options: Any) -> Float[Array, "B T D"]:
+    """`decoder.hidden_states` of a batch."""
+    places = {name: batch[name] for name in ("segment_ids", "positions")}
+    return decoder.hidden_states(model, params, batch["tokens"], **places, **options)
+
+
+def over_vocabulary(
+    function: Any, model: DecoderConfig, params: Any, hidden: Float[Array, "B T D"], batch: Batch, **options: Any
+) -> Any:
+    """A function as `vocab_stats` or `linear_cross_entropy` at the targets of a batch, in the dtype of `hidden`."""
+    return function(
+        hidden,
+        decoder.unembedding(model, params).astype(hidden.dtype),
+        batch["targets"],
+        bias=decoder.unembedding_bias(params),
+        softcap=model.logit_softcap,
+        where=batch["where"],
+        sharding=vocab_sharding(model),
+        **options,
+    )
+
+
 def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
     """The state that `tune` starts from, with float32 parameters."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -153,25 +178,17 @@ def tune(
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
         return {"validation_nll": float(loss / count)}
 
+    part = local_rows(context.mesh, options.batch_size)
+    step_fn = make_train_step(
+        objective, optimizer, accumulate=options.accumulate, reduction=reduction, clip_norm=options.clip_norm
+    )
     with jax.set_mesh(context.mesh):
         state = train(
-            make_train_step(
-                objective,
-                optimizer,
-                accumulate=options.accumulate,
-                reduction=reduction,
-                clip_norm=options.clip_norm,
-            ),
+            step_fn,
             state,
             frozen,
             {},
-            batches(
-                train_arrays,
-                options.batch_size,
-                seed=context.seed,
-                epochs=options.epochs,
-                part=local_rows(context.mesh, options.batch_size),
-            ),
+            batches(train_arrays, options.batch_size, seed=context.seed, epochs=options.epochs, part=part),
             steps=steps,
             context=context,
             identity={"options": options_identity(options), "seed": context.seed, **identity},
