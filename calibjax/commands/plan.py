@@ -36,7 +36,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
-from calibjax.train.curves import frozen_pass, stored_features
+from calibjax.train.curves import frozen_batch, stored_features
 from calibjax.train.options import RECIPES, AtsOptions, AtsPlan, make_plan
 from calibjax.train.sft import SftObjective, SftOptions
 from calibjax.train.step import make_train_step
@@ -292,7 +292,7 @@ def build(job: Job, mesh: Any = None) -> Program:
 
         def frozen_step(weights: Any, batch: Any) -> Any:
             frozen = freeze(LanguageModel(config, weights, dtype, ""), *method.heads)
-            return frozen_pass(config, dtype, stored_features(method.heads), frozen, batch)
+            return frozen_batch(config, dtype, stored_features(method.heads), frozen, batch)
 
         return Program(jax.jit(frozen_step), (weights, batch), weights)
     optimizer = method.optimizer_config.build(1000)  # steps of the schedule: a number in the program

@@ -138,24 +138,20 @@ def token_curves(
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
     """
     check_sequences(lm, sequences)
-    features = stored_features(heads)
-    top_k = min(top_k, lm.config.vocab_size)
-    run = functools.partial(_run, lm.config, lm.dtype, features)
-    frozen = freeze(lm, *heads)
-    needed = {name: getattr(sequences, name) for name in ("tokens", "targets", "where", "segment_ids", "positions")}
-    batch = {name: jax.ShapeDtypeStruct((batch_size, x.shape[1]), x.dtype) for name, x in needed.items()}
-    hidden, stored = jax.eval_shape(run, frozen, batch)
-    width = _block_width(context_mesh(), batch_size * sequences.tokens.shape[1])
-    index = jax.ShapeDtypeStruct((width,), jnp.int32)
-    static = (lm.config, lm.dtype, top_k)
-    shape_of = functools.partial(_block, *static)
-    curves = jax.eval_shape(shape_of, frozen, hidden, batch["targets"], index, index)
-    block = functools.partial(_block_program(platform().name), *static)
     count, length = sequences.tokens.shape
+    top_k = min(top_k, lm.config.vocab_size)
+    width = _block_width(context_mesh(), batch_size * length)
+    frozen, features = freeze(lm, *heads), stored_features(heads)
+    run = functools.partial(_run, lm.config, lm.dtype, features, frozen)
+    block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, top_k, frozen)
+    arrays = sequences.arrays()
+    of_batch = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
+    whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, top_k=top_k)
+    stored, curves = jax.eval_shape(whole, frozen, of_batch)
     shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
-    shapes |= {
-        name: ((count, length, *x.shape[1:]), x.dtype) for name in _FIELDS if (x := getattr(curves, name)) is not None
-    }
+    for name in _FIELDS:
+        if (x := getattr(curves, name)) is not None:
+            shapes[name] = ((count, length, *x.shape[2:]), x.dtype)
     size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
     tokens = int(sequences.where.sum())
     identity = {
@@ -172,30 +168,41 @@ def token_curves(
     bar = context.bar(title="frozen pass", unit="sequence", total=count, initial=store.done)
     last = time.monotonic()
     start = 0
-    for batch, real in eval_batches(needed, batch_size):
+    for batch, real in eval_batches(arrays, batch_size):
         if start >= store.done:
-            hidden, stored = run(frozen, batch)
             rows = slice(start, start + real)
-            for name, array in to_host(stored).items():
-                store.write(name, rows, array[:real])
-            # The curves of the tokens that count, in blocks of one size.
-            row, position = np.nonzero(sequences.where[rows] & (sequences.targets[rows] != -100))
-            for first in range(0, len(row), width):
-                some = min(width, len(row) - first)
-                at = [np.pad(x[first : first + some], (0, width - some)) for x in (row, position)]
-                curves = to_host(block(frozen, hidden, batch["targets"], *(np.asarray(x, np.int32) for x in at)))
-                for name in _FIELDS:
-                    if (values := getattr(curves, name)) is not None:
-                        store.write(name, (start + at[0][:some], at[1][:some]), values[:some])
+            counted = sequences.where[rows] & (sequences.targets[rows] != -100)
+            _write_batch(store, run, block, width, batch, counted, start)
             bar.update(real)
             if time.monotonic() - last > _NOTE_EVERY or start + real == count:
                 store.note(start + real)
                 last = time.monotonic()
         start += real
     bar.close()
-    arrays = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
+    kept = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
     digest = f"{lm.fingerprint}-{identity['sequences']}"
-    return TokenCurves(arrays, curves.scales, sequences.source, lm.fingerprint, digest)
+    return TokenCurves(kept, curves.scales, sequences.source, lm.fingerprint, digest)
+
+
+def _write_batch(
+    store: "_Store", run: Any, block: Any, width: int, batch: Any, counted: Bool[np.ndarray, "n T"], start: int
+) -> None:
+    """Stores what is kept of the first n sequences of a batch, which are those from `start` on.
+
+    The curves of the tokens that are `counted` are computed in blocks of `width`.
+    """
+    hidden, stored = run(batch)
+    for name, array in to_host(stored).items():
+        store.write(name, slice(start, start + len(counted)), array[: len(counted)])
+    row, position = (x.astype(np.int32) for x in np.nonzero(counted))
+    for first in range(0, len(row), width):
+        rows, positions = (x[first : first + width] for x in (row, position))
+        real_tokens = len(rows)
+        padded = (np.pad(x, (0, width - real_tokens)) for x in (rows, positions))
+        curves = to_host(block(hidden, batch["targets"], *padded))
+        for name in _FIELDS:
+            if (values := getattr(curves, name)) is not None:
+                store.write(name, (start + rows, positions), values[:real_tokens])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -239,17 +246,17 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
     return min(_BLOCK_OF_DEVICE, -(-tokens // devices)) * devices
 
 
-def frozen_pass(
-    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Array]
+def frozen_batch(
+    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Any], top_k: int = 0
 ) -> tuple[dict[str, Array], VocabCurves]:
-    """What `token_curves` computes of a batch in which every token counts, as one function: for `plan`."""
+    """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)
     rows, length = batch["targets"].shape
     width = _block_width(jax.sharding.get_abstract_mesh(), rows * length)
     number = jnp.arange(-(-rows * length // width) * width, dtype=jnp.int32).reshape(-1, width) % (rows * length)
 
     def block(number: Int[Array, " n"]) -> VocabCurves:
-        return _block(config, dtype, 0, frozen, hidden, batch["targets"], number // length, number % length)
+        return _block(config, dtype, top_k, frozen, hidden, batch["targets"], number // length, number % length)
 
     return stored, jax.lax.map(block, number)
 

@@ -14,7 +14,7 @@ from calibjax.kernels import sharded
 from calibjax.models.frozen import freeze
 from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
 from calibjax.train import AtsOptions, OptimizerConfig, create_state, make_train_step
-from calibjax.train.curves import frozen_pass
+from calibjax.train.curves import frozen_batch
 from calibjax.train.lhts import LhtsOptions, fit_lhts
 from calibjax.train.sft import SftObjective, SftOptions, fit_sft
 
@@ -129,7 +129,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
         frozen = freeze(lm)._replace(params=params, unembedding=params["unembedding"])
         batch = place_rows(mesh, make_sequences(8, vocab_size=VOCAB, length=12).arrays())
         with jax.set_mesh(mesh):
-            program = jax.jit(frozen_pass, static_argnums=(0, 1, 2))
+            program = jax.jit(frozen_batch, static_argnums=(0, 1, 2))
             found = collectives(program.lower(lm.config, lm.dtype, features, frozen, batch).compile().as_text())
     else:
         objective = SftObjective(model=lm.config)
