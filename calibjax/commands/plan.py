@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from calibjax.commands.common import JsonOptions
 from calibjax.data import check_context
+from calibjax.eval.report.notes import plan_verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import TextTable
+from calibjax.eval.report.tables import plan_table
 from calibjax.eval.report.terminal import print_result
 from calibjax.heads import HeadKind
 from calibjax.models import LanguageModel, abstract_params
@@ -296,12 +297,9 @@ def build(job: Job, mesh: Any = None) -> Program:
 
         return Program(jax.jit(frozen_step), (weights, batch), weights)
     optimizer = method.optimizer_config.build(1000)  # steps of the schedule: a number in the program
+    objective = SftObjective(model=method.configure(config), options=method, dtype=dtype)
     step = make_train_step(
-        SftObjective(model=method.configure(config), options=method, dtype=dtype),
-        optimizer,
-        accumulate=method.accumulate,
-        reduction=method.reduction,
-        clip_norm=method.clip_norm,
+        objective, optimizer, accumulate=method.accumulate, reduction=method.reduction, clip_norm=method.clip_norm
     )
     lora = method.lora
     if lora is None:
@@ -419,59 +417,85 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
         and `likely_fits` then goes by an estimate of the temporaries; `margin_bytes` is None where the compiler did
         not report by how much the step is too large.
     """
+    memory = _memory(job, topology, compiles=compiles)
+    roofline = _roofline(job, topology, memory)
+    total, available = sum(memory.sizes.values()), topology.chip.memory
+    plan = {
+        "compiled": memory.is_compiled,
+        "parameters": parameter_counts(job.config),
+        "stored_bytes_per_token": None if job.trains else stored_bytes_per_token(job),
+        "mesh": job.mesh_text,
+        "fits": memory.fits,
+        "likely_fits": total <= available if memory.fits is None else memory.fits,
+        "bytes_per_device": {**memory.sizes, "total": total, "available": available},
+        "margin_bytes": None if memory.fits is False and total < available else available - total,
+        **roofline,
+        "note": memory.note,
+    }
+    if tokens is not None:
+        plan["run"] = _run_cost(job, roofline["roofline_seconds"]["bound"], tokens)
+    return plan
+
+
+class _Memory(NamedTuple):
+    """What a step holds on each device.
+
+    `sizes` are bytes by what holds them, `arguments` those that a step reads. `fits` is None where only the compiler
+    could tell; `is_compiled` also where it refused the step. `collectives` is None where they are not known.
+    """
+
+    sizes: dict[str, int]
+    fits: bool | None
+    arguments: int
+    is_compiled: bool = False
+    collectives: dict[str, Collective] | None = None
+    note: str | None = None
+
+
+def _memory(job: Job, topology: Topology, *, compiles: bool) -> _Memory:
+    """By the compiler, or from the shapes."""
     placed = build(job, job.abstract_mesh())
     sizes = {"parameters": device_bytes(placed.parameters), "optimizer": device_bytes(placed.optimizer)}
     known, available = sum(sizes.values()), topology.chip.memory
-    compiled, refused, note = None, None, None
-    if compiles and known > available:
-        note = "Parameters and optimiser alone do not fit: not compiled."
-    elif compiles:
-        try:
-            compiled = compilers.with_compiler(compile_step, job, topology)
-        except DoesNotCompile as error:
-            if "RESOURCE_EXHAUSTED" not in error.details:
-                raise
-            refused = error.details
-    arguments = known if compiled is None else compiled.arguments
-    if compiled is not None:
-        sizes |= {"batch_and_padding": arguments - known, "temporaries": compiled.total - arguments}
-        fits, note = compiled.total <= available, _note(compiled, topology)  # a compiler for GPUs refuses nothing
-    elif refused is not None:
-        needed = needed_bytes(refused)
-        fits, note = False, " ".join(refused.split())[:300]
-        sizes |= {} if needed is None else {"temporaries": max(0, needed - known)}
-    else:
+    if not compiles or known > available:
         sizes |= _held(job, placed, topology)
-        fits = None if sum(sizes.values()) - sizes["estimated_temporaries"] <= available else False
-    total = sum(sizes.values())
+        at_least = sum(sizes.values()) - sizes["estimated_temporaries"]
+        note = "Parameters and optimiser alone do not fit: not compiled." if compiles else None
+        return _Memory(sizes, None if at_least <= available else False, known, note=note)
+    try:
+        compiled = compilers.with_compiler(compile_step, job, topology)
+    except DoesNotCompile as error:
+        if "RESOURCE_EXHAUSTED" not in error.details:
+            raise
+        needed = needed_bytes(error.details)
+        sizes |= {} if needed is None else {"temporaries": max(0, needed - known)}
+        return _Memory(sizes, False, known, is_compiled=True, note=" ".join(error.details.split())[:300])
+    sizes |= {"batch_and_padding": compiled.arguments - known, "temporaries": compiled.total - compiled.arguments}
+    fits = compiled.total <= available  # a compiler for GPUs refuses nothing
+    note = _note(compiled, topology)
+    return _Memory(sizes, fits, compiled.arguments, is_compiled=True, collectives=compiled.collectives, note=note)
+
+
+def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
+    """Operations, what moves between devices, and the time of each at the least, as entries of the plan."""
     whole = build(job)
     with use_ragged_dot(True):  # on one device, where each copy of a token is a row of one expert
         operations = flops(whole.function.trace(*whole.arguments).jaxpr)
     moved, received = None, None
-    if compiled is not None and compiled.collectives is not None:
-        moved = {kind: each._asdict() for kind, each in sorted(compiled.collectives.items())}
+    if memory.collectives is not None:
+        moved = {kind: each._asdict() for kind, each in sorted(memory.collectives.items())}
         received = sum(each["bytes"] for each in moved.values()) / topology.chip.interconnect
     seconds = {
         "compute": operations / topology.devices / topology.chip.flops,
-        "memory": arguments / topology.chip.bandwidth,
+        "memory": memory.arguments / topology.chip.bandwidth,
         "interconnect": received,
     }
     bound = max(x for x in seconds.values() if x is not None)
     return {
-        "compiled": compiled is not None or refused is not None,
-        "parameters": parameter_counts(job.config),
-        "stored_bytes_per_token": None if job.trains else stored_bytes_per_token(job),
-        "mesh": job.mesh_text,
-        "fits": fits,
-        "likely_fits": total <= available if fits is None else fits,
-        "bytes_per_device": {**sizes, "total": total, "available": available},
-        "margin_bytes": None if fits is False and total < available else available - total,
         "flops_per_step": operations,
         "flops_per_device": operations / topology.devices,
         "collectives": moved,
         "roofline_seconds": {**seconds, "bound": bound},
-        "note": note,
-        **({} if tokens is None else {"run": _run_cost(job, bound, tokens)}),
     }
 
 
@@ -511,17 +535,21 @@ def _held(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
     of float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary are held to 16 MiB.
     """
     config, itemsize = job.config, jnp.dtype(job.dtype).itemsize
-    tokens = job.batch // (job.method.accumulate * job.mesh[0] * job.mesh[1]) * job.seq
+    data, fsdp, tensor = job.mesh
+    tokens = job.batch // (job.method.accumulate * data * fsdp) * job.seq
     held = {}
     if job.trains:
         block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
         held = {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
-    estimate = (3 if job.trains else 1) * tokens * (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
+    passes, copies = (3, 2) if job.trains else (1, 1)
+    activations_per_token = (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
+    estimate = passes * tokens * activations_per_token
     if topology.chip.platform == "gpu" or job.dtype == "float32":
-        estimate += (2 if job.trains else 1) * tokens * job.seq * config.num_heads * 4 // job.mesh[2]
+        attention_logits = copies * tokens * job.seq * config.num_heads * 4
+        estimate += attention_logits // tensor
     if math.prod(job.mesh) > 1:
-        block = parameter_counts(config)["total"] // config.num_layers * itemsize
-        estimate += 2 * block // job.mesh[2]
+        gathered_kernels = 2 * (parameter_counts(config)["total"] // config.num_layers * itemsize)
+        estimate += gathered_kernels // tensor
     return {**held, "estimated_temporaries": estimate}
 
 
@@ -550,9 +578,6 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
     }
 
 
-# --- what is printed ---
-
-
 def _print(document: Document, topology: Topology, options: PlanOptions) -> None:
     if document["compiled"]:
         notes = [f"The step was compiled by {document['compiler']}; nothing was run."]
@@ -563,54 +588,4 @@ def _print(document: Document, topology: Topology, options: PlanOptions) -> None
         notes.append(f'The compiler is not installed: pip install "jax[{extra}]".')
     if document["note"]:
         notes.append(document["note"])
-    certainty = "does" if document["fits"] is not None else "probably does"
-    verdict = f"This {certainty} {'' if document['likely_fits'] else 'not '}fit".replace("does fit", "fits")
-    bound = _milliseconds(document["roofline_seconds"]["bound"])
-    step = "{model}, {objective}, {batch} x {seq} tokens per step, {dtype}".format(**document)
-    devices = f"{topology.devices} device{'s' * (topology.devices > 1)} ({topology.name})"
-    print_result(
-        f"{verdict}, at {bound} a step at the least: {step}, on {devices}.", _plan_table(document), notes=notes
-    )
-
-
-def _plan_table(document: Document) -> TextTable:
-    rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
-    rows.append(["fits", _margin(document)])
-    counts = document["parameters"]
-    if counts["active"] < counts["total"]:
-        rows.append(["parameters of the model", f"{counts['total']:,}"])
-        rows.append(["parameters active for a token", f"{counts['active']:,}"])
-    if document["stored_bytes_per_token"] is not None:
-        rows.append(["stored from the frozen pass, per token", f"{document['stored_bytes_per_token']:,} bytes"])
-    operations = f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step"
-    rows.append(["operations", operations])
-    for kind, moved in (document["collectives"] or {}).items():
-        received = f"{_size(moved['bytes'])} received, the largest {_size(moved['largest'])}"
-        rows.append([kind, f"{moved['count']:,} x, {received}"])
-    rows += [[f"roofline, {name}", _milliseconds(x)] for name, x in document["roofline_seconds"].items()]
-    if run := document.get("run"):
-        low, high = run["utilisation"]
-        rows.append(["steps of the run", f"{run['steps']:,}"])
-        if run["stored_bytes"] is not None:
-            rows.append(["stored from the frozen pass, each host", _size(run["stored_bytes"])])
-        least, most = run["seconds"]
-        units = ((86400, "d"), (3600, "h"), (60, "min"))
-        unit, name = next(((unit, name) for unit, name in units if most >= 2 * unit), (1, "s"))
-        rows.append([f"run at {low:.0%} to {high:.0%}", f"{least / unit:,.1f} to {most / unit:,.1f} {name}"])
-    return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{1e3 * seconds:,.0f} ms"
-
-
-def _margin(plan: Document) -> str:
-    margin = plan["margin_bytes"]
-    if margin is None:
-        return "no"
-    likely = "probably " if plan["fits"] is None else ""
-    return f"{likely}yes, with {_size(margin)} to spare" if margin >= 0 else f"{likely}no: {_size(-margin)} too much"
+    print_result(plan_verdict(document), plan_table(document), notes=notes)

@@ -24,6 +24,7 @@ from calibjax.eval.report.tables import (
     interval,
     is_higher,
     is_lower,
+    milliseconds,
     remarks,
     sets_of,
     short,
@@ -271,7 +272,17 @@ def choice_verdict(comparison: Row) -> str:
     )
 
 
-# --- texts and layers ---
+# --- plans, texts and layers ---
+
+
+def plan_verdict(document: Document) -> str:
+    """Of `plan`: whether a step fits, and its time."""
+    likely = "probably " if document["fits"] is None else ""
+    fits = "fits" if document["likely_fits"] else "does not fit"
+    bound = milliseconds(document["roofline_seconds"]["bound"])
+    step = "{model}, {objective}, {batch} x {seq} tokens per step, {dtype}".format(**document)
+    devices = f"{document['devices']} device{'s' * (document['devices'] > 1)} ({document['topology']})"
+    return f"This {likely}{fits}, at {bound} a step at the least: {step}, on {devices}."
 
 
 def lhts_verdict(document: Document) -> Verdict:

@@ -548,3 +548,51 @@ def text_table(document: Document) -> TextTable:
     if any(row["self_bleu"] is None for row in rows):
         del columns["self-BLEU"]
     return table_of("text of each model, ± standard error; log p under the pretrained model, nats", rows, columns)
+
+
+# --- plan ---
+
+
+def plan_table(document: Document) -> TextTable:
+    """Of `plan`: memory, operations and times of a step on each device, and of the run if its length is known."""
+    rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
+    rows.append(["fits", _margin(document)])
+    counts = document["parameters"]
+    if counts["active"] < counts["total"]:
+        rows.append(["parameters of the model", f"{counts['total']:,}"])
+        rows.append(["parameters active for a token", f"{counts['active']:,}"])
+    if document["stored_bytes_per_token"] is not None:
+        rows.append(["stored from the frozen pass, per token", f"{document['stored_bytes_per_token']:,} bytes"])
+    operations = f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step"
+    rows.append(["operations", operations])
+    for kind, moved in (document["collectives"] or {}).items():
+        received = f"{_size(moved['bytes'])} received, the largest {_size(moved['largest'])}"
+        rows.append([kind, f"{moved['count']:,} x, {received}"])
+    rows += [[f"roofline, {name}", milliseconds(x)] for name, x in document["roofline_seconds"].items()]
+    if run := document.get("run"):
+        low, high = run["utilisation"]
+        rows.append(["steps of the run", f"{run['steps']:,}"])
+        if run["stored_bytes"] is not None:
+            rows.append(["stored from the frozen pass, each host", _size(run["stored_bytes"])])
+        least, most = run["seconds"]
+        units = ((86400, "d"), (3600, "h"), (60, "min"))
+        unit, name = next(((unit, name) for unit, name in units if most >= 2 * unit), (1, "s"))
+        rows.append([f"run at {low:.0%} to {high:.0%}", f"{least / unit:,.1f} to {most / unit:,.1f} {name}"])
+    return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time in milliseconds, "not known" for None."""
+    return "not known" if seconds is None else f"{1e3 * seconds:,.0f} ms"
+
+
+def _margin(plan: Document) -> str:
+    margin = plan["margin_bytes"]
+    if margin is None:
+        return "no"
+    likely = "probably " if plan["fits"] is None else ""
+    return f"{likely}yes, with {_size(margin)} to spare" if margin >= 0 else f"{likely}no: {_size(-margin)} too much"
