@@ -197,7 +197,7 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
-    from calibjax.commands.common import attention, leaving_nothing
+    from calibjax.commands.common import attention_context, leaving_nothing
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
@@ -212,7 +212,7 @@ def _execute(options: Any, run: Run) -> int:
             if prints:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
-        with leaving_nothing(getattr(options, "out", None)), attention(options):
+        with leaving_nothing(getattr(options, "out", None)), attention_context(options):
             try:
                 document = run(options, log)
             finally:

@@ -273,11 +273,9 @@ class DataOptions:
             if self.seq_len is not None:
                 check_context(self.seq_len, longest)
                 seq_len = self.seq_len
-            elif self.layout == "full":  # which drops shorter rows
-                seq_len = min(128, longest)
             else:
                 pairs = zip(opened, formats, strict=True)
-                lengths = (choose_seq_len(rows, format, lm.tokenizer, longest) for rows, format in pairs)
+                lengths = [choose_seq_len(*pair, lm.tokenizer, longest, self.layout) for pair in pairs]
                 seq_len = max(lengths, default=min(128, longest))
             for source, rows, format in zip(sources, opened, formats, strict=True):
                 shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.examples}
@@ -329,7 +327,7 @@ class EvalDataOptions:
     eval_data: tuple[str, ...] = presentation(())
 
 
-def attention(options: Any) -> contextlib.AbstractContextManager[Any]:
+def attention_context(options: Any) -> contextlib.AbstractContextManager[Any]:
     """Within it, attention is cuDNN's where the options of a command choose it."""
     if not (hasattr(options, "devices") and options.devices.cudnn_attention):
         return contextlib.nullcontext()
@@ -405,12 +403,7 @@ def begin(command: str, options: Any, log: Log) -> RunContext:
 
 
 def split_text(
-    sequences: "Sequences",
-    fit_fraction: float,
-    log: Log,
-    *,
-    order: "SplitOrder" = "sequential",
-    seed: int = 0,
+    sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`; logs how much of the held-out part occurs in the other one too."""
     from calibjax.data import count_repeats, split_sequences
@@ -517,16 +510,17 @@ def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
     """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
 
-    def short(path: str) -> str:
+    def short_name(path: str) -> str:
         return Path(path.rstrip("/")).name.split(".")[0]
 
-    def long(path: str) -> str:
-        return f"{Path(path).absolute().parent.name}/{short(path)}"
+    def long_name(path: str) -> str:
+        return f"{Path(path).absolute().parent.name}/{short_name(path)}"
 
-    says_little = short(source) in ("train", "valid", "validation", "test", "data")
-    for name in (long,) if says_little else (short, long):
-        if sum(name(other) == name(source) for other in set(sources)) == 1:
-            return name(source)
+    says_little = short_name(source) in ("train", "valid", "validation", "test", "data")
+    candidates = [long_name] if says_little else [short_name, long_name]
+    for name_of in candidates:
+        if sum(name_of(other) == name_of(source) for other in set(sources)) == 1:
+            return name_of(source)
     return source
 
 

@@ -23,7 +23,7 @@ import yaml
 
 from calibjax.runtime.errors import UserError, printable, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, shortened
+from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, plain, shortened
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -154,12 +154,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def parse(
-    options_type: type[Options],
-    args: Sequence[str],
-    *,
-    prog: str,
-    default: Options | None = None,
-    config: bool = True,
+    options_type: type[Options], args: Sequence[str], *, prog: str, default: Options | None = None, config: bool = True
 ) -> Options:
     """The options that command-line arguments give: fields of a dataclass, and of dataclasses in it.
 
@@ -179,9 +174,8 @@ def parse(
             fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
     values = vars(parser.parse_args(args))
     given = {option.path: values[option.flag[2:]] for option in options}
-    for option in options:
-        if option.several and given[option.path] is not None:
-            given[option.path] = tuple(given[option.path])
+    several = [option.path for option in options if option.several and given[option.path] is not None]
+    given |= {path: tuple(given[path]) for path in several}
     return _assemble(options_type, given, ())
 
 
@@ -201,7 +195,9 @@ def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> 
     """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
     initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
     near = difflib.get_close_matches(given, known)
-    near = initials + sorted(near, key=lambda name: sorted(name) != sorted(given))  # of equal letters first: "ast"
+    near = initials + sorted(
+        near, key=lambda name: sorted(name) != sorted(given)
+    )  # anagrams first: "ast" suggests "ats"
     raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
 
 
@@ -344,7 +340,7 @@ def write_config(directory: Path, command: str, options: Any) -> None:
     for option in list_options(type(options)):
         value = functools.reduce(getattr, option.path, options)
         if option.path[-1] not in ("json", "quiet") and value != () and (value, option.default) != (None, None):
-            values[option.flag[2:]] = list(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+            values[option.flag[2:]] = "None" if value is None else plain(value)
     head = (
         f"# To run it again: calibjax {command} --config {shlex.quote(str(directory / CONFIG))}\n"
         "# Options on the command line take precedence over these.\n"
@@ -352,10 +348,6 @@ def write_config(directory: Path, command: str, options: Any) -> None:
     )
     listed = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000) if values else ""
     write_file(directory / CONFIG, f"{head}command: {command}\n{listed}")
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float) else str(value)
 
 
 def made_by(directory: Path) -> str:

@@ -137,17 +137,18 @@ def run_identity(command: str, options: Any) -> dict[str, Any]:
 def options_identity(options: Any) -> dict[str, Any]:
     """Every option but those marked `NOT_IDENTITY`; JSON-able."""
     return {
-        field.name: _plain(getattr(options, field.name))
+        field.name: plain(getattr(options, field.name))
         for field in dataclasses.fields(options)
         if field.metadata.get("identity", True)
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value of an option as JSON and YAML have it."""
     if dataclasses.is_dataclass(value):
         return options_identity(value)
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -217,7 +217,6 @@ def fit_sft(
     if lora is not None:
         frozen = place()
         initial_params = functools.partial(decoder.init_adapters, config, lora, jax.random.key(context.seed))
-    hashed = array_hash(sequences._asdict())
     with context.with_directory() as context:
         params, report = tune(
             objective,
