@@ -37,7 +37,7 @@ from calibjax.eval.report.page import write_report
 from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import DecoderConfig, LanguageModel, init_params, load_model
-from calibjax.models.frozen import batch_stats, freeze
+from calibjax.models.frozen import batch_stats, frozen_arrays
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 
@@ -85,7 +85,7 @@ def _model(bench: Bench) -> LanguageModel:
 
 def _jobs(bench: Bench, lm: LanguageModel, sequences: Sequences, folder: str) -> dict[str, Callable[[], Any]]:
     """Name -> function that returns when its results are on the host. The values of the heads do not matter."""
-    identity, frozen, context = identity_head(lm), freeze(lm), RunContext(progress=False)
+    identity, frozen, context = identity_head(lm), frozen_arrays(lm), RunContext(progress=False)
     mlp = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
     heads = {
         "uncalibrated": identity,

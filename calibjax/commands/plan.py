@@ -24,7 +24,7 @@ from calibjax.models import LanguageModel, abstract_params
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import init_adapters
 from calibjax.models.fingerprint import dotted_leaves
-from calibjax.models.frozen import freeze
+from calibjax.models.frozen import frozen_arrays
 from calibjax.models.gguf import is_gguf
 from calibjax.models.hub import download, repository_of
 from calibjax.models.load import read_config
@@ -292,7 +292,7 @@ def build(job: Job, mesh: Any = None) -> Program:
         del batch["where"]  # every token is planned as one that counts
 
         def frozen_step(weights: Any, batch: Any) -> Any:
-            frozen = freeze(LanguageModel(config, weights, dtype, ""), *method.heads)
+            frozen = frozen_arrays(LanguageModel(config, weights, dtype, ""), *method.heads)
             return frozen_batch(config, dtype, stored_features(method.heads), frozen, batch)
 
         return Program(jax.jit(frozen_step), (weights, batch), weights)

@@ -20,7 +20,7 @@ from calibjax.kernels.platforms import platform
 from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, freeze, stats_at, vocab_sharding
+from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, frozen_arrays, stats_at, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences, placed
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
@@ -68,41 +68,50 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
+class _Head(NamedTuple):
+    config: HeadConfig | None  # None: the base model
+    params: Any
+    log_factor: Any
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
-def evaluate_batch(model, configs, dtype, bins, closed, params, factors, frozen, batch, compact=False):
+def evaluate_batch(
+    model_config, head_configs, dtype, bins, closed, head_params, log_factors, frozen, batch, compact=False
+):
     """Sums and outputs of every method on one batch; a configuration of None is the base model. All methods share the
     frozen forward pass, and the base model's statistics where heads have features of them.
 
     `compact`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all methods;
     not for tokens that several devices hold.
     """
-    hidden = batch_hidden(model, frozen, batch, dtype)
+    hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    heads = list(zip(configs, params, factors, strict=True))
+    heads = [_Head(*head) for head in zip(head_configs, head_params, log_factors, strict=True)]
 
     def log_scale_of(head, tokens, base=None):
-        return batch_log_scale(model, head[0], head[1], frozen, tokens, dtype, head[2], base)
+        options = {"dtype": dtype, "log_factor": head.log_factor, "stats": base}
+        return batch_log_scale(model_config, head.config, head.params, frozen, tokens, **options)
 
     # Heads that read other tokens have their features from all of them.
-    wide = [head[0] is not None and (head[0].attends or head[0].pooling == "sequence") for head in heads]
+    wide = [config is not None and (config.attends or config.pooling == "sequence") for config in head_configs]
     given = [log_scale_of(head, shared) if is_wide else None for head, is_wide in zip(heads, wide, strict=True)]
-    read = {statistic for config in configs if config for statistic in config.statistics}
+    read = {statistic for config in head_configs if config for statistic in config.statistics}
 
     def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
         tokens, log_scales = block
-        options = {"bias": frozen.bias, "softcap": model.logit_softcap, "where": tokens["where"]}
+        options = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "where": tokens["where"]}
         if compact and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
             stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **options)
         else:
-            stats_of = functools.partial(stats_at, model, frozen, tokens, dtype=dtype)
+            stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros, base, results = jnp.zeros(tokens["where"].shape, jnp.float32), None, []
-        if read or None in configs:
+        if read or None in head_configs:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
         for head, log_scale in zip(heads, log_scales, strict=True):
             stats = base
-            if head[0] is None:
+            if head.config is None:
                 log_scale = zeros
             else:
                 log_scale = log_scale_of(head, tokens, base) if log_scale is None else log_scale
@@ -165,7 +174,7 @@ def evaluate_tokens(
     )
     params = [head.params for head in heads.values()]
     factors = [jnp.float32(head.log_factor) for head in heads.values()]
-    frozen = freeze(lm, *(config for config in configs if config))
+    frozen = frozen_arrays(lm, *(config for config in configs if config))
     mesh = context_mesh()
     compact = lm.unembedding is not None and (mesh is None or mesh.size == 1)
     sums_of: dict[str, list[Any]] = {name: [] for name in names}
@@ -313,14 +322,14 @@ def evaluate(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _sample_batch(model, config, dtype, count, params, factor, frozen, batch):
+def _sample_batch(model_config, head_config, dtype, count, head_params, log_factor, frozen, batch):
     """Per token under one head: confidence, probability, entropy, temperature, top probabilities; argmax; top ids."""
-    hidden = batch_hidden(model, frozen, batch, dtype)
+    hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
-    options = {"dtype": dtype, "log_factor": factor, "statistics": (*_STATISTICS[:4], "expected_logit")}
-    stats, log_scale = batch_stats(model, config, params, frozen, shared, **options)
-    sharding = vocab_sharding(model)
-    logits = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
+    options = {"dtype": dtype, "log_factor": log_factor, "statistics": (*_STATISTICS[:4], "expected_logit")}
+    stats, log_scale = batch_stats(model_config, head_config, head_params, frozen, shared, **options)
+    sharding = vocab_sharding(model_config)
+    logits = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
     top = top_logits(hidden, frozen.unembedding, count, **logits)
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
     numbers = (stats.confidence(), jnp.exp(stats.log_prob()), stats.entropy(), jnp.exp(-log_scale), jnp.exp(log_prob))
@@ -356,7 +365,7 @@ def token_sample(
     count = min(alternatives, lm.config.vocab_size)
     outputs = []
     for head in (before, after):
-        frozen, parts = freeze(lm, head.config), []
+        frozen, parts = frozen_arrays(lm, head.config), []
         for batch, real in eval_batches(sequences.arrays(), batch_size):
             args = (head.params, jnp.float32(head.log_factor), frozen, batch)
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))

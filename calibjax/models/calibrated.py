@@ -10,9 +10,9 @@ from jax import export
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.data import Sequences
-from calibjax.heads import FittedHead
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import decoder
-from calibjax.models.frozen import batch_stats, freeze
+from calibjax.models.frozen import Config, FrozenArrays, batch_stats, frozen_arrays
 from calibjax.models.model import LanguageModel
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import AnyArray, as_indices
@@ -52,9 +52,12 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _logprobs(model, config, dtype, params, factor, frozen, batch, z):
-    """log softmax(exp(log_scale) · z), float32; the largest logit stays strictly the first."""
-    _, log_scale = batch_stats(model, config, params, frozen, batch, dtype=dtype, log_factor=factor, statistics=())
+def _log_probs(
+    model_config: Config, head_config: HeadConfig, dtype, head_params, log_factor, frozen: FrozenArrays, batch, z
+) -> Float[Array, "B T V"]:
+    """log softmax(exp(log_scale) · z), float32; the largest logit stays strictly the largest."""
+    options: Any = {"dtype": dtype, "log_factor": log_factor, "statistics": ()}
+    _, log_scale = batch_stats(model_config, head_config, head_params, frozen, batch, **options)
     best = jnp.argmax(z, axis=-1, keepdims=True)
     log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
     # Rounding can make a near tie a tie, or the other way round.
@@ -86,14 +89,16 @@ def calibrated_log_probs(
     batch = _batch(lm, head, tokens, segment_ids)
     # A second forward pass by the base model's own program: another one rounds and breaks near ties differently.
     z = lm.logits(tokens, segment_ids=segment_ids)
-    frozen = freeze(lm, head.config)
-    return _logprobs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
+    frozen = frozen_arrays(lm, head.config)
+    return _log_probs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _confidence(model, config, dtype, params, factor, frozen, batch):
-    options: Any = {"dtype": dtype, "log_factor": factor, "statistics": ("log_normalizer", "max_logit", "argmax")}
-    stats, log_scale = batch_stats(model, config, params, frozen, batch, **options)
+def _confidence(
+    model_config: Config, head_config: HeadConfig, dtype, head_params, log_factor, frozen: FrozenArrays, batch
+) -> TokenConfidence:
+    options: Any = {"dtype": dtype, "log_factor": log_factor, "statistics": ("log_normalizer", "max_logit", "argmax")}
+    stats, log_scale = batch_stats(model_config, head_config, head_params, frozen, batch, **options)
     return TokenConfidence(stats.require("argmax"), stats.confidence(), jnp.exp(-log_scale))
 
 
@@ -113,7 +118,7 @@ def calibrated_confidence(
         and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too.
     """
     batch = _batch(lm, head, tokens, segment_ids)
-    frozen = freeze(lm, head.config)
+    frozen = frozen_arrays(lm, head.config)
     return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)
 
 

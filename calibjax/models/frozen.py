@@ -21,7 +21,7 @@ Config = Any
 """The configuration of a `FrozenModel`: a `DecoderConfig` or a `FunctionConfig`."""
 
 
-class Frozen(NamedTuple):
+class FrozenArrays(NamedTuple):
     """Arrays of a frozen model, passed to jitted functions as arguments."""
 
     params: Any
@@ -30,18 +30,18 @@ class Frozen(NamedTuple):
     bias: Float[Array, " V"] | None = None  # of the logits
 
 
-def freeze(lm: FrozenModel, *heads: HeadConfig) -> Frozen:
+def frozen_arrays(lm: FrozenModel, *head_configs: HeadConfig) -> FrozenArrays:
     """Returns the arrays of `lm` that a step with these heads needs.
 
     Call it once for all heads of a step: a program shards and gathers each argument, even if two are the same array.
     """
     covariance = None
-    reads = {name for head in heads for name in head.features} & {"log_std_logits", "argmax_embedding"}
+    reads = {name for config in head_configs for name in config.features} & {"log_std_logits", "argmax_embedding"}
     if reads and lm.unembedding is None:
         raise UserError(f"{min(reads)}: this feature reads the unembedding, and the model gives logits: leave it out.")
     if "log_std_logits" in reads:
         covariance = jax.jit(logit_covariance)(lm.unembedding, lm.unembedding_bias)
-    return Frozen(lm.params, lm.unembedding, covariance, lm.unembedding_bias)
+    return FrozenArrays(lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
 def vocab_sharding(config: Config, mesh: Mesh | AbstractMesh | None = None) -> VocabSharding | None:
@@ -56,7 +56,9 @@ def vocab_sharding(config: Config, mesh: Mesh | AbstractMesh | None = None) -> V
     return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
-def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dtype: DTypeLike) -> Float[Array, "B T D"]:
+def batch_hidden(
+    config: Config, frozen: FrozenArrays, batch: Mapping[str, Array], dtype: DTypeLike
+) -> Float[Array, "B T D"]:
     """Hidden states after the final norm: `batch["hidden"]` if given, else computed by the decoder.
 
     The decoder reads `tokens`, `segment_ids`, `positions` and, if given, `until` of the batch, all `[B, T]`.
@@ -72,7 +74,7 @@ def batch_hidden(config: Config, frozen: Frozen, batch: Mapping[str, Array], dty
 def frozen_features(
     config: Config,
     names: tuple[str, ...],
-    frozen: Frozen,
+    frozen: FrozenArrays,
     hidden: Float[Array, "B T D"],
     dtype: DTypeLike,
     stats: VocabStats | None = None,
@@ -94,28 +96,29 @@ def frozen_features(
 
 def batch_log_scale(
     config: Config,
-    head: HeadConfig,
+    head_config: HeadConfig,
     head_params: Mapping[str, Any],
-    frozen: Frozen,
+    frozen: FrozenArrays,
     batch: Mapping[str, Array],
-    dtype: DTypeLike,
+    *,
+    dtype: DTypeLike = jnp.float32,
     log_factor: Float[Array, ""] | float = 0.0,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T"]:
     """log_scale of every token of a batch with `hidden` `[B, T, D]`, including `log_factor`; see `batch_stats`.
 
-    `stats`: the statistics at s = 1 that the head's features read, where they are at hand.
+    `stats`: the statistics at s = 1 that the head's features read, where they have been computed already.
     """
-    features = frozen_features(config, head.features, frozen, batch["hidden"], dtype, stats)
+    features = frozen_features(config, head_config.features, frozen, batch["hidden"], dtype, stats)
     places: Any = {name: batch[name] for name in ("where", "segment_ids")}
-    return jnp.asarray(head.build().apply({"params": head_params}, features, **places)) + log_factor
+    return jnp.asarray(head_config.build().apply({"params": head_params}, features, **places)) + log_factor
 
 
 def batch_stats(
     config: Config,
-    head: HeadConfig,
+    head_config: HeadConfig,
     head_params: Mapping[str, Any],
-    frozen: Frozen,
+    frozen: FrozenArrays,
     batch: Mapping[str, Array],
     *,
     dtype: DTypeLike = jnp.float32,
@@ -126,18 +129,18 @@ def batch_stats(
 
     If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. The batch has
     `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and `positions`; all
-    others `[B, T]`. `config`, `head`, `dtype` and `statistics` are static.
+    others `[B, T]`. `config`, `head_config`, `dtype` and `statistics` are static.
 
     Returns the statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
     """
     batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
-    log_scale = batch_log_scale(config, head, head_params, frozen, batch, dtype, log_factor)
+    log_scale = batch_log_scale(config, head_config, head_params, frozen, batch, dtype=dtype, log_factor=log_factor)
     return stats_at(config, frozen, batch, log_scale, dtype=dtype, statistics=statistics), log_scale
 
 
 def stats_at(
     config: Config,
-    frozen: Frozen,
+    frozen: FrozenArrays,
     batch: Mapping[str, Array],
     log_scale: Float[Array, "B T"],
     *,

@@ -23,7 +23,7 @@ from calibjax.heads import FittedHead, HeadConfig, head_features
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import Frozen, freeze, stats_at
+from calibjax.models.frozen import FrozenArrays, frozen_arrays, stats_at
 from calibjax.models.gguf import is_gguf
 from calibjax.models.model import LanguageModel
 from calibjax.models.tokenizer import gguf_stop_tokens
@@ -161,7 +161,7 @@ class _Program(NamedTuple):
 class _Inputs(NamedTuple):
     """Arrays that `_decode` reads."""
 
-    frozen: Frozen
+    frozen: FrozenArrays
     head_params: Any
     log_factor: Any
     tokens: Any  # prompts [B, T]
@@ -329,7 +329,7 @@ def generate(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
     inputs = _Inputs(
-        frozen=freeze(lm, head.config),
+        frozen=frozen_arrays(lm, head.config),
         head_params=head.params,
         log_factor=np.float32(head.log_factor),
         tokens=tokens,
@@ -490,14 +490,14 @@ def mix_samples(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _log_probs(config: Any, dtype: Any, frozen: Frozen, batch: Mapping[str, Any]):
+def _log_probs(config: Any, dtype: Any, frozen: FrozenArrays, batch: Mapping[str, Any]):
     wanted, zeros = ("log_normalizer", "target_logit"), jnp.zeros(batch["where"].shape, jnp.float32)
     return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=wanted).log_prob()
 
 
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
     """log p of every target under the model, nats, float32 `[S, T]`; 0 where `where` is False."""
-    frozen = freeze(lm)
+    frozen = frozen_arrays(lm)
     parts = []
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         parts.append(to_host(_log_probs(lm.config, lm.dtype, frozen, batch))[:real])

@@ -29,7 +29,7 @@ from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
-from calibjax.models.frozen import Frozen, batch_hidden, freeze, frozen_features, vocab_sharding
+from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
@@ -141,7 +141,7 @@ def token_curves(
     count, length = sequences.tokens.shape
     top_k = min(top_k, lm.config.vocab_size)
     width = _block_width(context_mesh(), batch_size * length)
-    frozen, features = freeze(lm, *heads), stored_features(heads)
+    frozen, features = frozen_arrays(lm, *heads), stored_features(heads)
     run = functools.partial(_run, lm.config, lm.dtype, features, frozen)
     block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, top_k, frozen)
     arrays = sequences.arrays()
@@ -247,7 +247,7 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
 
 
 def frozen_batch(
-    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: Frozen, batch: Mapping[str, Any], top_k: int = 0
+    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: FrozenArrays, batch: Mapping[str, Any], top_k: int = 0
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)

@@ -22,7 +22,7 @@ from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
-from calibjax.models.frozen import freeze
+from calibjax.models.frozen import frozen_arrays
 from calibjax.runtime.sharding import batch_sharding, make_mesh, param_shardings, place_rows
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
@@ -125,7 +125,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
     mesh = make_mesh((2, 2, 2))
     lm = placed(make_lm(vocab_size=vocab, num_layers=2), mesh)
     with jax.set_mesh(mesh):
-        read, frozen = make_readout(lm), freeze(lm)
+        read, frozen = make_readout(lm), frozen_arrays(lm)
         batch = place_rows(mesh, scored_batch(make_sequences(8, vocab_size=vocab, length=12), read))
         hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
         places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)

@@ -11,7 +11,7 @@ from tiny import answered, logged, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats
 from calibjax.kernels import sharded
-from calibjax.models.frozen import freeze
+from calibjax.models.frozen import frozen_arrays
 from calibjax.runtime.sharding import make_mesh, param_shardings, place_rows
 from calibjax.train import AtsOptions, OptimizerConfig, create_state, make_train_step
 from calibjax.train.curves import frozen_batch
@@ -126,7 +126,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
     params = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     if kind == "ats":
         features = ("hidden_states", "argmax_embedding")
-        frozen = freeze(lm)._replace(params=params, unembedding=params["unembedding"])
+        frozen = frozen_arrays(lm)._replace(params=params, unembedding=params["unembedding"])
         batch = place_rows(mesh, make_sequences(8, vocab_size=VOCAB, length=12).arrays())
         with jax.set_mesh(mesh):
             program = jax.jit(frozen_batch, static_argnums=(0, 1, 2))

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import Frozen, batch_hidden, batch_log_scale, freeze, vocab_sharding
+from calibjax.models.frozen import FrozenArrays, batch_hidden, batch_log_scale, frozen_arrays, vocab_sharding
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -110,7 +110,7 @@ class Scorer:
         self._configs = tuple(head.config for head in heads.values())
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
-        self._frozen = freeze(lm, *self._configs)
+        self._frozen = frozen_arrays(lm, *self._configs)
         self._reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
         self._shares = not self._reads_rows and not any(lm.config.local_layers)
 
@@ -329,40 +329,46 @@ _NO_ROW = _Row([], [], [], {})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefix_cache(model, dtype, frozen: Frozen, batch) -> Cache:
+def _prefix_cache(model_config, dtype, frozen: FrozenArrays, batch) -> Cache:
     """Keys and values of the prefixes, `[A, P]`."""
-    return decoder.extend(model, frozen.params, batch["tokens"], None, segment_ids=batch["segment_ids"], dtype=dtype)[1]
+    places = {"segment_ids": batch["segment_ids"]}
+    return decoder.extend(model_config, frozen.params, batch["tokens"], None, **places, dtype=dtype)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _states(model, dtype, configs, reads_rows, params, factors, frozen: Frozen, batch, cache):
+def _states(
+    model_config, dtype, head_configs, reads_rows, head_params, log_factors, frozen: FrozenArrays, batch, cache
+) -> tuple[Float[Array, "B T D"], Float[Array, "M B T"] | None]:
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
     The first B / A rows follow the first of A prefixes in the cache, and so on.
     """
     if cache is None:
-        hidden = batch_hidden(model, frozen, batch, dtype)
+        hidden = batch_hidden(model_config, frozen, batch, dtype)
     else:
         rows, columns = batch["tokens"].shape
         free = fork(cache, rows // len(cache.segment_ids), columns)
         places = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-        hidden, _ = decoder.extend(model, frozen.params, batch["tokens"], free, **places, dtype=dtype)
+        hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], free, **places, dtype=dtype)
     if not reads_rows:
         return hidden, None
-    return hidden, _log_scales(model, dtype, configs, params, factors, frozen, {**batch, "hidden": hidden})
+    batch = {**batch, "hidden": hidden}
+    return hidden, _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen, batch)
 
 
-def _log_scales(model, dtype, configs, params, factors, frozen: Frozen, batch):
+def _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen: FrozenArrays, batch) -> Array:
     """log_scale of every head, `[M, B, T]`, from hidden states `[B, T, D]`."""
     scales = [
-        batch_log_scale(model, config, head, frozen, batch, dtype, factor)
-        for config, head, factor in zip(configs, params, factors, strict=True)
+        batch_log_scale(model_config, config, params, frozen, batch, dtype=dtype, log_factor=log_factor)
+        for config, params, log_factor in zip(head_configs, head_params, log_factors, strict=True)
     ]
     return jnp.stack(scales)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(model, dtype, configs, top_k, params, factors, frozen: Frozen, hidden, log_scales, places):
+def _read(
+    model_config, dtype, head_configs, top_k, head_params, log_factors, frozen: FrozenArrays, hidden, log_scales, places
+):
     """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
     (row, position, token) `[R, 3]`."""
     row, position, token = places.T
@@ -370,11 +376,11 @@ def _read(model, dtype, configs, top_k, params, factors, frozen: Frozen, hidden,
     if log_scales is None:  # of heads that read nothing but the token's own state
         ones = jnp.ones((len(token), 1), jnp.int32)
         batch = {"hidden": states[:, None], "segment_ids": ones, "where": ones > 0}
-        scales = _log_scales(model, dtype, configs, params, factors, frozen, batch)[..., 0]
+        scales = _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen, batch)[..., 0]
     else:
         scales = log_scales[:, row, position]
-    sharding = vocab_sharding(model)
-    shared: Any = {"bias": frozen.bias, "softcap": model.logit_softcap, "sharding": sharding}
+    sharding = vocab_sharding(model_config)
+    shared: Any = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
     largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
     statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
 
