@@ -18,6 +18,7 @@ from calibjax.models import LanguageModel
 from calibjax.recalibrate import METHODS, Predictions
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host, together
+from calibjax.runtime.sharding import batch_shards
 from calibjax.train.ats import fit_ats, fit_temperature_head
 from calibjax.train.options import RECIPES, AtsOptions
 from calibjax.train.saved import save_head
@@ -36,8 +37,8 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     lm = options.load(mesh, log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-    divisor = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch_size = -(-RECIPES["default"]["batch_size"] // divisor) * divisor
+    shards = batch_shards(mesh)
+    batch_size = -(-RECIPES["default"]["batch_size"] // shards) * shards
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)

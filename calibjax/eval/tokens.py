@@ -24,7 +24,7 @@ from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, f
 from calibjax.models.own import FrozenModel, check_sequences, placed
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
-from calibjax.runtime.sharding import context_mesh
+from calibjax.runtime.sharding import batch_shards, context_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -305,8 +305,8 @@ def evaluate(
     for head in named.values():
         check_base(lm, head)
     named = {"uncalibrated": identity_head(lm), **named}
-    rows = context.mesh.shape["data"] * context.mesh.shape["fsdp"]
-    batch_size = -(-batch_size // rows) * rows
+    shards = batch_shards(context.mesh)
+    batch_size = -(-batch_size // shards) * shards
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)

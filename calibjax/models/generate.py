@@ -32,6 +32,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import LARGEST_SIZE, UserError
 from calibjax.runtime.files import new_file, read_json
+from calibjax.runtime.sharding import batch_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -315,9 +316,8 @@ def generate(
             + (" Give a shorter prompt." if room < 1 else "")
         )
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
-    mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
-    groups = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("fsdp", 1)
-    rows = -(-len(ids) // groups) * groups
+    shards = batch_shards(lm.mesh)
+    rows = -(-len(ids) // shards) * shards
     width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
     is_token = np.arange(width) >= width - np.array([len(row) for row in padded])[:, None]
@@ -340,7 +340,7 @@ def generate(
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
     )
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh):
         generated = _decode(program, inputs)
     real = len(ids) * sampling.count
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)

@@ -121,6 +121,11 @@ class LanguageModel:
         raise UserError(f"{self.path} holds no tokenizer; expected tokenizer.json or another file of transformers.")
 
     @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh that the parameters were placed on, if any."""
+        return getattr(getattr(self.params["embedding"], "sharding", None), "mesh", None)
+
+    @property
     def unembedding(self) -> Float[Array, "V D"]:
         """Unembedding matrix, see `decoder.unembedding`."""
         return decoder.unembedding(self.config, self.params)

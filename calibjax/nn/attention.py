@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
-from calibjax.runtime.sharding import AXES
+from calibjax.runtime.sharding import AXES, batch_shards
 
 _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
 _SPLASH_BLOCKS = (512, 256)
@@ -216,7 +215,7 @@ def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -
     rows, columns = 1, 1
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if set(AXES) <= set(mesh.axis_names):
-        rows, columns = math.prod(mesh.shape[axis] for axis in _ROWS), mesh.shape[_HEADS]
+        rows, columns = batch_shards(mesh), mesh.shape[_HEADS]
     return (
         length % _SPLASH_BLOCKS[-1] == 0
         and width % 16 == 0

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.kernels.platforms import platform
 from calibjax.runtime.errors import UserError, check_fields
-from calibjax.runtime.sharding import AXES
+from calibjax.runtime.sharding import AXES, batch_shards
 
 use_ragged_dot = jax.make_user_context(False)
 """`with use_ragged_dot(True):` makes programs traced within use `jax.lax.ragged_dot` on every platform."""
@@ -167,7 +167,7 @@ class Experts(nn.Module):
         mesh = jax.sharding.get_abstract_mesh()
         if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
             return on_device(*arguments)
-        divides = hidden.shape[0] % (mesh.shape[_ROWS[0]] * mesh.shape[_ROWS[1]]) == 0
+        divides = hidden.shape[0] % batch_shards(mesh) == 0
         rows = PartitionSpec(_ROWS) if divides else PartitionSpec()
         experts = PartitionSpec() if number % mesh.shape[_EXPERTS] else PartitionSpec(_EXPERTS)
         in_specs = (rows, rows, rows, experts)

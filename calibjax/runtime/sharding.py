@@ -84,13 +84,18 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1)
     """Raises `UserError` if the micro-batches of a step do not divide among the devices of `mesh`."""
     if batch_size % accumulate:
         raise UserError(f"--accumulate: expected a divisor of --batch-size {batch_size}, got {accumulate}.")
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
     micro = batch_size // accumulate
-    if micro % rows:
+    if micro % shards:
         raise UserError(
             f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} sequences does not divide among the "
-            f"{rows} devices of the mesh axes data and fsdp: give a multiple of {rows * accumulate}."
+            f"{shards} devices of the mesh axes data and fsdp: give a multiple of {shards * accumulate}."
         )
+
+
+def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
+    """The number of parts into which the rows of a batch are divided: the product of the axes data and fsdp."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in _BATCH)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -184,8 +189,7 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
-    groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if spec else 1
-    if not spec or mesh.size == 1 or index.shape[0] % groups:
+    if not spec or mesh.size == 1 or index.shape[0] % batch_shards(mesh):
         index = jnp.where(index < 0, table.shape[0], index)  # negative ones would count from the end
         return (jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)).astype(dtype)
     over_rows, over_columns = spec
@@ -216,8 +220,8 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
     If a mesh with `AXES` is set, each device contributes the states of its rows to a sum: R states move, not the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    groups = int(np.prod([mesh.shape[axis] for axis in _BATCH])) if set(AXES) <= set(mesh.axis_names) else 1
-    if groups == 1 or hidden.shape[0] % groups:
+    shards = batch_shards(mesh) if set(AXES) <= set(mesh.axis_names) else 1
+    if shards == 1 or hidden.shape[0] % shards:
         return hidden[row, position]
 
     def on_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:

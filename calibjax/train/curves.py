@@ -35,7 +35,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.sharding import AXES, context_mesh, take_states
+from calibjax.runtime.sharding import AXES, batch_shards, context_mesh, take_states
 
 Keep = Literal["disk", "memory"]
 # Tokens of one pass over the vocabulary: on a CPU, where the last block of a batch is better short, on another device,
@@ -242,8 +242,8 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
     """At most the tokens of a batch, and a multiple of the devices they lie on."""
     if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
         return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    return min(_BLOCK_OF_DEVICE, -(-tokens // devices)) * devices
+    shards = batch_shards(mesh)
+    return min(_BLOCK_OF_DEVICE, -(-tokens // shards)) * shards
 
 
 def frozen_batch(

@@ -20,7 +20,7 @@ from calibjax.runtime.checksums import read_checksums, write_directory
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
-from calibjax.runtime.sharding import local_rows, replicated
+from calibjax.runtime.sharding import batch_shards, local_rows, replicated
 from calibjax.train.loop import train
 from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
@@ -60,8 +60,8 @@ def fit_probe(
     }
     base = np.clip(target.mean(), 0.5 / count, 1 - 0.5 / count)
     config = OptimizerConfig(learning_rate=2e-2)
-    optimizer, groups = config.build(_STEPS), context.mesh.shape["data"] * context.mesh.shape["fsdp"]
-    batch_size = -(-min(count, _BATCH) // groups) * groups
+    optimizer, shards = config.build(_STEPS), batch_shards(context.mesh)
+    batch_size = -(-min(count, _BATCH) // shards) * shards
     start = {"weights": jnp.zeros(width), "bias": jnp.float32(np.log(base / (1 - base)))}
     state = train(
         make_train_step(probe_loss, optimizer, clip_norm=config.clip_norm),

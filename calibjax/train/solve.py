@@ -25,7 +25,7 @@ from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, HeadConfig
 from calibjax.kernels import VocabCurves
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.runtime.distributed import to_host
-from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
+from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
 from calibjax.train.curves import TokenCurves, curves_of, features_of
 from calibjax.train.options import Trial
 
@@ -75,8 +75,7 @@ _features = jax.jit(features_of, static_argnums=(0, 2))  # one program: each ope
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """The arrays, padded to a multiple of `_SUM` and of the devices, with their rows divided over the current mesh."""
     mesh = context_mesh()
-    rows = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    multiple = math.lcm(_SUM, rows)
+    multiple = math.lcm(_SUM, batch_shards(mesh))
     count = len(next(iter(arrays.values())))
     padding = -count % multiple
     part = local_rows(mesh, count + padding)

@@ -20,7 +20,7 @@ from calibjax.models.frozen import FrozenArrays, batch_hidden, batch_log_scale, 
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import context_mesh, local_rows, place_rows, take_states
+from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows, take_states
 
 _READS = 64  # positions whose logits are computed at a time
 _GROWTH = 4  # largest number of tokens of a row that several requests share, over that of one of them
@@ -104,9 +104,8 @@ class Scorer:
         for head in heads.values():
             check_base(lm, head)
         self.lm, self.max_length = lm, max_length or longest
-        self._mesh = getattr(getattr(lm.params["embedding"], "sharding", None), "mesh", None)
-        groups = 1 if self._mesh is None else self._mesh.shape.get("data", 1) * self._mesh.shape.get("fsdp", 1)
-        self._groups, self.batch_size = groups, -(-batch_size // groups) * groups
+        self._groups = batch_shards(lm.mesh)
+        self.batch_size = -(-batch_size // self._groups) * self._groups
         self._configs = tuple(head.config for head in heads.values())
         self._params = [head.params for head in heads.values()]
         self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
@@ -140,7 +139,7 @@ class Scorer:
 
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
         groups, rows = self._plan(requests)
-        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+        with contextlib.nullcontext() if self.lm.mesh is None else jax.set_mesh(self.lm.mesh):
             for start in range(0, len(groups), self._groups):
                 yield from self._after_prefixes(requests, groups[start : start + self._groups], top_k)
             rows, start = sorted(rows, key=lambda row: -len(row.tokens)), 0
