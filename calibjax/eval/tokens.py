@@ -21,7 +21,7 @@ from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, frozen_arrays, stats_at, vocab_sharding
-from calibjax.models.own import FrozenModel, check_sequences, placed
+from calibjax.models.own import FrozenModel, check_sequences, place_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import batch_shards, context_mesh
@@ -300,7 +300,7 @@ def evaluate(
     context = context or RunContext()
     data = data if isinstance(data, Sequences) else load_text(data, lm)
     check_sequences(lm, data)
-    lm = placed(lm, context.mesh)
+    lm = place_model(lm, context.mesh)
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():
         check_base(lm, head)

@@ -43,8 +43,8 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 class Decoder(nn.Module):
     """The decoder from token ids to the final norm, as a scan over blocks: their parameters are stacked along axis L.
 
-    Inputs and output are those of `hidden_states`. With `keep`, the output is a pair: the hidden states, and the keys
-    and values of the tokens in all layers. A `cache`, with columns that `reserve` assigned to the tokens, implies it.
+    Inputs and output are those of `hidden_states`. With `keep`, or given a `cache` whose columns for these tokens
+    `reserve` has assigned, the output is a pair: the hidden states, and the tokens' keys and values in all layers.
     """
 
     config: DecoderConfig
@@ -141,9 +141,9 @@ def hidden_states(
         segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. `None`: one segment
             per row.
         positions: position of each token. `None`: counted from 0 in each segment.
-        layers: `"last"`: the states after the final norm; `"all"`: the embeddings and every block's output, but the
-            states after the final norm for the last block, as transformers' `output_hidden_states`; `"residual"`: the
-            same with the last block's output itself (see `final_norm`).
+        layers: `"last"`: the states after the final norm; `"all"`: the embeddings and every block's output, not normed
+            except for the last block's, as transformers' `output_hidden_states`; `"residual"`: the same with the last
+            block's output not normed either (see `final_norm`).
         dtype: compute dtype. In float32, matrix products have the highest precision on every platform.
         remat: what the backward pass recomputes of a block: `"none"`; `"dots"`: all except its matrix products;
             `"full"`: the whole block, of which only the input is stored.

@@ -13,12 +13,13 @@ from calibjax.heads import HeadConfig, head_features, join_features, logit_covar
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.kernels.reference import dense_stats
 from calibjax.models import decoder
+from calibjax.models.config import DecoderConfig
 from calibjax.models.own import FrozenModel, FunctionConfig
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, constrain_batch
 
-Config = Any
-"""The configuration of a `FrozenModel`: a `DecoderConfig` or a `FunctionConfig`."""
+Config = DecoderConfig | FunctionConfig
+"""The configuration of a `FrozenModel`."""
 
 
 class FrozenArrays(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +19,18 @@ from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
 
-_ROW = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
-
-
-class FrozenModel(Protocol):
-    """A frozen model, such as `LanguageModel` or what `from_function` returns."""
-
-    @property
-    def config(self) -> Any: ...  # hashable, with hidden_size, vocab_size, max_positions and logit_softcap
-    @property
-    def params(self) -> Any: ...  # pytree of arrays
-    @property
-    def dtype(self) -> jnp.dtype: ...  # of computations
-    @property
-    def fingerprint(self) -> str: ...  # a head that was fitted on another model is refused
-    @property
-    def unembedding(self) -> Float[Array, "V D"] | None: ...  # None where the model gives logits
-    @property
-    def unembedding_bias(self) -> Float[Array, " V"] | None: ...
+_SEQUENCE_LENGTH = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionConfig:
-    """The function of a `FunctionModel`, the names of its keywords, and its sizes."""
+    """The function of a `FunctionModel`, the names of its keywords, and its sizes. Hashable."""
 
     apply: Callable[..., Any]
     keywords: tuple[str, ...]
     hidden_size: int
     vocab_size: int
-    input_ids: int
+    num_inputs: int  # number of distinct token ids that `apply` accepts
     logit_softcap: float | None = None
     max_positions: int = 2**30
 
@@ -58,18 +41,22 @@ class FunctionConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionModel:
-    """A `FrozenModel` of a function; see `from_function`."""
+    """A frozen model that is a function; see `from_function`."""
 
     config: FunctionConfig
-    params: Any
-    dtype: jnp.dtype
-    fingerprint: str
-    unembedding: Float[Array, "V D"] | None
+    params: Any  # pytree of arrays
+    dtype: jnp.dtype  # of computations
+    fingerprint: str  # a head that was fitted on another model is refused
+    unembedding: Float[Array, "V D"] | None  # None where the model gives logits
     unembedding_bias: Float[Array, " V"] | None
 
     def __repr__(self) -> str:
         gives = "logits" if self.unembedding is None else f"hidden states of {self.config.hidden_size:,}"
         return f"FunctionModel({gives}, vocabulary {self.config.vocab_size:,}, {self.fingerprint[:21]})"
+
+
+FrozenModel = LanguageModel | FunctionModel
+"""A frozen model: made by `load_model`, `LanguageModel.from_params`, `from_function` or `from_arrays`."""
 
 
 def from_function(
@@ -107,22 +94,23 @@ def from_function(
     takes = inspect.signature(apply).parameters
     keywords = tuple(name for name in ("segment_ids", "positions") if name in takes)
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    given = jax.eval_shape(apply, params, tokens, **dict.fromkeys(keywords, tokens))
-    shape = getattr(given, "shape", ())
+    output = jax.eval_shape(apply, params, tokens, **dict.fromkeys(keywords, tokens))
+    shape = getattr(output, "shape", ())
     if shape[:2] != (1, 8) or len(shape) != 3:
-        got = shape or f"a {type(given).__name__}"
+        got = shape or f"a {type(output).__name__}"
         raise UserError(f"apply: expected one array [B, T, D] (or logits [B, T, V]) of tokens [1, 8], got {got}.")
-    width = entries = shape[2]
+    width = vocab_size = shape[2]
     if unembedding is not None:
-        entries, columns = np.shape(unembedding)
+        vocab_size, columns = np.shape(unembedding)
         if columns != width:
-            hint = "; transpose it" if entries == width else ""
+            hint = "; transpose it" if vocab_size == width else ""
             raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
-    config = FunctionConfig(apply, keywords, width, vocab_size=entries, input_ids=entries, logit_softcap=softcap)
+    config = FunctionConfig(apply, keywords, width, vocab_size, num_inputs=vocab_size, logit_softcap=softcap)
     weights = [None if x is None else jnp.asarray(x) for x in (unembedding, bias)]
     compute = jnp.float32 if weights[0] is None else weights[0].dtype
-    name = _digest((params, weights, softcap)) if fingerprint is None else fingerprint
-    return FunctionModel(config, params, jnp.dtype(dtype or compute), f"function:{name}", *weights)
+    if fingerprint is None:
+        fingerprint = _digest((params, weights, softcap))
+    return FunctionModel(config, params, jnp.dtype(dtype or compute), f"function:{fingerprint}", *weights)
 
 
 def from_arrays(
@@ -161,7 +149,7 @@ def from_arrays(
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
     flat, has_sequences = values.reshape(-1, values.shape[-1]), values.ndim == 3
-    length = values.shape[1] if has_sequences else _ROW
+    length = values.shape[1] if has_sequences else _SEQUENCE_LENGTH
     rows = -(-len(flat) // length)
 
     def cut(x: np.ndarray) -> np.ndarray:
@@ -176,9 +164,9 @@ def from_arrays(
         positions=np.where(real, column if has_sequences else 0, 0).astype(np.int32),
         source=np.arange(rows, dtype=np.int32),
     )
-    name = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))
-    lm = from_function(_look_up, flat, unembedding, bias=bias, softcap=softcap, fingerprint=name)
-    return dataclasses.replace(lm, config=dataclasses.replace(lm.config, input_ids=len(flat))), data
+    fingerprint = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))
+    lm = from_function(_look_up, flat, unembedding, bias=bias, softcap=softcap, fingerprint=fingerprint)
+    return dataclasses.replace(lm, config=dataclasses.replace(lm.config, num_inputs=len(flat))), data
 
 
 def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:
@@ -202,7 +190,7 @@ def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:
     if not isinstance(config, FunctionConfig):
         check_ids(sequences, config.vocab_size)
         return
-    check_ids(sequences, config.vocab_size, config.input_ids)
+    check_ids(sequences, config.vocab_size, config.num_inputs)
     if "segment_ids" not in config.keywords and config.apply is not _look_up and np.max(sequences.segment_ids) > 1:
         raise UserError(
             "sequences: several texts are packed in one sequence, and this model's function has no parameter "
@@ -210,7 +198,7 @@ def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:
         )
 
 
-def placed(lm: Any, mesh: Mesh) -> Any:
+def place_model(lm: FrozenModel, mesh: Mesh) -> FrozenModel:
     """The model on a mesh: the weights of a `LanguageModel` by `sharding.RULES`, others as `from_function` says."""
     if isinstance(lm, LanguageModel):
         return dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(mesh, lm.params)))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.data import Sequences, batches, concatenate, divide, eval_batches, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
-from calibjax.models.own import FrozenModel, placed
+from calibjax.models.own import FrozenModel, place_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -100,7 +100,7 @@ def fit_ats(
         raise UserError(f"lm: expected a model of {makers}, got {type(lm).__name__}.")
     plan = make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
-    lm = placed(lm, context.mesh)
+    lm = place_model(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
     sets = {name: limit_and_log(part, plan.tokens, context, f"to fit on ({name})") for name, part in sets.items()}
