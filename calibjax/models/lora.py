@@ -54,11 +54,11 @@ class LoraConfig:
     def check(self, config: DecoderConfig) -> None:
         """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts."""
         if self.rank > config.hidden_size:
-            raise UserError(f"--lora-rank: expected 1 to {config.hidden_size}, the model's width, got {self.rank}.")
+            raise UserError(f"lora_rank: expected 1 to {config.hidden_size}, the model's width, got {self.rank}.")
         if config.mixture is not None and self.targets != "attention":
             raise UserError(
-                f"--lora-targets {self.targets}: the experts and the router of {config.family} have no adapters; "
-                "use --lora-targets attention."
+                f"lora_targets: the experts and the router of {config.family} have no adapters: expected attention, "
+                f"got {self.targets}."
             )
 
     def adapt(self, module: Module) -> Module:

@@ -81,15 +81,13 @@ def parse_mesh(text: str | None) -> Mesh:
 
 
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
-    """Raises `UserError` if the micro-batches of a step do not divide among the devices of `mesh`."""
-    if batch_size % accumulate:
-        raise UserError(f"--accumulate: expected a divisor of --batch-size {batch_size}, got {accumulate}.")
+    """Raises `UserError` if a batch is not `accumulate` micro-batches that divide among the devices of `mesh`."""
     shards = batch_shards(mesh)
-    micro = batch_size // accumulate
-    if micro % shards:
+    multiple = accumulate * shards
+    if batch_size % multiple:
         raise UserError(
-            f"--batch-size {batch_size} in {accumulate} micro-batch(es) of {micro} sequences does not divide among the "
-            f"{shards} devices of the mesh axes data and fsdp: give a multiple of {shards * accumulate}."
+            f"batch_size: expected a multiple of {multiple}, because each of {accumulate} micro-batch(es) is divided "
+            f"among {shards} device(s) of the mesh axes data and fsdp; got {batch_size}."
         )
 
 

@@ -259,8 +259,8 @@ BAD = [
     # methods of training
     (ATS, ["--alpha", "-0.1"], "--alpha: expected at least 0, got -0.1"),
     (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: the loss cross-entropy has no such weight"),
-    (ATS, ["--batch-size", "8", "--accumulate", "3"], "--accumulate: expected a divisor of --batch-size 8, got 3"),
-    (ATS, ["--batch-size", "6"], "--batch-size 6 in 1 micro-batch(es) of 6 sequences does not divide among the 8"),
+    (ATS, ["--batch-size", "8", "--accumulate", "3"], "--batch-size: expected a multiple of 24"),
+    (ATS, ["--batch-size", "6"], "--batch-size: expected a multiple of 8"),
     (ATS, ["--data"], "--data: expected at least one file, directory or hub id, got none"),
     (ATS, ["--head-kind=constant", "--features=max_logit", "--pooling=sequence"], "--features, --pooling: a constant"),
     (ATS, ["--features", "smell"], "--features: expected distinct names among"),
@@ -296,7 +296,11 @@ BAD = [
     ("decide", ["--out", "x.csv"], "expected a file ending in .json"),
     ("decide", ["--by-category"], "has no column category"),
     # plan
-    ("plan", ["--objective", "sft", "--batch-size", "8", "--accumulate", "4"], "--batch-size 8 in 4 micro-batch"),
+    (
+        "plan",
+        ["--objective", "sft", "--batch-size", "8", "--accumulate", "4"],
+        "--batch-size: expected a multiple of 16",
+    ),
     ("plan", ["--epochs", "3"], "--epochs: --objective ats does not read it"),
     ("plan", ["--objective", "sft", "--head-kind", "mlp"], "--head-kind: --objective sft does not read it"),
     ("plan", ["--objective", "sft", "--lora-rank", "1000000000"], "--lora-rank: expected 1 to 768"),

@@ -274,7 +274,7 @@ def test_optimisers_and_schedules():
 def test_experts_stay_frozen():
     """Every request to train them is refused by name."""
     lm = make_lm(family="mixtral", mixture=Mixture(experts=4, per_token=2))
-    with pytest.raises(UserError, match="--lora-targets all: the experts and the router of mixtral have no adapters"):
+    with pytest.raises(UserError, match="lora_targets: the experts and the router of mixtral have no adapters"):
         SftOptions(lora_rank=2).check_model(lm.config)
     with pytest.raises(UserError, match="mixtral is a mixture of experts, whose weights are frozen here"):
         SftOptions().check_model(lm.config)
