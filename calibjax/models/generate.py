@@ -80,9 +80,9 @@ class Sampling:
         top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; None: from all.
         calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
-            its number and its text.
+            its seed in `prompt_seeds` and its text.
         count: samples of each prompt, K; each prompt is processed once.
-        numbers: an integer of each prompt, which is folded into the key; None: the prompt's index.
+        prompt_seeds: an integer for each prompt, which is folded into the key; None: the prompt's index.
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
@@ -98,7 +98,7 @@ class Sampling:
     calibrated: bool = False
     key: PRNGKeyArray | None = None
     count: int = 1
-    numbers: tuple[int, ...] | None = None
+    prompt_seeds: tuple[int, ...] | None = None
 
     def __post_init__(self):
         low, high = TEMPERATURES
@@ -168,7 +168,7 @@ class _Inputs(NamedTuple):
     tokens: Any  # prompts [B, T]
     segment_ids: Any
     stop_tokens: Any  # [E], padded with -1, which is no token id
-    numbers: Any  # `Sampling.numbers`, [B]
+    prompt_seeds: Any  # [B]
     key: PRNGKeyArray
     temperature: Any  # None: the most likely token
     top_p: Any
@@ -189,7 +189,7 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
     fold_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    row_keys = fold_each(inputs.key, inputs.numbers)
+    row_keys = fold_each(inputs.key, inputs.prompt_seeds)
     if program.count > 1:
         row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.count)).ravel()
 
@@ -229,11 +229,11 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
             return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
 
         columns = Generation(
-            jnp.where(alive, token, -1),
-            jnp.where(alive, log_prob(logits), 0.0),
-            jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
-            jnp.where(alive, jnp.exp(-log_scale), 1.0),
-            alive,
+            tokens=jnp.where(alive, token, -1),
+            base_log_probs=jnp.where(alive, log_prob(logits), 0.0),
+            confidence=jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
+            temperature=jnp.where(alive, jnp.exp(-log_scale), 1.0),
+            where=alive,
         )
         generated = jax.tree.map(
             lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
@@ -256,9 +256,15 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
     caches = tuple(fork(cache, program.count, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
-    zeros, none = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
-    nothing = Generation(jnp.full(shape, -1, jnp.int32), zeros, zeros, zeros + 1, none)
-    start = add_token(_State(jnp.int32(0), none[:, 0], nothing, caches), logits, log_scale, caches)
+    empty = Generation(
+        tokens=jnp.full(shape, -1, jnp.int32),
+        base_log_probs=jnp.zeros(shape, jnp.float32),
+        confidence=jnp.zeros(shape, jnp.float32),
+        temperature=jnp.ones(shape, jnp.float32),
+        where=jnp.zeros(shape, bool),
+    )
+    before = _State(jnp.int32(0), done=jnp.zeros(len(logits), bool), generated=empty, caches=caches)
+    start = add_token(before, logits, log_scale, caches)
     return jax.lax.while_loop(unfinished, step, start).generated
 
 
@@ -299,9 +305,10 @@ def generate(
             pools over sequences.
     """
     ids = _token_ids(lm, prompts)
-    numbers = None if sampling.numbers is None else _whole_numbers("numbers", sampling.numbers)
-    if numbers is not None and len(numbers) != len(ids):
-        raise UserError(f"numbers: expected one for each of {len(ids)} prompts, got {len(numbers)}.")
+    seeds = range(len(ids)) if sampling.prompt_seeds is None else sampling.prompt_seeds
+    seeds = _whole_numbers("prompt_seeds", seeds)
+    if len(seeds) != len(ids):
+        raise UserError(f"prompt_seeds: expected one for each of {len(ids)} prompts, got {len(seeds)}.")
     if head is not None:
         check_base(lm, head)
         if head.config.pooling == "sequence":
@@ -328,14 +335,15 @@ def generate(
     program = _Program(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
+    padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
     inputs = _Inputs(
         frozen=frozen_arrays(lm, head.config),
         head_params=head.params,
         log_factor=np.float32(head.log_factor),
         tokens=tokens,
         segment_ids=is_token.astype(np.int32),
-        stop_tokens=np.array([*stops, *[-1] * (_STOP_TOKENS - len(stops) % _STOP_TOKENS)], np.int32),
-        numbers=np.resize(np.arange(rows) if numbers is None else numbers, rows).astype(np.int32),
+        stop_tokens=np.array([*stops, *[-1] * padding], np.int32),
+        prompt_seeds=np.resize(seeds, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
@@ -410,11 +418,9 @@ def sample_sequences(
     context = context or RunContext()
     count, length = sequences.tokens.shape
     if not 1 <= prompt <= length:
-        raise UserError(f"--prompt-tokens: expected 1 to {length}, the sequences' inputs, got {prompt}.")
+        raise UserError(f"prompt: expected 1 to {length}, the sequences' inputs, got {prompt}.")
     if (sequences.segment_ids[:, prompt - 1] != 1).any():
-        raise UserError(
-            f"--prompt-tokens {prompt}: some sequences begin with fewer tokens of a text; give a smaller number."
-        )
+        raise UserError(f"prompt: some sequences begin with fewer than {prompt} tokens of a text; give a smaller one.")
     stops = default_stop_tokens(lm)
     tokens = np.empty((count, length + 1), np.int32)
     tokens[:, :prompt] = sequences.tokens[:, :prompt]

@@ -126,7 +126,7 @@ def test_stop_tokens():
 # --- draws ---
 
 
-SAMPLING = ("top_k", "top_p", "calibrated", "count", "numbers")
+SAMPLING = ("top_k", "top_p", "calibrated", "count", "prompt_seeds")
 
 
 def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature=2.0, **options):
@@ -157,8 +157,8 @@ def test_samples_of_one_prompt(head):
     fitted = head_of("transformer") if head else None
     options = {"max_new_tokens": 3, "stop_tokens": (), "head": fitted}
 
-    def drawn(prompts, numbers):
-        sampling = Sampling(temperature=1.5, key=jax.random.key(3), count=4, numbers=numbers)
+    def drawn(prompts, seeds):
+        sampling = Sampling(temperature=1.5, key=jax.random.key(3), count=4, prompt_seeds=seeds)
         return jax.tree.map(np.asarray, generate(lm, prompts, sampling=sampling, **options))
 
     together, alone = drawn(PROMPTS[:3], (7, 2, 9)), drawn(PROMPTS[2:0:-1], (9, 2))
@@ -171,7 +171,7 @@ def test_samples_of_one_prompt(head):
         logits = np.asarray(lm.logits(np.array([(prompt + tokens + [0] * 20)[:20]])), np.float64)[0]
         want = [np.log(softmax(logits[len(prompt) - 1 + k])[token]) for k, token in enumerate(tokens)]
         np.testing.assert_allclose(together.base_log_probs[row], want, atol=2e-5)
-    with pytest.raises(UserError, match="numbers: expected one for each of 2 prompts, got 3"):
+    with pytest.raises(UserError, match="prompt_seeds: expected one for each of 2 prompts, got 3"):
         drawn(PROMPTS[:2], (1, 2, 3))
 
 
@@ -266,7 +266,7 @@ MISTAKES = [
     ([[1], [1.5]], {}, r"number 1: expected a list of whole numbers.*got \[1.5\]"),
     ([[1, 2**64]], {}, "number 0: expected a list of whole numbers"),
     ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers"),
-    ([[1]], {"sampling": Sampling(numbers=(2**32,))}, "numbers: expected a list of whole numbers"),
+    ([[1]], {"sampling": Sampling(prompt_seeds=(2**32,))}, "prompt_seeds: expected a list of whole numbers"),
     ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
     ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
     ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),

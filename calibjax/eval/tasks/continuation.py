@@ -61,7 +61,7 @@ def continue_contexts(
         contexts: token ids, none empty, which is checked before the first batch.
         until: stop sequences; a space at the very start of the text does not count as one.
         batch_size: rows per step.
-        sampling: how tokens are chosen, by default the most likely one; `numbers` are those of the contexts.
+        sampling: how tokens are chosen, by default the most likely one; `prompt_seeds` are those of the contexts.
         head: of `sampling.calibrated`, and of the confidence.
     """
     room = room_for_context(max_new_tokens, lm.config.max_positions)
@@ -73,9 +73,9 @@ def continue_contexts(
     def batches() -> Iterator[tuple[int, Continued]]:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
-            own = numbers if sampling.numbers is None else [sampling.numbers[n] for n in numbers]
-            numbered = dataclasses.replace(sampling, numbers=tuple(own))
-            results = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, numbered, head)
+            seeds = numbers if sampling.prompt_seeds is None else [sampling.prompt_seeds[n] for n in numbers]
+            seeded = dataclasses.replace(sampling, prompt_seeds=tuple(seeds))
+            results = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, seeded, head)
             yield from zip([n for n in numbers for _ in range(sampling.count)], results, strict=True)
 
     return batches()
@@ -92,26 +92,26 @@ def _continue(
 ) -> list[Continued]:
     """Continues at most `batch_size` prompts together, each `sampling.count` times."""
     count, stops = sampling.count, default_stop_tokens(lm)
-    assert sampling.numbers is not None
+    assert sampling.prompt_seeds is not None
     starts = [prompt for prompt in prompts for _ in range(count)]
     tokens: list[list[int]] = [[] for _ in starts]
     log_probs: list[list[float]] = [[] for _ in starts]
     confidence: list[list[float]] = [[] for _ in starts]
-    # Later rounds continue samples of their own, numbered by prompt and sample.
-    numbers = [number * count + k for number in sampling.numbers for k in range(count)]
+    # Later rounds continue samples of their own, with a seed for each prompt and sample.
+    row_seeds = [seed * count + k for seed in sampling.prompt_seeds for k in range(count)]
     open_rows, done = list(range(len(starts))), 0
     while open_rows and done < max_new_tokens:
         step = min(_AT_ONCE, max_new_tokens - done)
-        inputs, own, each, size = prompts, list(sampling.numbers), count, batch_size
+        inputs, seeds, each, size = prompts, list(sampling.prompt_seeds), count, batch_size
         if done:
-            inputs, own = [starts[row] + tokens[row] for row in open_rows], [numbers[row] for row in open_rows]
+            inputs, seeds = [starts[row] + tokens[row] for row in open_rows], [row_seeds[row] for row in open_rows]
             each, size = 1, batch_size * count
         missing = size - len(inputs)  # one shape, whatever the number of unfinished rows
         now = dataclasses.replace(
             sampling,
             key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
             count=each,
-            numbers=(*own, *own[-1:] * missing),
+            prompt_seeds=(*seeds, *seeds[-1:] * missing),
         )
         padded = [*inputs, *inputs[-1:] * missing]
         out = generate(lm, padded, head=head, max_new_tokens=step, sampling=now)

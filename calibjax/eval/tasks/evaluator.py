@@ -431,7 +431,7 @@ class TaskEvaluator:
             temperature=self.options.sampling_temperature,
             key=jax.random.key(self.context.seed),
             count=count,
-            numbers=tuple(batch.numbers),
+            prompt_seeds=tuple(batch.numbers),
             calibrated=calibrated,
         )
         options |= {"sampling": sampling, "head": head, "batch_size": max(options["batch_size"] // count, 1)}
