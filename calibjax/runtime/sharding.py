@@ -52,9 +52,9 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh of `devices` (by default all) with so many along each of `AXES` (by default all along data)."""
+    """Makes a mesh of `devices` (by default all) with so many along each of `AXES` (by default all along fsdp)."""
     devices = list(jax.devices() if devices is None else devices)
-    shape = (len(devices), 1, 1) if shape is None else shape
+    shape = mesh_shape(None, len(devices)) if shape is None else shape
     # Ordered by the interconnect between TPUs; on other platforms the order is kept.
     ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -162,7 +162,7 @@ def test_operations_as_xla_counts_them():
     assert flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
     branches = jax.make_jaxpr(lambda x, w: jax.lax.cond(x[0, 0] > 0, straight, lambda x, w: x[:16] * 2, x, w))
     assert flops(branches(jnp.ones((32, 32)), w)) > 0
-    divided = jax.shard_map(straight, mesh=make_mesh(), in_specs=(P("data"), P()), out_specs=P("data"))
+    divided = jax.shard_map(straight, mesh=make_mesh((8, 1, 1)), in_specs=(P("data"), P()), out_specs=P("data"))
     assert flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
 
 
@@ -171,7 +171,7 @@ def test_operations_as_xla_counts_them():
 
 def test_collectives_of_a_program_with_known_ones():
     """Each kind of collective in a loop of 5 on 8 devices, which all see 64 numbers of 4 bytes."""
-    mesh = make_mesh()
+    mesh = make_mesh((8, 1, 1))
 
     def local(x):
         def turn(x, _):
