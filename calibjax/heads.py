@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
-from calibjax.kernels.reference import dense_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, hold, reserve
 from calibjax.runtime.errors import UserError, check_fields
@@ -222,10 +221,10 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     # Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D.
     fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % n == 0 and (size // n) % 2 == 0]
     if not fitting:
-        raise ValueError(f"a transformer head needs an even hidden_size, got {size}.")
+        raise UserError(f"a transformer head needs an even hidden_size, got {size}.")
     heads = config.num_heads or fitting[-1]
     if size % heads or (size // heads) % 2:
-        raise ValueError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
+        raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
     wide = config.intermediate_size or 4 * size
     sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
     block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **sizes)
@@ -280,9 +279,9 @@ class HeadConfig:
         check_fields(self)
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
-            raise ValueError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
+            raise UserError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
         if not NO_MIN_SCALE <= self.min_scale <= 1:
-            raise ValueError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
+            raise UserError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
     @property
     def width(self) -> int:
@@ -302,7 +301,7 @@ class HeadConfig:
         return tuple(sorted({statistic for name in self.features for statistic in FEATURES[name].statistics}))
 
     def build(self) -> nn.Module:
-        """The module; raises `ValueError` where the attention heads of a transformer do not divide `hidden_size`."""
+        """The module; raises `UserError` where the attention heads of a transformer do not divide `hidden_size`."""
         return HEADS[self.kind].build(self)
 
     @property
@@ -335,7 +334,6 @@ def head_features(
     bias: Float[Array, " V"] | None = None,
     softcap: float | None = None,
     sharding: VocabSharding | None = None,
-    logits: Float[Array, "B T V"] | None = None,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T F"]:
     """The features of `FEATURES` named, joined along the last axis, float32 (hidden states alone keep their dtype).
@@ -343,14 +341,12 @@ def head_features(
     Args:
         hidden, unembedding, bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
         covariance: of `logit_covariance`, where it is at hand, for log_std_logits.
-        logits, stats: of the tokens, the latter at s = 1, where they are at hand: no pass over the vocabulary then.
+        stats: the statistics at s = 1 that the features read, where they are at hand: no pass over the vocabulary then.
     """
     if names == ("hidden_states",):
         return hidden
     wanted = sorted({statistic for name in names for statistic in FEATURES[name].statistics})
-    if wanted and stats is None and logits is not None:
-        stats = dense_stats(logits)
-    elif wanted and stats is None:
+    if wanted and stats is None:
         stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
     parts = {"hidden_states": hidden}
     if "argmax_embedding" in names and stats is not None:
@@ -380,8 +376,9 @@ def join_features(
 
 def check_log_factor(log_factor: float) -> None:
     """Raises `UserError` where it is not a number from −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`."""
-    if not abs(log_factor) <= (most := MAX_LOG_FACTOR):
-        raise UserError(f"log_factor: expected a number from {-most:g} to {most:g}, got {log_factor}; fit again.")
+    if not abs(log_factor) <= MAX_LOG_FACTOR:
+        expected = f"a number from {-MAX_LOG_FACTOR:g} to {MAX_LOG_FACTOR:g}"
+        raise UserError(f"log_factor: expected {expected}, got {log_factor}; fit again.")
 
 
 @dataclasses.dataclass(frozen=True)

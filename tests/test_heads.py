@@ -26,6 +26,7 @@ from calibjax.heads import (
     head_features,
     logit_covariance,
 )
+from calibjax.kernels.reference import dense_stats
 from calibjax.models.calibrated import calibrated_confidence, calibrated_log_probs
 from calibjax.recalibrate import fit_temperature
 
@@ -200,7 +201,7 @@ def test_features_against_dense_logits(dtype, with_bias):
     # hᵀCh cancels less than the sum of its terms: (|h| |W|)² / Var is at most some hundred here.
     assert_within(got[..., D + 5], np.log(z.std(axis=-1, ddof=1)), 200 * EPS, "log_std_logits")
     np.testing.assert_array_equal(got[..., D + 6 :], oracle.f64(unembedding)[z.argmax(axis=-1)])
-    dense = run(hidden, unembedding, bias=bias, logits=jnp.asarray(z, jnp.float32))
+    dense = run(hidden, unembedding, bias=bias, stats=dense_stats(jnp.asarray(z, jnp.float32)))
     assert_within(dense, got, 40 * EPS * (1 + np.abs(got)), "from logits")
     # max_logit is after the soft-cap, the standard deviation before it.
     capped = np.asarray(head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))
