@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -249,6 +249,7 @@ class Architecture:
     adapt: Callable[[Settings, GgufFile], None] | None = None  # changes settings by the metadata and tensors of a file
     interleaved: bool = False  # rows of queries and keys are stored so that rotated pairs are neighbours
     norm_shift: float = 0.0  # number that is added to the scales of norms in the file
+    adapt_keys: tuple[str, ...] = ()  # metadata keys that `adapt` reads
 
 
 _KEYS = {
@@ -335,12 +336,8 @@ def _adapt_olmo2(settings: Settings, file: GgufFile) -> None:
 
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
-_SOFTCAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.sliding_window_pattern": "",
-    "rope.freq_base_swa": "",
-}
+_SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_LOCAL = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 _USED = {"expert_used_count": "num_experts_per_tok"}
 _EXPERTS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **_USED}
 _GRANITE = {
@@ -364,8 +361,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "olmoe", {"attention.clamp_kqv": "clip_qkv", **_EXPERTS}, {"norm_topk_prob": False}, adapt=_adapt_expert_size
     ),
     "gemma": Architecture("gemma", fixed=_GELU, norm_shift=1.0),
-    "gemma2": Architecture("gemma2", {**_WINDOW, **_SOFTCAPS}, _GELU, adapt=_GEMMA2, norm_shift=1.0),
-    "gemma3": Architecture("gemma3_text", {**_WINDOW, **_SOFTCAPS}, _GELU, adapt=_GEMMA3, norm_shift=1.0),
+    "gemma2": Architecture("gemma2", {**_WINDOW, **_SOFTCAPS}, _GELU, _GEMMA2, norm_shift=1.0, adapt_keys=_LOCAL),
+    "gemma3": Architecture("gemma3_text", {**_WINDOW, **_SOFTCAPS}, _GELU, _GEMMA3, norm_shift=1.0, adapt_keys=_LOCAL),
     "phi3": Architecture("phi3", _WINDOW),
     "gpt2": Architecture("gpt2", fixed={"activation_function": "gelu_new"}, adapt=_adapt_gpt2),
     "stablelm": Architecture(
@@ -375,7 +372,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         adapt=lambda settings, file: settings.update(use_qkv_bias=settings["attention_bias"]),
     ),
     "granite": Architecture("granite", _GRANITE, interleaved=True),
-    "olmo2": Architecture("olmo2", {**_WINDOW, "attention.sliding_window_pattern": ""}, adapt=_adapt_olmo2),
+    "olmo2": Architecture("olmo2", _WINDOW, adapt=_adapt_olmo2, adapt_keys=("attention.sliding_window_pattern",)),
 }
 
 
@@ -392,16 +389,17 @@ def gguf_settings(file: GgufFile) -> Settings:
     architecture = ARCHITECTURES[name]
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     keys = {**_KEYS, **architecture.keys}
-    settings: Settings = {setting: None for setting in architecture.keys.values() if setting}
+    settings: Settings = dict.fromkeys(architecture.keys.values())
     for key, value in own.items():
         if key in keys:
-            if type(value) not in (int, float, bool) and key != "attention.sliding_window_pattern":
+            if type(value) not in (int, float, bool):
                 given = str(value)[:60]
                 raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {given}.")
             settings[keys[key]] = value
-        elif key not in _OTHER_KEYS and not (type(value) in (int, float, bool) and value == 0):  # 0: it lacks something
+            continue
+        is_zero = type(value) in (int, float, bool) and value == 0  # the model does without what the key is for
+        if not is_zero and key not in (*_OTHER_KEYS, *architecture.adapt_keys):
             raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
-    settings.pop("", None)
     for names in _REQUIRED:
         if not own.keys() & {*names}:
             raise UserError(f"{file.path}: {name}.{names[0]} is missing.")
@@ -423,8 +421,8 @@ def gguf_settings(file: GgufFile) -> Settings:
         **architecture.fixed,
         "model_type": architecture.family,
     }
-    for token in ("bos", "eos", "padding"):
-        settings[f"{token.removesuffix('ding')}_token_id"] = file.get(f"tokenizer.ggml.{token}_token_id", int)
+    for setting, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        settings[f"{setting}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id", int)
     if architecture.adapt is not None:
         architecture.adapt(settings, file)
     return settings
@@ -495,9 +493,7 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
     left = {name: tensor for name, tensor in file.tensors.items() if name not in ignored}
     entries = []
     for rule in family.rules:
-        one_expert = rule.experts(config) == (None,)
-        template = rule.full_name(family.prefix, 0, None if one_expert else 0)
-        template = template if one_expert else template.replace(".experts.0.", ".experts.")
+        template = rule.full_name(family.prefix, 0, rule.experts(config)[0]).replace(".experts.0.", ".experts.")
         stored = known.get_name(template, try_suffixes=(".weight", ".bias"))
         for layer in range(config.num_layers) if rule.stacked and stored else (0,):
             tensor = left.pop((stored or "").replace("blk.0.", f"blk.{layer}."), None)
@@ -505,29 +501,30 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
                 continue
             target = rule.targets[0]
             rotated = architecture.interleaved and target.startswith(("layers.attention.q.", "layers.attention.k."))
-            pairs = config.head_dim // 2 if rotated else None
-            shift = architecture.norm_shift if target.endswith("norm.scale") else 0.0
-            swapped = name == "gpt2" and target.endswith(".kernel")
+            storage = _Storage(
+                pairs=config.head_dim // 2 if rotated else None,
+                shift=architecture.norm_shift if target.endswith("norm.scale") else 0.0,
+                swapped=name == "gpt2" and target.endswith(".kernel"),
+            )
             experts = config.mixture.experts if config.mixture else None
-            stacked = len(tensor.shape) == 3 and tensor.shape[0] == experts
+            holds_all_experts = len(tensor.shape) == 3 and tensor.shape[0] == experts
             for expert in rule.experts(config):
-                full = rule.full_name(family.prefix, layer, expert)
-                entries.append(_entry(full, tensor, expert if stacked else None, pairs, shift, swapped))
-    return entries + [_entry(name, tensor) for name, tensor in left.items()]
+                full_name = rule.full_name(family.prefix, layer, expert)
+                entries.append(_entry(full_name, tensor, storage, expert if holds_all_experts else None))
+    return entries + [_entry(name, tensor, _Storage()) for name, tensor in left.items()]
 
 
-def _entry(
-    name: str,
-    tensor: GgufTensor,
-    expert: int | None = None,
-    pairs: int | None = None,
-    shift: float = 0.0,
-    swapped: bool = False,
-) -> TensorEntry:
-    """An entry `name` of a tensor, or of one expert in it.
+class _Storage(NamedTuple):
+    """How a tensor of the family is stored."""
 
-    With `pairs` P, rows `[..., 2, P]` are stored as `[..., P, 2]`; `shift` was added; the last two axes are `swapped`.
-    """
+    pairs: int | None = None  # P: its rows `[..., 2, P]` are stored as `[..., P, 2]`
+    shift: float = 0.0  # number that was added to it
+    swapped: bool = False  # whether its last two axes are swapped
+
+
+def _entry(name: str, tensor: GgufTensor, storage: _Storage, expert: int | None = None) -> TensorEntry:
+    """An entry `name` of a tensor, or of one expert in it."""
+    pairs, shift, swapped = storage
     first, shape = 0, tensor.shape
     if expert is not None:
         first, shape = expert * shape[1], shape[1:]

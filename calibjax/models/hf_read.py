@@ -119,8 +119,8 @@ class Piece:
         *others, last = index
 
         def read(start: int, stop: int) -> np.ndarray:
-            box = (*others, slice(start, stop))
-            return entry.read((*box[:-2], *box[:-3:-1]) if transpose else box)
+            part = slice(start, stop)
+            return entry.read((*others[:-1], part, others[-1]) if transpose else (*others, part))
 
         if groups == 1:
             values = read(columns.start + last.start, columns.start + last.stop)
@@ -175,8 +175,8 @@ def plan_tensors(
         if len(present) < len(experts):
             continue
         layout = rule.layout(config)
-        leading = (layer is not None) + (experts != (None,))
-        expected, columns = layout.divide([leaves[target].shape[leading:] for target in rule.targets])
+        leading_axes = int(layer is not None) + int(experts != (None,))  # of our stacked layers and experts
+        expected, columns = layout.divide([leaves[target].shape[leading_axes:] for target in rule.targets])
         wrong = [entry for entry in present if entry.shape != expected]
         unread = [entry for entry in present if entry.dtype not in FLOATS]
         problems["wrong shape"] += [f"{entry.name} {list(entry.shape)}, expected {list(expected)}" for entry in wrong]

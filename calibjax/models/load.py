@@ -94,7 +94,8 @@ def stored_dtype(path: str | Path) -> str:
     if is_checkpoint(folder):
         return read_description(folder)["dtype"]
     kinds = {entry.dtype for entry in _read_entries(folder, read_config(folder))}
-    return {"BF16": "bfloat16", "F16": "float16"}.get("".join(kinds), "float32")
+    kind = kinds.pop() if len(kinds) == 1 else "F32"
+    return {"BF16": "bfloat16", "F16": "float16"}.get(kind, "float32")
 
 
 def read_config(path: str | Path) -> DecoderConfig:
