@@ -34,6 +34,16 @@ class CannotRun(NotImplementedError, ValueError):
     """No implementation that was requested can run this call here; a ValueError too: an argument may be the reason."""
 
 
+class Arrays(NamedTuple):
+    """The arrays of a call but for the scale, as the caller of `vocab_stats` has them, or `jax.ShapeDtypeStruct`."""
+
+    hidden: Any
+    unembedding: Any
+    targets: Any = None
+    bias: Any = None
+    where: Any = None
+
+
 class Execution(TypedDict, total=False):
     """Options of how `vocab_stats` runs, described there."""
 
@@ -102,9 +112,10 @@ def vocab_stats(
         >>> [round(float(x), 4) for x in stats.log_prob()]
         [-1.0986, 0.0]
     """
-    dispatch, arrays = prepare((hidden, unembedding, targets, bias, where), softcap, statistics, sharding, execution)
-    scale = as_scale(scale, arrays[0].shape[:-1])
-    values, valid = evaluate(dispatch, arrays, scale, ignore_index)
+    arrays = Arrays(hidden, unembedding, targets, bias, where)
+    dispatch, arrays = prepare(arrays, softcap, statistics, sharding, execution)
+    scale = as_scale(scale, arrays.hidden.shape[:-1])
+    values, valid = run_call(dispatch, arrays, scale, ignore_index)
     return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
 
 
@@ -127,22 +138,22 @@ def hold_logits(
 
     The float32 logits [N, V] are held between the calls: for a few tokens at a time, on one device.
     """
-    given: Any = (hidden, unembedding, targets, bias, where)
-    dispatch, arrays = prepare(given, softcap, (), None, {"implementation": "chunked"})
+    arrays = Arrays(hidden, unembedding, targets, bias, where)
+    dispatch, arrays = prepare(arrays, softcap, (), None, {"implementation": "chunked"})
     inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
     held = chunked.Chunked(chunked.chunk_logits(dispatch.options, operator.with_dtypes(inputs)))
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)
-        values, valid = evaluate(dispatch._replace(wanted=frozenset(statistics)), arrays, scale, -100, held)
+        values, valid = run_call(dispatch._replace(wanted=frozenset(statistics)), arrays, scale, -100, held)
         return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
 
     return stats
 
 
-def evaluate(
+def run_call(
     dispatch: "Dispatch",
-    arrays: tuple[Any, ...],
+    arrays: Arrays,
     scale: Array,
     ignore_index: int,
     held: Implementation | None = None,
@@ -151,14 +162,14 @@ def evaluate(
 
     `held`: see `hold_logits`.
     """
-    sharding, hidden = dispatch.sharding, arrays[0]
+    sharding = dispatch.sharding
     if sharding is not None and sharding.explicit_axes:
 
-        def run(sharding: VocabSharding, arrays: tuple[Any, ...]) -> Any:
-            return evaluate(dispatch._replace(sharding=sharding), arrays[:-1], arrays[-1], ignore_index)
+        def run(sharding: VocabSharding, operands: tuple[Arrays, Array]) -> Any:
+            return run_call(dispatch._replace(sharding=sharding), *operands, ignore_index)
 
-        return sharded.in_auto_axes(sharding, run, (*arrays, scale), sharded.leading_spec(hidden))
-    call, (_, _, targets, _, _) = dispatch.call(), arrays
+        return sharded.in_auto_axes(sharding, run, (arrays, scale), sharded.leading_spec(arrays.hidden))
+    call = dispatch.call()
     inputs, valid, broken = flat_inputs(arrays, scale, ignore_index)
     shape, tokens, length = valid.shape, valid.size, dispatch.shapes.hidden.shape[0]
     inputs = inputs._replace(
@@ -176,13 +187,12 @@ def evaluate(
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
         values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
     if "correct" in dispatch.wanted:
-        values["correct"] = values["argmax"] == targets
-    return operator.masked_statistics(
-        {name: value for name, value in values.items() if name in dispatch.wanted}, valid
-    ), valid
+        values["correct"] = values["argmax"] == arrays.targets
+    values = {name: value for name, value in values.items() if name in dispatch.wanted}
+    return operator.masked_statistics(values, valid), valid
 
 
-def flat_inputs(arrays: tuple[Any, ...], scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
+def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
     """The inputs of N tokens; of the tokens' leading shape, which count, and which of them have a target out of range.
 
     The scale of a token that does not count is 1, and a target that is not in [0, V) is 0.
@@ -252,14 +262,14 @@ class Dispatch(NamedTuple):
 
 
 def prepare(
-    arrays: tuple[Any, ...],
+    arrays: Arrays,
     softcap: float | None,
     statistics: Sequence[str] | None,
     sharding: VocabSharding | None,
     execution: Execution,
     scales: tuple[float, ...] | None = None,
-) -> tuple[Dispatch, tuple[Any, ...]]:
-    """Checks a call; the dispatch, and hidden, unembedding, targets, bias and where as arrays, or shapes as given.
+) -> tuple[Dispatch, Arrays]:
+    """Checks a call; returns the dispatch, and the operands as arrays of JAX, or shapes as given.
 
     With `sharding` the tokens are padded to divide into their shards. `scales`: see `Options`.
     """
@@ -267,8 +277,8 @@ def prepare(
     def array(x: Any, convert: Callable[[Any], Array]) -> Any:
         return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else convert(x)
 
-    converters = (jnp.asarray, jnp.asarray, as_indices, jnp.asarray, jnp.asarray)
-    hidden, unembedding, targets, bias, where = arrays = tuple(map(array, arrays, converters))
+    converters = Arrays(jnp.asarray, jnp.asarray, targets=as_indices, bias=jnp.asarray, where=jnp.asarray)
+    hidden, unembedding, targets, bias, where = arrays = Arrays(*map(array, arrays, converters))
     _check_shapes(*arrays)
     options = _options(softcap, scales, execution)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
@@ -367,7 +377,7 @@ def explain(
         >>> print(text.splitlines()[-2].strip())
         reference   cannot run this call here: it is dense and takes no chunk_size, save_logits or sharding.
     """
-    arrays = (hidden, unembedding, targets, bias, where)
+    arrays = Arrays(hidden, unembedding, targets, bias, where)
     called = "vocab_stats" if scales is None else "vocab_curves"
     dispatch, _ = prepare(arrays, softcap, statistics, sharding, execution, scales)
     try:

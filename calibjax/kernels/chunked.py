@@ -36,7 +36,9 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     fitting = factor * _LOGITS_BYTES // (4 * max(tokens, 1))
     if tokens <= _FEW and vocab_size <= fitting:
         return vocab_size
-    return min(max(min(factor * _COLUMNS, fitting) // 128 * 128, 128), vocab_size)
+    columns = min(factor * _COLUMNS, fitting)
+    whole_lanes = max(columns // 128 * 128, 128)
+    return min(whole_lanes, vocab_size)
 
 
 _Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]
@@ -58,8 +60,8 @@ def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: i
 def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None = None) -> tuple[Any, _Saved]:
     """The carry after `step(carry, start, width, z) -> (carry, z)` of all pieces of `size`, and the z of each.
 
-    The z that a step receives is what `saved` holds of the piece, or None. The first piece is the ragged one and has
-    its own program, so that nothing is padded or masked; so has a full one without a `carry`, or with `saved`.
+    The z that a step receives is what `saved` holds of the piece, or None. The first step runs outside the scan if its
+    piece is ragged, so that nothing is padded or masked, if there is no `carry` yet, or if logits are `saved`.
     """
     ragged = size % width
     starts = jnp.arange(ragged, size, width, dtype=jnp.int32)
@@ -146,7 +148,7 @@ class Chunked(Implementation):
         """The moments of the whole vocabulary, chunk by chunk."""
         inputs = inputs.masked()
         hidden, unembedding, bias, _, targets, _ = inputs
-        scale, vocab_size = options.scale(inputs), unembedding.shape[0]
+        scale, vocab_size = options.scales_of_sums(inputs), unembedding.shape[0]
         linear_mean = "total" in needed and options.softcap is None
         per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
 

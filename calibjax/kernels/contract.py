@@ -31,7 +31,7 @@ class Options(NamedTuple):
     save_logits: bool = False
     scales: tuple[float, ...] | None = None
 
-    def scale(self, inputs: "Inputs") -> Array:
+    def scales_of_sums(self, inputs: "Inputs") -> Array:
         """The s of the sums over the vocabulary: [N], or [1, K] where all tokens have the same scales."""
         return inputs.scale if self.scales is None else jnp.asarray(self.scales, jnp.float32)[None, :]
 
@@ -90,6 +90,7 @@ class Cotangents(NamedTuple):
 
 
 LOG2_E = math.log2(math.e)
+SMALLEST_SAVED = 2.0**-120  # smallest exponential that is saved; under a soft-cap the slope, in place of smaller ones
 
 
 def token_values(options: Options, inputs: Inputs, cotangents: Cotangents) -> dict[str, Array]:

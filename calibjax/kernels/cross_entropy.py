@@ -106,29 +106,29 @@ def linear_cross_entropy(
     if not z_loss >= 0:
         raise ValueError(f"z_loss: expected a number of at least 0, got {z_loss}.")
     statistics = ("log_normalizer", "target_logit", *(("mean_logit",) if label_smoothing else ()))
-    arrays = (hidden, unembedding, targets, bias, where)
+    arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution)
     loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, dispatch)
     implementation = dispatch.call().implementation
     formed = reduction != "none" and implementation is not None and implementation.accumulates
-    return (_with_gradients if formed else _from_statistics)(loss, arrays, api.as_scale(scale, arrays[0].shape[:-1]))
+    compute = _with_gradients if formed else _from_statistics
+    return compute(loss, arrays, api.as_scale(scale, arrays.hidden.shape[:-1]))
 
 
-def _from_statistics(loss: _Loss, arrays: tuple[Any, ...], scale: Array) -> Array:
+def _from_statistics(loss: _Loss, arrays: api.Arrays, scale: Array) -> Array:
     """The loss from the statistics of `vocab_stats`."""
-    stats, valid = api.evaluate(loss.dispatch, arrays, scale, loss.ignore_index)
+    stats, valid = api.run_call(loss.dispatch, arrays, scale, loss.ignore_index)
     values = jnp.where(valid, loss.per_token(stats, scale), 0.0)
     return values if loss.reduction == "none" else jnp.sum(values) / loss.count(valid)
 
 
 _with_gradients = jax.custom_vjp(_from_statistics, nondiff_argnums=(0,))
-_PLACES = {"hidden": 0, "unembedding": 1, "bias": 3}  # in `api.as_arrays`
 
 
-def _with_gradients_fwd(loss: _Loss, arrays, scale):
-    named = {name: arrays[k] for name, k in _PLACES.items() if arrays[k] is not None} | {"scale": scale}
-    differentiated = [name for name, x in named.items() if x.perturbed]
-    arrays = tuple(x if x is None else x.value for x in arrays)
+def _with_gradients_fwd(loss: _Loss, arrays: api.Arrays, scale):
+    named = {"hidden": arrays.hidden, "unembedding": arrays.unembedding, "bias": arrays.bias, "scale": scale}
+    differentiated = [name for name, x in named.items() if x is not None and x.perturbed]
+    arrays = api.Arrays(*(x if x is None else x.value for x in arrays))
     scale = scale.value
     in_one_pass = operator.takes_rows(loss.dispatch.call(), alone=True)
     if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
@@ -137,8 +137,8 @@ def _with_gradients_fwd(loss: _Loss, arrays, scale):
     else:  # one pass gives both
 
         def scalar(active):
-            hidden, *rest = arrays
-            return _from_statistics(loss, (active.get("hidden", hidden), *rest), active.get("scale", scale))
+            hidden = active.get("hidden", arrays.hidden)
+            return _from_statistics(loss, arrays._replace(hidden=hidden), active.get("scale", scale))
 
         value, gradients = jax.value_and_grad(scalar)({name: named[name].value for name in differentiated})
     # An empty array keeps the dtype that the gradient is rounded to, once it has been multiplied.
@@ -149,28 +149,32 @@ def _with_gradients_fwd(loss: _Loss, arrays, scale):
 def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
     gradients, dtypes = residuals
     d = {name: (cotangent * gradient).astype(dtypes[name].dtype) for name, gradient in gradients.items()}
-    return (d.get("hidden"), d.get("unembedding"), None, d.get("bias"), None), d.get("scale")
+    return api.Arrays(d.get("hidden"), d.get("unembedding"), bias=d.get("bias")), d.get("scale")
 
 
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
 
 
 def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, added_up: float = 0) -> int:
-    """Tokens per block, of even sizes: 24 MiB of float32 logits on CPU, or 128 tokens, or 1/32 of them where more.
+    """Tokens per block, of even sizes, decided while tracing by `platforms.platform()`. The largest of three:
 
-    Elsewhere 384 MiB or 2,048 tokens; twice as many tokens where a logit takes some 2 bytes. On a GPU all tokens, where
-    their logits take no more than those of a block and the gradient that several blocks add up, of `added_up` bytes for
-    each row of W: measured there (`kernels/HOPPER.md`). Decided while tracing, by `platforms.platform()`.
+    - on a CPU the tokens of 24 MiB of float32 logits, elsewhere of 384 MiB; twice as many where a logit takes 2 bytes;
+    - on a CPU 128 tokens, elsewhere 2,048; likewise;
+    - 1/32 of all tokens.
+
+    On a GPU one block holds all tokens if its logits take no more memory than one block's logits plus the float32
+    gradient that several blocks need, `added_up` bytes for each row of W: measured there (`kernels/HOPPER.md`).
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_per_logit)
     block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_PART)
     blocks = max(-(-tokens // block), 1)
     size = max(-(-tokens // blocks), 1)
-    return tokens if platform().name == "gpu" and 0 < (tokens - size) * bytes_per_logit <= added_up else size
+    more_bytes = (tokens - size) * bytes_per_logit  # of the logits of one block, for each row of W
+    return tokens if platform().name == "gpu" and 0 < more_bytes <= added_up else size
 
 
 def _by_blocks(
-    loss: _Loss, arrays: tuple[Any, ...], scale: Array, differentiated: list[str]
+    loss: _Loss, arrays: api.Arrays, scale: Array, differentiated: list[str]
 ) -> tuple[Array, dict[str, Any]]:
     """The reduced loss and its gradients in `differentiated` for flat inputs, formed block by block."""
     inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)

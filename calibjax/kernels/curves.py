@@ -76,7 +76,7 @@ class VocabCurves:
         scale = api.as_scale(scale, self.valid.shape)
         jets = interpolation.Jet(self.log_weight, self.expected_difference, self.logit_variance)
         counted = jnp.where(self.valid, scale, 1.0)
-        f, slope, curvature = interpolation.evaluate(self.scales, jax.lax.stop_gradient(jets), counted)
+        f, slope, curvature = interpolation.interpolate(self.scales, jax.lax.stop_gradient(jets), counted)
         values = {
             "log_normalizer": counted * self.max_logit + f,
             "expected_logit": self.max_logit + slope,
@@ -133,20 +133,20 @@ def vocab_curves(
     if not 0 <= top_k <= unembedding.shape[0]:
         raise ValueError(f"top_k: expected 0 to the vocabulary size {unembedding.shape[0]}, got {top_k}.")
     statistics = tuple(name for name in STATISTICS if targets is not None or name not in ("target_logit", "correct"))
-    arrays: Any = (hidden, unembedding, targets, bias, where)
+    arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
     arrays = jax.lax.stop_gradient(arrays)
-    values, valid = api.evaluate(dispatch, arrays, api.as_scale(None, arrays[0].shape[:-1]), ignore_index)
+    values, valid = api.run_call(dispatch, arrays, api.as_scale(None, arrays.hidden.shape[:-1]), ignore_index)
     top = None
     if top_k:
-        hidden, unembedding, _, bias, _ = arrays
-        top = top_logits(hidden, unembedding, top_k, bias=bias, softcap=softcap, where=valid, sharding=sharding).logits
+        options: Any = {"bias": arrays.bias, "softcap": softcap, "where": valid, "sharding": sharding}
+        top = top_logits(arrays.hidden, arrays.unembedding, top_k, **options).logits
     return _curves(dict.fromkeys(STATISTICS) | values, top, valid, scales)
 
 
 def dense_curves(logits: Float[Array, "... V"], targets: Int[Array, "..."], *, top_k: int = 0) -> VocabCurves:
     """`vocab_curves` of logits z `[..., V]`; one scale after another, each with several arrays of that size."""
-    z, values, valid = reference.evaluate(logits, targets, jnp.ones(targets.shape, jnp.float32), None, SCALES)
+    z, values, valid = reference.dense_statistics(logits, targets, jnp.ones(targets.shape, jnp.float32), None, SCALES)
     return _curves(values, masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None, valid, SCALES)
 
 

@@ -29,7 +29,7 @@ class Jet(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
+def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
     """Value, slope and curvature of the interpolant at `scale`, [...] each.
 
     Differentiable in `scale`: the derivative of the value is the slope, that of the slope the curvature, and that of
@@ -56,9 +56,9 @@ def evaluate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) ->
     return jax.tree.map(select, first, inside, last)
 
 
-@evaluate.defjvp
-def _evaluate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents: tuple[Jet, Array]):
-    jet = evaluate(nodes, *primals)
+@interpolate.defjvp
+def _interpolate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents: tuple[Jet, Array]):
+    jet = interpolate(nodes, *primals)
     return jet, Jet(jet.slope * tangents[1], jet.curvature * tangents[1], jnp.zeros_like(jet.curvature))
 
 

@@ -151,27 +151,27 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
         if rows and inputs.targets is not None:
             wanted.add("target_logit")
     second_pass = any(perturbed[1:]) or (perturbed[0] and not rows)
-    outputs, direction, saved = forward(call, inputs, frozenset(wanted), rows, call.options.save_logits and second_pass)
-    rest = None
+    save = call.options.save_logits and second_pass
+    outputs, rows_of_w, saved = forward(call, inputs, frozenset(wanted), rows, save)
+    residuals = None
     if any(perturbed):
-        rest = Residuals(inputs, outputs, direction, saved, tuple(() if x else None for x in perturbed))
-    d_scale = (
-        (outputs.get("expected_logit"), outputs.get("logit_variance")) if primals.scale.perturbed else (None, None)
-    )
-    return {name: x for name, x in outputs.items() if name in call.wanted}, (d_scale, rest)
+        residuals = Residuals(inputs, outputs, rows_of_w, saved, tuple(() if x else None for x in perturbed))
+    names = ("expected_logit", "logit_variance")
+    d_scale = tuple(outputs.get(name) if primals.scale.perturbed else None for name in names)
+    return {name: x for name, x in outputs.items() if name in call.wanted}, (d_scale, residuals)
 
 
 def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotangents: dict[str, Any]) -> tuple[Inputs]:
     zero = jax.custom_derivatives.SymbolicZero
     g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
-    derivatives, rest = residuals
+    derivatives, of_inputs = residuals
     d_scale = None
     for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives, strict=True):
         if name in g and derivative is not None:
             d_scale = g[name] * derivative if d_scale is None else d_scale + g[name] * derivative
     gradients = Gradients()
-    if rest is not None:
-        pairs = zip(input_gradients(call, rest, g), rest.inputs[:3], strict=True)
+    if of_inputs is not None:
+        pairs = zip(input_gradients(call, of_inputs, g), of_inputs.inputs[:3], strict=True)
         gradients = Gradients(*(None if d is None or x is None else d.astype(x.dtype) for d, x in pairs))
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 
@@ -265,7 +265,8 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
     # A power of two seldom leaves a ragged block, for which some versions of libtpu copy the whole of dh.
-    size = 1 << max(_GATHERED_BYTES // (4 * width), 8).bit_length() - 1
+    rows = max(_GATHERED_BYTES // (4 * width), 8)
+    size = 2 ** (rows.bit_length() - 1)  # the largest power of two up to `rows`
     whole, left = divmod(tokens, size)
     if whole:
         d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * size, d, size), d_hidden)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.contract import Inputs, Options
 from calibjax.kernels.operator import Call, masked, masked_statistics
-from calibjax.kernels.stats import FLOOR, STATISTICS, VocabStats, cumulants, softcapped
+from calibjax.kernels.stats import FLOOR, STATISTICS, VocabStats, dense_cumulants, softcapped
 
 
 def check(options: Options, sharded: bool) -> str:
@@ -48,10 +48,10 @@ def dense_values(
     m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))
     difference = jnp.maximum(finite - m[..., None], FLOOR)
     if scales is None:
-        log_weight, shift, variance = cumulants(difference, s)
+        log_weight, shift, variance = dense_cumulants(difference, s)
         log_weight, shift = s * m + log_weight, m + shift
     else:
-        every = jax.lax.map(functools.partial(cumulants, difference), jnp.asarray(scales, z.dtype))
+        every = jax.lax.map(functools.partial(dense_cumulants, difference), jnp.asarray(scales, z.dtype))
         log_weight, shift, variance = (jnp.moveaxis(x, 0, -1) for x in every)
     everything = {
         "log_normalizer": log_weight,
@@ -79,11 +79,11 @@ def dense_stats(
     Differentiable in `scale`.
     """
     s = jnp.ones(logits.shape[:-1], jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
-    _, values, valid = evaluate(logits, targets, s, where, None)
+    _, values, valid = dense_statistics(logits, targets, s, where, None)
     return VocabStats(**values, valid=valid, scale=s)
 
 
-def evaluate(
+def dense_statistics(
     logits: Any, targets: Any, scale: Array, where: Any, scales: tuple[float, ...] | None
 ) -> tuple[Array, dict[str, Any], Array]:
     """Logits in float32, 0 where a token does not count; the statistics by name; and which tokens count."""

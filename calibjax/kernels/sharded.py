@@ -157,11 +157,8 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
 
     def part(rows: int) -> Inputs:
         shapes = ((tokens, width), (rows, width), (rows,), (tokens,), (tokens,), (tokens,))
-        local: list[Any] = [None] * len(shapes)
-        for place, (x, shape) in enumerate(zip(inputs, shapes, strict=True)):
-            if x is not None:
-                local[place] = jax.ShapeDtypeStruct(shape, x.dtype)
-        return Inputs(*local)
+        pairs = zip(inputs, shapes, strict=True)
+        return Inputs._make(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in pairs)
 
     main = _piece_rows(rows_per_shard, width * dtype.itemsize) if sharding.width else rows_per_shard
     return [part(rows) for rows in (main, rest) if rows]
@@ -347,7 +344,7 @@ class Sharded(Implementation):
                 moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
                 return moments if total is None else stats.merge(total, moments, scale), saved
 
-            scale = options.scale(inputs)
+            scale = options.scales_of_sums(inputs)
             nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
             total, saved = _over_pieces(sharding, inputs, step, nothing)
             total, saved_tail = _merge_shards(sharding, total, scale), None

@@ -160,9 +160,9 @@ def moments(
     scale: Float[Array, " N"] | tuple[float, ...],
     targets: Int[Array, " N"] | None,
     start: Int[Array, ""] | int,
-    wanted: frozenset[str],
+    needed: frozenset[str],
 ) -> Moments:
-    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `wanted` names fields of `Moments`.
+    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `needed` names fields of `Moments`.
 
     A tuple of scales is one for all tokens: see `Options.scales`.
     """
@@ -171,12 +171,12 @@ def moments(
     largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)
     shifted = jnp.maximum(logits - largest[:, None], FLOOR)
     argmax = target = None
-    if "argmax" in wanted:
+    if "argmax" in needed:
         # A maximum and a minimum vectorise on every platform; argmax's two-operand reduction does not on CPU.
         column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         first_column = jnp.min(jnp.where(logits == largest[:, None], column, width - 1), axis=1)
         argmax = start + first_column
-    if "target" in wanted:
+    if "target" in needed:
         assert targets is not None
         local = targets - start
         inside = (local >= 0) & (local < width)
@@ -188,12 +188,12 @@ def moments(
     else:
         e = jnp.exp(scale[:, None] * shifted)
         weight = jnp.sum(e, axis=1)
-        first = jnp.sum(e * shifted, axis=1) if "first" in wanted else None
-        second = jnp.sum(e * shifted * shifted, axis=1) if "second" in wanted else None
+        first = jnp.sum(e * shifted, axis=1) if "first" in needed else None
+        second = jnp.sum(e * shifted * shifted, axis=1) if "second" in needed else None
     return Moments(
         max_logit=largest,
         argmax=argmax,
-        total=jnp.sum(logits, axis=1) if "total" in wanted else None,
+        total=jnp.sum(logits, axis=1) if "total" in needed else None,
         target=target,
         weight=weight,
         first=first,
@@ -247,7 +247,7 @@ def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
     return jnp.where(weight > 0.0, 1.0 / jnp.where(weight > 0.0, weight, 1.0), 0.0)
 
 
-def cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array, Array]:
+def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array, Array]:
     """log Σ exp(s·d), E[d] and Var[d] of the differences d from the largest logit."""
     e = jnp.exp(jnp.broadcast_to(s, difference.shape[:-1])[..., None] * difference)
     weight = jnp.sum(e, axis=-1)
@@ -257,7 +257,7 @@ def cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array
     return jnp.log(weight), mean, jax.lax.stop_gradient(variance)
 
 
-def moved(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
+def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
     """Σe ("weight"), Σeu ("first") and Σeu² ("second") where given, relative to a reference higher by −`delta`.
 
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe) with r = exp(s δ), `ratio`.
@@ -272,7 +272,7 @@ def moved(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Ar
 
 
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
-    """The moments of two disjoint pieces of the vocabulary together; scale: `Options.scale`. Associative, commutative.
+    """The moments of two disjoint pieces of the vocabulary. Associative, commutative. `scale`: `scales_of_sums`.
 
     The sums of both move to the larger maximum. Rows are averages, weighted by each piece's fraction of the weight.
     """
@@ -282,7 +282,7 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"
         present = {name: x for name, x in piece._asdict().items() if x is not None}
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
         delta = delta if scale.ndim == 1 else delta[:, None]
-        sums = moved(present, delta, jnp.exp(scale * delta))
+        sums = rebase_sums(present, delta, jnp.exp(scale * delta))
         if "rows" in present:
             sums["rows"] = sums["weight"][:, None] * present["rows"]
         return sums | {name: present[name] for name in ("total", "target") if name in present}

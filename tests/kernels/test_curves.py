@@ -100,7 +100,9 @@ def jets(z, nodes):
 def interpolated(nodes, values, scale):
     with jax.enable_x64(True):
         at = jnp.full(len(values[0]), scale, jnp.float64)
-        return [np.asarray(x) for x in interpolation.evaluate(nodes, interpolation.Jet(*map(jnp.asarray, values)), at)]
+        return [
+            np.asarray(x) for x in interpolation.interpolate(nodes, interpolation.Jet(*map(jnp.asarray, values)), at)
+        ]
 
 
 @pytest.mark.parametrize("distance", [0.05, 0.3, 1.0])
@@ -219,8 +221,8 @@ def test_gradients_are_those_of_the_interpolated_function():
     with jax.enable_x64(True):
         nodes = interpolation.Jet(*map(f64, (curves.log_weight, curves.expected_difference, curves.logit_variance)))
         wide, h = f64(scale), 1e-5
-        low, high = (interpolation.evaluate(NODES, nodes, jnp.asarray(wide + d)) for d in (-h, h))
-        at = interpolation.evaluate(NODES, nodes, jnp.asarray(wide))
+        low, high = (interpolation.interpolate(NODES, nodes, jnp.asarray(wide + d)) for d in (-h, h))
+        at = interpolation.interpolate(NODES, nodes, jnp.asarray(wide))
         for i in (0, 1):
             np.testing.assert_allclose((high[i] - low[i]) / (2 * h), at[i + 1], atol=1e-6)
 

@@ -18,7 +18,7 @@ from calibjax.kernels import chunked
 from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs, dz_of_logits, padded, token_values
 from calibjax.kernels.pallas_gpu.forward import Exponentials
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size
-from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcapped
+from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcap_in_units
 from calibjax.kernels.platforms import platform
 
 _SLICE = 32  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
@@ -60,7 +60,7 @@ def _dz(
             if ids:
                 per_token |= {f"ids{k}": plgpu.load(refs.ids, (k, rows), optimized=False) for k in range(len(ids))}
             for offset in range(0, columns, _SLICE):
-                z = softcapped(options, biased(whole[:, offset : offset + _SLICE], refs.bias, first + offset))
+                z = softcap_in_units(options, biased(whole[:, offset : offset + _SLICE], refs.bias, first + offset))
                 column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
 
                 def value(name: str, per_token=per_token, shape=z.shape) -> Array | None:

@@ -18,21 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import LOG2_E, Inputs, Options, Refs, padded
-from calibjax.kernels.pallas_gpu.schedule import (
-    ROWS,
-    SLICE,
-    WARPGROUPS,
-    Blocks,
-    Schedule,
-    choose,
-)
-from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcapped
+from calibjax.kernels.contract import LOG2_E, SMALLEST_SAVED, Inputs, Options, Refs, padded
+from calibjax.kernels.pallas_gpu.schedule import ROWS, SLICE, WARPGROUPS, Blocks, Schedule, choose
+from calibjax.kernels.pallas_gpu.tiles import TRANSFORMS, biased, over_tiles, softcap_in_units
 from calibjax.kernels.platforms import platform
-from calibjax.kernels.stats import FLOOR, Moments, softcap_unit
-from calibjax.kernels.stats import softcapped as exactly_softcapped
+from calibjax.kernels.stats import FLOOR, Moments, softcap_unit, softcapped
 
-_LEAST = 2.0**-120  # of the exponentials that are kept as such: of smaller ones, under a soft-cap, its slope is
 _NO_COLUMN = 2**30
 # Of every 8 columns a thread holds the same 2 (wgmma): the statistics of such parts, put together only at the end of a
 # unit, need nothing of other threads.
@@ -61,9 +52,9 @@ def _wide(x: Array, width: int = _PART) -> Array:
     return x if x.ndim == 2 else jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
 
 
-def _moved(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
+def _rebase(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
     """The state with its sums relative to a reference that is higher by −`delta`."""
-    return state | stats.moved(state, jnp.maximum(delta, FLOOR), jnp.exp2(delta * _wide(scale)))
+    return state | stats.rebase_sums(state, jnp.maximum(delta, FLOOR), jnp.exp2(delta * _wide(scale)))
 
 
 def _fold(
@@ -82,7 +73,7 @@ def _fold(
     name = "shared" if "shared" in state else "best"
     if name == "shared":
         new[name] = jnp.max(new["best"], axis=1)
-    new = _moved(new, _wide(state[name]) - _wide(new[name]), scale)
+    new = _rebase(new, _wide(state[name]) - _wide(new[name]), scale)
     exponentials = []
     for x in z:
         shifted = x - _wide(new[name], x.shape[1])
@@ -102,7 +93,7 @@ def _fold(
 def _merged_parts(state: dict[str, Array], scale: Array) -> dict[str, Array]:
     """The values [64] of whole tokens from those of their parts, with sums relative to `best`."""
     best = jnp.max(state["best"], axis=1)
-    state = _moved(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
+    state = _rebase(state, _wide(state.get("shared", state["best"])) - _wide(best), scale)
     sums = [name for name in ("weight", "first", "second", "total") if name in state]
     moments = {"best": best} | {name: jnp.sum(state[name], axis=1) for name in sums}
     if "argmax" in state:
@@ -182,7 +173,10 @@ def _run(
     results = {"floats": jax.ShapeDtypeStruct((schedule.pieces, len(floats), length), jnp.float32)}
     if "argmax" in names:
         results["argmax"] = jax.ShapeDtypeStruct((schedule.pieces, length), jnp.int32)
-    scratch, staged = {}, 2 - columns // SLICE % 2  # blocks that the slices of all tiles take in turns
+    # Slices take staged blocks in turns: with an odd number, the last of a tile and the first of the next would meet.
+    slices = columns // SLICE
+    staged = 2 if slices % 2 == 0 else 1
+    scratch = {}
     if save:
         width = schedule.vocab_tiles * columns
         results["references"] = jax.ShapeDtypeStruct((width // SLICE, length), jnp.float32)
@@ -203,14 +197,14 @@ def _run(
         def fold(first, whole, values):
             state = dict(zip(names, values, strict=True))
             for offset in range(0, columns, SLICE):
-                raw = softcapped(options, biased(whole[:, offset : offset + SLICE], refs.bias, first + offset))
+                raw = softcap_in_units(options, biased(whole[:, offset : offset + SLICE], refs.bias, first + offset))
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
                 state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset)
                 if save:
-                    e = e[0] if options.softcap is None else jnp.where(e[0] >= _LEAST, e[0], raw * raw - 1.0)
+                    e = e[0] if options.softcap is None else jnp.where(e[0] >= SMALLEST_SAVED, e[0], raw * raw - 1.0)
                     write(e, state["shared"], first, offset)
             return [state[name] for name in names]
 
@@ -249,7 +243,7 @@ def _target_logits(softcap: float | None, inputs: Inputs, targets: Int[Array, " 
     rows = inputs.unembedding[ids].astype(jnp.float32)
     z = jnp.sum(inputs.hidden.astype(jnp.float32) * rows, axis=1)
     z = z if inputs.bias is None else z + inputs.bias[ids]
-    return jnp.where(inside, exactly_softcapped(z, softcap), 0.0)
+    return jnp.where(inside, softcapped(z, softcap), 0.0)
 
 
 def moments(

@@ -35,7 +35,7 @@ def whole_tiles(x: Array) -> Array:
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
-def softcapped(options: Options, z: Array) -> Array:
+def softcap_in_units(options: Options, z: Array) -> Array:
     """The logits in units of the soft-cap; without one, unchanged.
 
     tanh(z / cap) = 1 − 2 / (1 + exp(2 z / cap)), right to some 3e-7; the GPU's tanh instruction is to 5e-4.

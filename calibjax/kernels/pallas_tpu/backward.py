@@ -34,7 +34,7 @@ class Exponentials(NamedTuple):
 
     Attributes:
         values: in the inputs' dtype, transposed. Under a soft-cap, where a logit's slope is needed but its exponential
-            is below `common.LEAST`, the negative slope is stored instead: (z/cap)² − 1.
+            is below `contract.SMALLEST_SAVED`, the negative slope is stored instead: (z/cap)² − 1.
         references: float32, eight rows for each unit of columns: row v mod 8 is that of column v. There may be more
             rows than V needs.
         known: pairs of ids int32 [N] and z float32 [N], of columns that may have a one-hot; ids outside [0, V) match
@@ -158,7 +158,7 @@ def write_dz(
 
                 z = rows[half - k : half - k + 8]
                 if dz_of is None:
-                    dz = dz_of_logits(options, common.softcapped(options, z), per_token.get, hit)
+                    dz = dz_of_logits(options, common.softcap_in_units(options, z), per_token.get, hit)
                 else:
                     dz = dz_of(z, hit)
                 dz = dz if tokens - group >= LANES else jnp.where(lane < tokens - group, dz, 0.0)

@@ -14,7 +14,6 @@ from calibjax.kernels.contract import Inputs, Options, Refs
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, UNPLANNED
 
 NEVER = -(2**30)  # an index that no column of the vocabulary has
-LEAST = 2.0**-120  # under a soft-cap, the slope of the logit is saved instead of smaller exponentials
 
 
 def slices(width: int) -> Iterator[Any]:
@@ -85,12 +84,12 @@ def turned_bias(bias: Array, tokens: int) -> Array:
     return jnp.concatenate([turned] * (tokens // LANES), axis=1)
 
 
-def softcapped(options: Options, z: Array) -> Array:
+def softcap_in_units(options: Options, z: Array) -> Array:
     """The logits in units of the soft-cap, tanh(z/cap), so that no step multiplies by it; without one, unchanged."""
     return z if options.softcap is None else jnp.tanh(z * (1.0 / options.softcap))
 
 
-def finite(z: Array, has_bias: bool) -> Array:
+def without_infinities(z: Array, has_bias: bool) -> Array:
     """Logits with the −inf of a bias replaced by a number whose exponential is 0 too."""
     return jnp.maximum(z, stats.FLOOR) if has_bias else z
 

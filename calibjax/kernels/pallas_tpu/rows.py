@@ -36,14 +36,14 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     groups = [pl.ds(start, min(64, tokens)) for start in range(0, tokens, 64)]
 
     def pieces_of(c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
-        """`pieces`, `raw` and `places` of some tokens of unit c for `added`; `count` columns of the block exist."""
+        """`pieces`, `raw`, `places` of some tokens of unit c for `add_pieces`; `count` columns of the block exist."""
         pieces, raw, places = [], [], []
         for k in range(c * unit, (c + 1) * unit, LANES):
             z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
             keep = None
             if not isinstance(count, int) or count - k < LANES:
                 keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k
-            finite = common.finite(z, has_bias)
+            finite = common.without_infinities(z, has_bias)
             pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
             raw.append(z if keep is None else jnp.where(keep, z, 0.0))
             places.append(k)
@@ -55,7 +55,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
         z = options.product(refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
         if refs.bias is not None:
             z = z + refs.bias[:, unit_columns]
-        refs.z[c] = common.softcapped(options, z)
+        refs.z[c] = common.softcap_in_units(options, z)
         for part in groups:
             pieces, _, places = pieces_of(c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name in _BEST}
@@ -68,7 +68,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             target = None if refs.target is None else refs.target[part, :] - (step - 1) * columns
             pieces, raw, places = pieces_of(c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name not in (*_BEST, "top")}
-            new, weights = statistics.added(
+            new, weights = statistics.add_pieces(
                 old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :]
             )
             for name, x in new.items():
@@ -126,7 +126,7 @@ def _rescale(refs: Refs):
     def walk(part: Any):
         old = {name: ref[part, :] for name, ref in refs.state.items()}
         top = jnp.broadcast_to(jnp.max(old["best"], axis=1, keepdims=True), old["top"].shape)
-        new, ratio = statistics.moved(old, old["top"] - top, refs.scale[part, :])
+        new, ratio = statistics.rebase(old, old["top"] - top, refs.scale[part, :])
         for name, x in (new | {"top": top}).items():
             refs.state[name][part, :] = x
         refs.sums[part, :] *= ratio[:, :1]
@@ -169,7 +169,7 @@ def _write(refs: Refs, vocab_size: int) -> None:
         summed = ("weight", "first", "second", "total", "target")
         sums = {name: jnp.sum(state[name], axis=1, keepdims=True) for name in summed if name in state}
         refs.rows[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.rows.dtype)
-        moments, _ = statistics.moved(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
+        moments, _ = statistics.rebase(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
         moments["max_logit"] = best
         if "argmax" in state:
             index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from calibjax.kernels import stats
-from calibjax.kernels.contract import Options, Refs
+from calibjax.kernels.contract import SMALLEST_SAVED, Options, Refs
 from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
 from calibjax.kernels.stats import FLOOR, octaves, slope_in_units
@@ -45,7 +45,7 @@ def initial(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def with_best(state, pieces, places, start):
-    """`state` after the maximum, and its index, of `pieces` of logits; arguments as of `added`."""
+    """`state` after the maximum, and its index, of `pieces` of logits; arguments as of `add_pieces`."""
     best, updated = state["best"], {}
     if "argmax" in state:
         place = jnp.full(best.shape, common.NEVER, jnp.int32)
@@ -58,16 +58,16 @@ def with_best(state, pieces, places, start):
     return state | updated | {"best": best}
 
 
-def moved(state, delta, scale):
-    """`state` with its sums moved to another reference by `stats.moved`, and the factor exp(s·delta) of `weight`.
+def rebase(state, delta, scale):
+    """`state` with its sums moved to another reference by `stats.rebase_sums`, and the factor exp(s·delta) of `weight`.
 
     `delta` is the old reference less the new one, at most 0 where the reference is a maximum; `scale` s·log₂e.
     """
     ratio = jnp.exp2(delta * scale)
-    return state | stats.moved(state, delta, ratio), ratio
+    return state | stats.rebase_sums(state, delta, ratio), ratio
 
 
-def added(state, pieces, raw, places, scale, target, reference):
+def add_pieces(state, pieces, raw, places, scale, target, reference):
     """`state` after adding pieces of logits, and their exponentials.
 
     Args:
@@ -103,7 +103,7 @@ def _write(moments_ref: Any, state: dict[str, Any], scale: Array | None, vocab_s
     best = state["best"]
     moments = {"max_logit": jnp.max(best, axis=0, keepdims=True)}
     if "weight" in state:
-        state, _ = moved(state, best - moments["max_logit"], scale)
+        state, _ = rebase(state, best - moments["max_logit"], scale)
     sums = [name for name in (*SUMS, "total", "target") if name in state]
     moments |= {name: jnp.sum(state[name], axis=0, keepdims=True) for name in sums}
     if "argmax" in state:  # the lowest among the sublanes whose maximum is the best
@@ -150,19 +150,19 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
                 target = wanted - sublane - step * columns
             pieces, raw, places = [], [], []
             for k in range(0, min(count, unit), 8):
-                z = common.softcapped(options, refs.z[slot, k : k + 8, lanes])
+                z = common.softcap_in_units(options, refs.z[slot, k : k + 8, lanes])
                 keep = None if count - k >= 8 else sublane < count - k
                 if ghost:
                     real = jnp.broadcast_to(step, (8, LANES)) > 0
                     keep = real if keep is None else keep & real
-                finite = common.finite(z, has_bias)
+                finite = common.without_infinities(z, has_bias)
                 pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
                 raw.append(z if keep is None else jnp.where(keep, z, 0.0))
                 places.append(offset + k)
             old = {name: ref[:, lanes] for name, ref in state.items()}
             new = with_best(old, pieces, places, step * columns)
-            new, _ = moved(new, old["best"] - new["best"], scale)
-            new, weights = added(new, pieces, raw, places, scale, target, new["best"])
+            new, _ = rebase(new, old["best"] - new["best"], scale)
+            new, weights = add_pieces(new, pieces, raw, places, scale, target, new["best"])
             for name, ref in state.items():
                 ref[:, lanes] = new[name]
             if save:
@@ -199,7 +199,7 @@ def _save(options: Options, saved_ref, logits: list[Array], exponentials: list[A
     """Writes the exponentials of a unit, sixteen columns at a time: as many as a tile of 16-bit values has."""
     if options.softcap is not None:
         exponentials = [
-            jnp.where(e < common.LEAST, -slope_in_units(z, options.softcap), e)
+            jnp.where(e < SMALLEST_SAVED, -slope_in_units(z, options.softcap), e)
             for z, e in zip(logits, exponentials, strict=True)
         ]
     if len(exponentials) % 2:
@@ -231,14 +231,14 @@ def at_scales(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_
             z = z + common.turned_bias(refs.bias[...], group)
         for offset in range(0, group, LANES):
             _absorb(refs, powers, pl.ds(start + offset, LANES), step - 1, vocab_size)
-        refs.z[step % 2, :, pl.ds(start, group)] = common.softcapped(options, z)
+        refs.z[step % 2, :, pl.ds(start, group)] = common.softcap_in_units(options, z)
 
     @pl.when(step == last)
     def _():
         best = refs.state["best"][...]
         top = jnp.max(best, axis=0, keepdims=True)
         for node, power in enumerate(powers):
-            at_top = _moved(refs, slice(None), node, best - top, power)
+            at_top = _rebase_at(refs, slice(None), node, best - top, power)
             for i, name in enumerate(SUMS):
                 row = i * len(powers) + node
                 refs.at_scales[row : row + 1, :] = jnp.sum(at_top[name], axis=0, keepdims=True)
@@ -255,7 +255,7 @@ def _absorb(refs: Refs, powers: tuple[float, ...], lanes: Any, block: Array, voc
     state = {name: ref[:, lanes] for name, ref in refs.state.items()}
     places = range(0, columns, 8)
     has_bias = refs.bias is not None
-    pieces = [jnp.where(count > k, common.finite(z[k : k + 8, :], has_bias), FLOOR) for k in places]
+    pieces = [jnp.where(count > k, common.without_infinities(z[k : k + 8, :], has_bias), FLOOR) for k in places]
     new = with_best(state, pieces, places, start)
     if "target" in state:
         target = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32) - sublane - start
@@ -273,7 +273,7 @@ def _absorb(refs: Refs, powers: tuple[float, ...], lanes: Any, block: Array, voc
     chains = len(powers) // levels
     for first in range(chains):
         nodes = range(first, len(powers), chains)
-        sums = [_moved(refs, lanes, node, state["best"] - new["best"], powers[node]) for node in nodes]
+        sums = [_rebase_at(refs, lanes, node, state["best"] - new["best"], powers[node]) for node in nodes]
         terms = [[jnp.zeros((8, LANES), jnp.float32)] * len(SUMS)] * levels
         for k in places:
             u = z[k : k + 8, :]
@@ -287,6 +287,6 @@ def _absorb(refs: Refs, powers: tuple[float, ...], lanes: Any, block: Array, voc
                 refs.sums[i, node, :, lanes] = old[name] + more[i]
 
 
-def _moved(refs: Refs, lanes: Any, node: int, delta: Array, power: float) -> dict[str, Array]:
+def _rebase_at(refs: Refs, lanes: Any, node: int, delta: Array, power: float) -> dict[str, Array]:
     """The running sums at a scale, relative to another reference; `delta`: old − new."""
-    return moved({name: refs.sums[i, node, :, lanes] for i, name in enumerate(SUMS)}, delta, power)[0]
+    return rebase({name: refs.sums[i, node, :, lanes] for i, name in enumerate(SUMS)}, delta, power)[0]
