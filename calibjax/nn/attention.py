@@ -35,7 +35,7 @@ cudnn_attention = jax.make_user_context(False)
     jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind", "until"), meta_fields=("windows",)
 )
 @dataclasses.dataclass(frozen=True)
-class Visible:
+class AttentionMask:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
@@ -74,25 +74,25 @@ class Visible:
 
 
 def attend(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    visible: Visible,
+    query: Float[Array, "B T Q H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    visible: AttentionMask,
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "B T H K"]:
+    sinks: Float[Array, " Q"] | None = None,
+) -> Float[Array, "B T Q H"]:
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
     `splash_attend` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
-    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, H, T, T]`. If `cudnn_attention` is set, cuDNN
+    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]`. If `cudnn_attention` is set, cuDNN
     is used for inputs that it supports. It stores no logits, but its backward pass has no fixed order of sums unless
     XLA's flag `--xla_gpu_deterministic_ops` is set.
 
     Args:
-        query, key, value: N divides H.
+        query, key, value: Q query heads and K heads of keys and values, of width H; K divides Q.
         visible: mask, without `start`.
         softcap: c of `c * tanh(logits / c)`, or None.
         sinks: for each head, the logit of a further column whose value is zero, or None.
@@ -120,14 +120,14 @@ def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
 
 
 def attend_by_blocks(
-    query: Float[Array, "B T H K"],
+    query: Float[Array, "B T Q H"],
     past: Sequence[KeysValues],
     mask: Bool[Array, "#B 1 T S"],
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "B T H K"]:
+    sinks: Float[Array, " Q"] | None = None,
+) -> Float[Array, "B T Q H"]:
     """`attend_by_products` for blocks of tokens, whose logits stay in a CPU's cache.
 
     If the last part of `past` has T columns, they are those of the tokens, and a block leaves out those that follow it.
@@ -154,14 +154,14 @@ def attend_by_blocks(
 
 
 def attend_by_products(
-    query: Float[Array, "B T H K"],
+    query: Float[Array, "B T Q H"],
     past: Sequence[KeysValues],
     mask: Bool[Array, "#B 1 T S"],
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "B T H K"]:
+    sinks: Float[Array, " Q"] | None = None,
+) -> Float[Array, "B T Q H"]:
     """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
     With this order of axes, XLA's products need no transposes. The heads and the rows of queries that share keys are
@@ -172,19 +172,19 @@ def attend_by_products(
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     query = jnp.moveaxis(query, 1, 2)
 
-    def gather(x: Array, like: Array) -> Array:
-        """`[B, H, T, C]` as `[A, N, B / A * H / N * T, C]`."""
+    def group_heads(x: Array, like: Array) -> Array:
+        """`[B, Q, T, C]` as `[A, K, B / A * Q / K * T, C]`: the rows of one product share keys."""
         rows, shared = like.shape[:2]
         x = x.reshape(rows, batch // rows, shared, heads // shared * time, -1)
         return jnp.moveaxis(x, 2, 1).reshape(rows, shared, -1, x.shape[-1])
 
-    def scatter(x: Array) -> Array:
-        """The inverse of `gather`."""
+    def ungroup_heads(x: Array) -> Array:
+        """The inverse of `group_heads`."""
         rows, shared, _, columns = x.shape
         x = x.reshape(rows, shared, batch // rows, heads // shared * time, columns)
         return jnp.moveaxis(x, 1, 2).reshape(batch, heads, time, columns)
 
-    parts = [scatter(product(gather(query, key), jnp.swapaxes(key, -1, -2))) for key, _ in past]
+    parts = [ungroup_heads(product(group_heads(query, key), jnp.swapaxes(key, -1, -2))) for key, _ in past]
     logits = jnp.concatenate(parts, axis=-1) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
@@ -199,12 +199,13 @@ def attend_by_products(
         total = total + jnp.exp(sinks - highest)
     dtype = past[0][1].dtype
     split = jnp.split(weights.astype(dtype), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
-    mixed = sum(scatter(product(gather(part, value), value)) for part, (_, value) in zip(split, past, strict=True))
-    # Normalised after the product: a pass over [T, K] instead of [T, T], forward and backward.
+    pairs = zip(split, past, strict=True)
+    mixed = sum(ungroup_heads(product(group_heads(part, value), value)) for part, (_, value) in pairs)
+    # Normalised after the product: a pass over [T, H] instead of [T, T], forward and backward.
     return jnp.moveaxis((mixed / total).astype(dtype), 2, 1)
 
 
-def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -> bool:
+def suits_splash(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:
     """Whether the kernel supports these shapes of the whole batch on the current mesh; decided while tracing.
 
     It takes whole sequences in blocks of at least 256 tokens, in bfloat16, or float32 with default matmul precision
@@ -226,15 +227,15 @@ def suits_splash(query: Float[Array, "B T H K"], key: Float[Array, "B S N K"]) -
 
 
 def splash_attend(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    visible: Visible,
+    query: Float[Array, "B T Q H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    visible: AttentionMask,
     *,
     scale: float,
     softcap: float | None,
-    sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "B T H K"]:
+    sinks: Float[Array, " Q"] | None = None,
+) -> Float[Array, "B T Q H"]:
     """`attend` without stored logits, for shapes that `suits_splash` accepts: JAX's splash attention.
 
     It iterates over blocks of keys with a running softmax (Dao et al., 2022, arXiv 2205.14135) and skips blocks that

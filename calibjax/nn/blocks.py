@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.nn.attention import KeysValues, Past, Visible, attend, attend_by_blocks
+from calibjax.nn.attention import AttentionMask, KeysValues, Past, attend, attend_by_blocks
 from calibjax.nn.experts import Experts, Mixture
 from calibjax.runtime.errors import UserError, check_fields
 
@@ -165,7 +165,7 @@ class SequenceContext(NamedTuple):
     """Inputs of every block besides hidden states: rotary table and mask."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
-    visible: Visible
+    visible: AttentionMask
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -187,10 +187,10 @@ def sequence_context(
 ) -> SequenceContext:
     """The rotary table and the attention mask of a batch, whose tokens have these positions in their segments.
 
-    `segment_ids`, `window`, `start` and `until` as in `Visible`.
+    `segment_ids`, `window`, `start` and `until` as in `AttentionMask`.
     """
     rotary = None if config.rope is None else rotary_table(positions, config.rope, config.head_dim)
-    return SequenceContext(rotary, Visible(segment_ids, start, (window,), until=until))
+    return SequenceContext(rotary, AttentionMask(segment_ids, start, (window,), until=until))
 
 
 def choose_context(index: Int[Array, ""], first: SequenceContext, second: SequenceContext) -> SequenceContext:
@@ -203,7 +203,7 @@ def choose_context(index: Int[Array, ""], first: SequenceContext, second: Sequen
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angles per position of the `K / 2` rotated pairs, float32: `theta ** (-2i / K)`, scaled according to `rope`."""
+    """Angles per position of the R rotated pairs, float32: `theta ** (-i / R)`, scaled according to `rope`."""
     width = rope.width(head_dim)
     frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.scaling == "linear":
@@ -241,10 +241,10 @@ def rotary_table(
 
 
 def rotate(
-    x: Float[Array, "B T H K"],
+    x: Float[Array, "B T Q H"],
     table: tuple[Float[Array, "#B T 1 R"], Float[Array, "#B T 1 R"]],
     interleaved: bool = False,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T Q H"]:
     """Rotates each pair `(x_i, x_{i + R})`, `i < R`, by its angle: the half-split order of Hugging Face's Llama.
 
     If `interleaved`, the pairs are `(x_{2i}, x_{2i + 1})`. Channels from 2R on pass unchanged. The arithmetic is

@@ -22,7 +22,7 @@ from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
-from calibjax.nn.attention import Visible
+from calibjax.nn.attention import AttentionMask
 from calibjax.runtime.compilers import with_compiler
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError
@@ -88,7 +88,7 @@ def test_kernel_equals_dense_form(on_tpu, softcap, sinks):
     ids = segments()
 
     def loss(form, query, key, value, sinks, kind):
-        out = form(query, key, value, Visible(ids, windows=(None, WINDOW), kind=kind), sinks=sinks)
+        out = form(query, key, value, AttentionMask(ids, windows=(None, WINDOW), kind=kind), sinks=sinks)
         return jnp.sum(out * weight), out
 
     def dense(query, key, value, visible, sinks):
@@ -121,7 +121,7 @@ def test_blocks_of_tokens(length):
     ids, sinks = segments()[:, :length], np.float32([-1.0, 0.5, 2.0, 4.0])
     run = jax.jit(functools.partial(attention.attend, scale=0.3, softcap=2.0, sinks=sinks))
     for kind, window in enumerate((None, WINDOW)):
-        got = run(*arguments, Visible(ids, windows=(None, WINDOW), kind=jnp.int32(kind)))
+        got = run(*arguments, AttentionMask(ids, windows=(None, WINDOW), kind=jnp.int32(kind)))
         exact = dense_float64(*arguments, ids, window, 0.3, 2.0, sinks)
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
@@ -205,7 +205,7 @@ def test_full_precision_and_other_meshes_do_not_suit():
 
 def test_the_platform_chooses(on_tpu, monkeypatch):
     def is_kernel(**change):
-        form = functools.partial(attention.attend, visible=Visible(), scale=1.0, softcap=3.0)
+        form = functools.partial(attention.attend, visible=AttentionMask(), scale=1.0, softcap=3.0)
         return "pallas_call" in str(jax.make_jaxpr(form)(*shapes(**change)))
 
     assert is_kernel()
@@ -232,7 +232,7 @@ def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, packed, asked, found
     monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
 
     def loss(query, key, value, segment_ids):
-        return jnp.sum(attention.attend(query, key, value, Visible(segment_ids), scale=0.1).astype(jnp.float32))
+        return jnp.sum(attention.attend(query, key, value, AttentionMask(segment_ids), scale=0.1).astype(jnp.float32))
 
     query, key = (jax.ShapeDtypeStruct((2, time, heads, 64), dtype) for heads in (8, 2))
     segment_ids = jax.ShapeDtypeStruct((2, time), jnp.int32) if packed else None
@@ -257,7 +257,8 @@ def test_operations_of_the_kernel_are_counted():
     dense = 2 * 2 * 4 * 4 * 2048 * 2048 * 64
 
     def count(window):
-        form = functools.partial(attention.splash_attend, visible=Visible(windows=(window,)), scale=1.0, softcap=None)
+        visible = AttentionMask(windows=(window,))
+        form = functools.partial(attention.splash_attend, visible=visible, scale=1.0, softcap=None)
         return flops(jax.make_jaxpr(form)(query, key, value))
 
     assert count(None) == dense
