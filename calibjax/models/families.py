@@ -14,7 +14,7 @@ from calibjax.models.config import MOST_LAYERS, DecoderConfig
 from calibjax.models.rules import Rule
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
-from calibjax.runtime.errors import LARGEST_SIZE, UserError, require_directory
+from calibjax.runtime.errors import INT_MAX, UserError, require_directory
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
@@ -113,7 +113,7 @@ def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
 def check_sizes(file: Path, settings: Mapping[str, Any]) -> None:
     """Raises `UserError` for a size out of range: transformers makes a list entry for each layer."""
     for name in (*_SIZES, *_LAYERS):
-        value, largest = settings.get(name), MOST_LAYERS if name in _LAYERS else LARGEST_SIZE
+        value, largest = settings.get(name), MOST_LAYERS if name in _LAYERS else INT_MAX
         if value is not None and not (type(value) is int and 1 <= value <= largest):
             raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
 

@@ -30,7 +30,7 @@ from calibjax.models.tokenizer import gguf_stop_tokens
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
-from calibjax.runtime.errors import LARGEST_SIZE, UserError
+from calibjax.runtime.errors import INT_MAX, UserError
 from calibjax.runtime.files import new_file, read_json
 from calibjax.runtime.sharding import batch_shards
 
@@ -369,7 +369,7 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
         stops = lm.tokenizer.eos_token_id
     if not isinstance(stops, list):
         stops = [] if stops is None else [stops]
-    if not all(type(stop) is int and 0 <= stop <= LARGEST_SIZE for stop in stops):
+    if not all(type(stop) is int and 0 <= stop <= INT_MAX for stop in stops):
         raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
     return tuple(stops)
 
@@ -396,8 +396,8 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     with contextlib.suppress(ValueError):  # rows of different lengths
         array = np.asarray(values)
     whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
-    if not whole or (array.size and max(int(array.max()), -int(array.min())) > LARGEST_SIZE):
-        raise UserError(f"{name}: expected a list of whole numbers of at most {LARGEST_SIZE}, got {str(values)[:60]}.")
+    if not whole or (array.size and max(int(array.max()), -int(array.min())) > INT_MAX):
+        raise UserError(f"{name}: expected a list of whole numbers of at most {INT_MAX}, got {str(values)[:60]}.")
     return array.tolist()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, check_sizes
 from calibjax.models.hf_read import FLOATS, Index, TensorEntry
-from calibjax.runtime.errors import LARGEST_SIZE, UserError
+from calibjax.runtime.errors import INT_MAX, UserError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values, as `struct` names them."""
@@ -223,7 +223,7 @@ def _tensor(path: Path, reader: _Reader) -> GgufTensor:
         raise ValueError(f"the tensor {name[:60]!r} has {axes} axes; expected 1 to 4")
     shape = tuple(reader.number("Q") for _ in range(axes))[::-1]
     number, offset = reader.number("I"), reader.number("Q")
-    if not all(1 <= n <= LARGEST_SIZE for n in shape):
+    if not all(1 <= n <= INT_MAX for n in shape):
         raise ValueError(f"the tensor {name[:60]!r} has the shape {list(shape)}")
     kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
     if kinds.get(number) not in _sizes():

@@ -89,14 +89,14 @@ def user_path(path: str | Path) -> Path:
     return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))
 
 
-LARGEST_SIZE = 2**31 - 1
-"""Largest size in a configuration: JAX indexes with int32."""
+INT_MAX = 2**31 - 1
+"""Largest size and largest count: JAX indexes with int32."""
 
 
 def check_fields(config: Any) -> None:
     """Checks the fields of a dataclass against their annotations; raises `UserError` for the first wrong one.
 
-    Every `int` is a size, from 1 to `LARGEST_SIZE`; every `float` is finite; `bool` is no number. Tuples are checked
+    Every `int` is a size, from 1 to `INT_MAX`; every `float` is finite; `bool` is no number. Tuples are checked
     entry by entry, and `None` is valid where the annotation has it. A `Literal` is one of its choices. Others pass.
     """
     for field in dataclasses.fields(config):
@@ -122,7 +122,7 @@ def _problem(value: Any, kinds: set[Any]) -> str | None:
     if bool in kinds:
         return None if type(value).__name__ == "bool" else "true or false"
     if int in kinds:
-        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= int(value) <= LARGEST_SIZE
-        return None if fits else f"a whole number from 1 to {LARGEST_SIZE}"
+        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= int(value) <= INT_MAX
+        return None if fits else f"a whole number from 1 to {INT_MAX}"
     fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= 1e300
     return None if fits else "a finite number"

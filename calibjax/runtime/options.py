@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import INT_MAX, UserError
 
 Mark = TypeVar("Mark")
 
@@ -57,8 +57,6 @@ class AnyText:
     """Marks a text that may be empty and of several lines, as a prompt. Any other text is a name, such as a path."""
 
 
-INT_MAX = 2**31 - 1
-"""The largest count: arrays are indexed by int32."""
 Count = Annotated[int, Range(1, INT_MAX)]
 BatchSize = Annotated[int, Range(1, 2**16)]
 Bins = Annotated[int, Range(1, 10_000)]
