@@ -381,6 +381,13 @@ def check_log_factor(log_factor: float) -> None:
         raise UserError(f"log_factor: expected {expected}, got {log_factor}; fit again.")
 
 
+class HeadArrays(NamedTuple):
+    """Arrays of a fitted head, passed to jitted functions as arguments; its configuration is static."""
+
+    params: Any
+    log_factor: Float[Array, ""] | np.float32 = np.float32(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedHead:
     """A head with its parameters and the base model that it belongs to.
@@ -402,6 +409,11 @@ class FittedHead:
 
     def __post_init__(self):
         check_log_factor(self.log_factor)
+
+    @property
+    def arrays(self) -> HeadArrays:
+        """Its parameters and its factor."""
+        return HeadArrays(self.params, np.float32(self.log_factor))
 
     def __repr__(self) -> str:
         count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))

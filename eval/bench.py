@@ -97,7 +97,7 @@ def _jobs(bench: Bench, lm: LanguageModel, sequences: Sequences, folder: str) ->
 
     @jax.jit
     def nll(frozen, batch):
-        head, statistics = (identity.config, identity.params), ("log_normalizer", "target_logit")
+        head, statistics = (identity.config, identity.arrays), ("log_normalizer", "target_logit")
         stats, _ = batch_stats(lm.config, *head, frozen, batch, dtype=lm.dtype, statistics=statistics)
         return -stats.log_prob()
 

@@ -165,7 +165,7 @@ ARRAYS = (
     "Params FrozenArrays Sequences TrainState _State Cache Inputs Cotangents Gradients Exponentials"
 )
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
-TREES = {"params", "head_params", "frozen", "frozens", "log_factor", "log_factors", "batch", "source", "carry", "state"}
+TREES = {"params", "head_params", "frozen", "frozens", "head_arrays", "batch", "source", "carry", "state"}
 """Trees of arrays that are annotated as `Any`."""
 WIDE = {"calibjax.lm_eval.CalibjaxLM.__init__": "its keywords are the names in --model_args, which lm-eval passes"}
 

@@ -68,16 +68,8 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
-class _Head(NamedTuple):
-    config: HeadConfig | None  # None: the base model
-    params: Any
-    log_factor: Any
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
-def evaluate_batch(
-    model_config, head_configs, dtype, bins, closed, head_params, log_factors, frozen, batch, compact=False
-):
+def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, compact=False):
     """Sums and outputs of every method on one batch; a configuration of None is the base model. All methods share the
     frozen forward pass, and the base model's statistics where heads have features of them.
 
@@ -86,11 +78,11 @@ def evaluate_batch(
     """
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    heads = [_Head(*head) for head in zip(head_configs, head_params, log_factors, strict=True)]
+    heads = list(zip(head_configs, head_arrays, strict=True))
 
     def log_scale_of(head, tokens, base=None):
-        options = {"dtype": dtype, "log_factor": head.log_factor, "stats": base}
-        return batch_log_scale(model_config, head.config, head.params, frozen, tokens, **options)
+        config, arrays = head
+        return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens have their features from all of them.
     wide = [config is not None and (config.attends or config.pooling == "sequence") for config in head_configs]
@@ -110,8 +102,8 @@ def evaluate_batch(
         if read or None in head_configs:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
         for head, log_scale in zip(heads, log_scales, strict=True):
-            stats = base
-            if head.config is None:
+            config, stats = head[0], base
+            if config is None:
                 log_scale = zeros
             else:
                 log_scale = log_scale_of(head, tokens, base) if log_scale is None else log_scale
@@ -172,8 +164,7 @@ def evaluate_tokens(
         None if head.config.kind == "constant" and not head.log_factor and not head.params["log_scale"] else head.config
         for head in heads.values()
     )
-    params = [head.params for head in heads.values()]
-    factors = [jnp.float32(head.log_factor) for head in heads.values()]
+    head_arrays = [head.arrays for head in heads.values()]
     frozen = frozen_arrays(lm, *(config for config in configs if config))
     mesh = context_mesh()
     compact = lm.unembedding is not None and (mesh is None or mesh.size == 1)
@@ -186,7 +177,7 @@ def evaluate_tokens(
     first = 0
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         static = (lm.config, configs, lm.dtype, bins, closed)
-        results = to_host(evaluate_batch(*static, params, factors, frozen, batch, compact=compact))
+        results = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
         for name, (sums, values, valid, grid) in zip(names, results, strict=True):
             tokens = TokenOutputs(*values)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
@@ -322,12 +313,12 @@ def evaluate(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _sample_batch(model_config, head_config, dtype, count, head_params, log_factor, frozen, batch):
+def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, batch):
     """Per token under one head: confidence, probability, entropy, temperature, top probabilities; argmax; top ids."""
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
-    options = {"dtype": dtype, "log_factor": log_factor, "statistics": (*_STATISTICS[:4], "expected_logit")}
-    stats, log_scale = batch_stats(model_config, head_config, head_params, frozen, shared, **options)
+    options = {"dtype": dtype, "statistics": (*_STATISTICS[:4], "expected_logit")}
+    stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, shared, **options)
     sharding = vocab_sharding(model_config)
     logits = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
     top = top_logits(hidden, frozen.unembedding, count, **logits)
@@ -367,8 +358,7 @@ def token_sample(
     for head in (before, after):
         frozen, parts = frozen_arrays(lm, head.config), []
         for batch, real in eval_batches(sequences.arrays(), batch_size):
-            args = (head.params, jnp.float32(head.log_factor), frozen, batch)
-            out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, *args))
+            out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, head.arrays, frozen, batch))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
         outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
     (one, argmax, ids), (two, _, _) = outputs

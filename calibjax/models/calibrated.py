@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.data import Sequences
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import decoder
-from calibjax.models.frozen import Config, FrozenArrays, batch_stats, frozen_arrays
+from calibjax.models.frozen import Config, batch_stats, frozen_arrays
 from calibjax.models.model import LanguageModel
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import AnyArray, as_indices
@@ -52,12 +52,9 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _log_probs(
-    model_config: Config, head_config: HeadConfig, dtype, head_params, log_factor, frozen: FrozenArrays, batch, z
-) -> Float[Array, "B T V"]:
+def _log_probs(model_config: Config, head_config: HeadConfig, dtype, head_arrays, frozen, batch, z) -> Array:
     """log softmax(exp(log_scale) · z), float32; the largest logit stays strictly the largest."""
-    options: Any = {"dtype": dtype, "log_factor": log_factor, "statistics": ()}
-    _, log_scale = batch_stats(model_config, head_config, head_params, frozen, batch, **options)
+    _, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, batch, dtype=dtype, statistics=())
     best = jnp.argmax(z, axis=-1, keepdims=True)
     log_probs = jax.nn.log_softmax(jnp.exp(log_scale)[..., None] * z, axis=-1)
     # Rounding can make a near tie a tie, or the other way round.
@@ -90,15 +87,13 @@ def calibrated_log_probs(
     # A second forward pass by the base model's own program: another one rounds and breaks near ties differently.
     z = lm.logits(tokens, segment_ids=segment_ids)
     frozen = frozen_arrays(lm, head.config)
-    return _log_probs(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch, z)
+    return _log_probs(lm.config, head.config, lm.dtype, head.arrays, frozen, batch, z)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _confidence(
-    model_config: Config, head_config: HeadConfig, dtype, head_params, log_factor, frozen: FrozenArrays, batch
-) -> TokenConfidence:
-    options: Any = {"dtype": dtype, "log_factor": log_factor, "statistics": ("log_normalizer", "max_logit", "argmax")}
-    stats, log_scale = batch_stats(model_config, head_config, head_params, frozen, batch, **options)
+def _confidence(model_config: Config, head_config: HeadConfig, dtype, head_arrays, frozen, batch) -> TokenConfidence:
+    options: Any = {"dtype": dtype, "statistics": ("log_normalizer", "max_logit", "argmax")}
+    stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, batch, **options)
     return TokenConfidence(stats.require("argmax"), stats.confidence(), jnp.exp(-log_scale))
 
 
@@ -119,7 +114,7 @@ def calibrated_confidence(
     """
     batch = _batch(lm, head, tokens, segment_ids)
     frozen = frozen_arrays(lm, head.config)
-    return _confidence(lm.config, head.config, lm.dtype, head.params, jnp.float32(head.log_factor), frozen, batch)
+    return _confidence(lm.config, head.config, lm.dtype, head.arrays, frozen, batch)
 
 
 def head_program(head: FittedHead) -> bytes:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax.heads import HeadConfig, head_features, join_features, logit_covariance
+from calibjax.heads import HeadArrays, HeadConfig, head_features, join_features, logit_covariance
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.kernels.reference import dense_stats
 from calibjax.models import decoder
@@ -98,32 +98,31 @@ def frozen_features(
 def batch_log_scale(
     config: Config,
     head_config: HeadConfig,
-    head_params: Mapping[str, Any],
+    head_arrays: HeadArrays,
     frozen: FrozenArrays,
     batch: Mapping[str, Array],
     *,
     dtype: DTypeLike = jnp.float32,
-    log_factor: Float[Array, ""] | float = 0.0,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T"]:
-    """log_scale of every token of a batch with `hidden` `[B, T, D]`, including `log_factor`; see `batch_stats`.
+    """log_scale of every token of a batch with `hidden` `[B, T, D]`, including the head's factor; see `batch_stats`.
 
     `stats`: the statistics at s = 1 that the head's features read, where they have been computed already.
     """
     features = frozen_features(config, head_config.features, frozen, batch["hidden"], dtype, stats)
     places: Any = {name: batch[name] for name in ("where", "segment_ids")}
-    return jnp.asarray(head_config.build().apply({"params": head_params}, features, **places)) + log_factor
+    log_scale = head_config.build().apply({"params": head_arrays.params}, features, **places)
+    return jnp.asarray(log_scale) + head_arrays.log_factor
 
 
 def batch_stats(
     config: Config,
     head_config: HeadConfig,
-    head_params: Mapping[str, Any],
+    head_arrays: HeadArrays,
     frozen: FrozenArrays,
     batch: Mapping[str, Array],
     *,
     dtype: DTypeLike = jnp.float32,
-    log_factor: Float[Array, ""] | float = 0.0,
     statistics: tuple[str, ...] | None = None,
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
     """Frozen forward pass, head and vocabulary statistics of one batch, for training and evaluation.
@@ -132,10 +131,10 @@ def batch_stats(
     `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and `positions`; all
     others `[B, T]`. `config`, `head_config`, `dtype` and `statistics` are static.
 
-    Returns the statistics at the head's scale, and log_scale `[B, T]` including `log_factor`.
+    Returns the statistics at the head's scale, and log_scale `[B, T]` including its factor.
     """
     batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
-    log_scale = batch_log_scale(config, head_config, head_params, frozen, batch, dtype=dtype, log_factor=log_factor)
+    log_scale = batch_log_scale(config, head_config, head_arrays, frozen, batch, dtype=dtype)
     return stats_at(config, frozen, batch, log_scale, dtype=dtype, statistics=statistics), log_scale
 
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from calibjax.data import Sequences, eval_batches
-from calibjax.heads import FittedHead, HeadConfig, head_features
+from calibjax.heads import FittedHead, HeadArrays, HeadConfig, head_features
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
@@ -163,8 +163,7 @@ class _Inputs(NamedTuple):
     """Arrays that `_decode` reads."""
 
     frozen: FrozenArrays
-    head_params: Any
-    log_factor: Any
+    head: HeadArrays
     tokens: Any  # prompts [B, T]
     segment_ids: Any
     stop_tokens: Any  # [E], padded with -1, which is no token id
@@ -200,7 +199,7 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
         hidden, cache = decoder.extend(config, frozen.params, tokens, cache, **options)
         logits_of: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
         features = head_features(head.features, hidden, unembedding, **logits_of)
-        apply: Any = functools.partial(head.build().apply, {"params": inputs.head_params}, features)
+        apply: Any = functools.partial(head.build().apply, {"params": inputs.head.params}, features)
         new: Any = (cache,)
         if head.attends:
             log_scale, head_cache = apply(segment_ids=segment_ids, cache=head_cache, keep=True)
@@ -208,7 +207,7 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
         else:
             log_scale = apply()
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-        return logits, log_scale[:, -1] + inputs.log_factor, new
+        return logits, log_scale[:, -1] + inputs.head.log_factor, new
 
     def choose(logits: Array, calibrated: Array, count: Array) -> Array:
         if inputs.temperature is None:
@@ -256,15 +255,11 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
     caches = tuple(fork(cache, program.count, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
-    empty = Generation(
-        tokens=jnp.full(shape, -1, jnp.int32),
-        base_log_probs=jnp.zeros(shape, jnp.float32),
-        confidence=jnp.zeros(shape, jnp.float32),
-        temperature=jnp.ones(shape, jnp.float32),
-        where=jnp.zeros(shape, bool),
-    )
-    before = _State(jnp.int32(0), done=jnp.zeros(len(logits), bool), generated=empty, caches=caches)
-    start = add_token(before, logits, log_scale, caches)
+    zeros = jnp.zeros(shape, jnp.float32)
+    floats = {"base_log_probs": zeros, "confidence": zeros, "temperature": zeros + 1}
+    empty = Generation(tokens=jnp.full(shape, -1, jnp.int32), **floats, where=jnp.zeros(shape, bool))
+    not_done = jnp.zeros(len(logits), bool)
+    start = add_token(_State(jnp.int32(0), not_done, empty, caches), logits, log_scale, caches)
     return jax.lax.while_loop(unfinished, step, start).generated
 
 
@@ -338,8 +333,7 @@ def generate(
     padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
     inputs = _Inputs(
         frozen=frozen_arrays(lm, head.config),
-        head_params=head.params,
-        log_factor=np.float32(head.log_factor),
+        head=head.arrays,
         tokens=tokens,
         segment_ids=is_token.astype(np.int32),
         stop_tokens=np.array([*stops, *[-1] * padding], np.int32),

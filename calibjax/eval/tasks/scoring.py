@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits, vocab_stats
@@ -107,8 +107,7 @@ class Scorer:
         self._groups = batch_shards(lm.mesh)
         self.batch_size = -(-batch_size // self._groups) * self._groups
         self._configs = tuple(head.config for head in heads.values())
-        self._params = [head.params for head in heads.values()]
-        self._factors = [jnp.float32(head.log_factor) for head in heads.values()]
+        self._head_arrays = [head.arrays for head in heads.values()]
         self._frozen = frozen_arrays(lm, *self._configs)
         self._reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
         self._shares = not self._reads_rows and not any(lm.config.local_layers)
@@ -246,12 +245,12 @@ class Scorer:
         mine = local_rows(mesh, shape[0])
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
-        kinds, heads = (lm.config, lm.dtype, self._configs), (self._params, self._factors)
-        hidden, log_scales = _states(*kinds, self._reads_rows, *heads, self._frozen, batch, cache)
+        kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
+        hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, cache)
         places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
         places[: len(reads)] = reads
         pieces = [
-            _read(*kinds, top_k, *heads, self._frozen, hidden, log_scales, places[start : start + _READS])
+            _read(*kinds, top_k, *arrays, hidden, log_scales, places[start : start + _READS])
             for start in range(0, len(places), _READS)
         ]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
@@ -335,9 +334,7 @@ def _prefix_cache(model_config, dtype, frozen: FrozenArrays, batch) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _states(
-    model_config, dtype, head_configs, reads_rows, head_params, log_factors, frozen: FrozenArrays, batch, cache
-) -> tuple[Float[Array, "B T D"], Float[Array, "M B T"] | None]:
+def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: FrozenArrays, batch, cache):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
     The first B / A rows follow the first of A prefixes in the cache, and so on.
@@ -351,23 +348,20 @@ def _states(
         hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], free, **places, dtype=dtype)
     if not reads_rows:
         return hidden, None
-    batch = {**batch, "hidden": hidden}
-    return hidden, _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen, batch)
+    return hidden, _log_scales(model_config, dtype, head_configs, head_arrays, frozen, {**batch, "hidden": hidden})
 
 
-def _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen: FrozenArrays, batch) -> Array:
+def _log_scales(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch):
     """log_scale of every head, `[M, B, T]`, from hidden states `[B, T, D]`."""
     scales = [
-        batch_log_scale(model_config, config, params, frozen, batch, dtype=dtype, log_factor=log_factor)
-        for config, params, log_factor in zip(head_configs, head_params, log_factors, strict=True)
+        batch_log_scale(model_config, config, arrays, frozen, batch, dtype=dtype)
+        for config, arrays in zip(head_configs, head_arrays, strict=True)
     ]
     return jnp.stack(scales)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(
-    model_config, dtype, head_configs, top_k, head_params, log_factors, frozen: FrozenArrays, hidden, log_scales, places
-):
+def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen: FrozenArrays, hidden, log_scales, places):
     """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
     (row, position, token) `[R, 3]`."""
     row, position, token = places.T
@@ -375,7 +369,7 @@ def _read(
     if log_scales is None:  # of heads that read nothing but the token's own state
         ones = jnp.ones((len(token), 1), jnp.int32)
         batch = {"hidden": states[:, None], "segment_ids": ones, "where": ones > 0}
-        scales = _log_scales(model_config, dtype, head_configs, head_params, log_factors, frozen, batch)[..., 0]
+        scales = _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch)[..., 0]
     else:
         scales = log_scales[:, row, position]
     sharding = vocab_sharding(model_config)
