@@ -26,7 +26,7 @@ ONE_DEVICE = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_
 
 def on_one_device(monkeypatch) -> None:
     """Gives commands the devices of a machine that has one."""
-    monkeypatch.setattr("calibjax.runtime.distributed.parse_mesh", lambda text: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr("calibjax.runtime.distributed.make_mesh", lambda shape: make_mesh(devices=jax.devices()[:1]))
 
 
 @contextlib.contextmanager

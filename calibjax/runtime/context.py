@@ -14,7 +14,7 @@ from tqdm import tqdm
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
-from calibjax.runtime.sharding import as_mesh, parse_mesh
+from calibjax.runtime.sharding import as_mesh, make_mesh
 from calibjax.runtime.tracking import TrackerName
 
 Log = Callable[[str], None]
@@ -36,7 +36,7 @@ class RunContext:
     """
 
     directory: Path | None = None
-    mesh: Mesh = dataclasses.field(default_factory=lambda: parse_mesh(None))
+    mesh: Mesh = dataclasses.field(default_factory=make_mesh)
     seed: int = 0
     log: Log = print
     progress: bool = True

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from calibjax.runtime import signals
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, Range, check_options
-from calibjax.runtime.sharding import parse_mesh
+from calibjax.runtime.sharding import make_mesh, mesh_shape
 
 Result = TypeVar("Result")
 
@@ -66,8 +66,8 @@ class DeviceOptions:
         signals.share_sigterm()
 
     def make_mesh(self) -> Mesh:
-        """Makes the mesh of all devices of all processes; for errors see `parse_mesh`."""
-        mesh = parse_mesh(self.mesh)
+        """Makes the mesh of all devices of all processes; for errors see `mesh_shape`."""
+        mesh = make_mesh(mesh_shape(self.mesh, jax.device_count()))
         if self.cudnn_attention and (kind := mesh.devices.flat[0].platform) not in ("gpu", "cuda"):
             raise UserError(f"--cudnn-attention: expected NVIDIA GPUs, found devices of kind {kind}; leave it out.")
         return mesh

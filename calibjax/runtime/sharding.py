@@ -75,11 +75,6 @@ def as_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, AXES, axis_types=auto)
 
 
-def parse_mesh(text: str | None) -> Mesh:
-    """Makes the mesh of all devices from `--mesh`; for `text` and errors see `mesh_shape`."""
-    return make_mesh(mesh_shape(text, jax.device_count()))
-
-
 def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
     """Raises `UserError` if a batch is not `accumulate` micro-batches that divide among the devices of `mesh`."""
     shards = batch_shards(mesh)
