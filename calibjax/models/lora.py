@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.files import read_json
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
@@ -44,12 +44,9 @@ class LoraConfig:
     """Adapted kernels; "all" for both."""
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise UserError(f"LoRA: rank must be at least 1, got {self.rank}.")
+        check_fields(self)
         if not self.alpha > 0:
-            raise UserError(f"LoRA: alpha must be positive, got {self.alpha}.")
-        if self.targets not in _TARGETS:
-            raise UserError(f"LoRA: targets must be one of {', '.join(_TARGETS)}, got {self.targets!r}.")
+            raise UserError(f"alpha: expected a positive number, got {self.alpha}.")
 
     def check(self, config: DecoderConfig) -> None:
         """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts."""

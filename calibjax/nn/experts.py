@@ -95,7 +95,7 @@ def mix(
         def multiply(x: Array, kernels: Array) -> Array:
             return jax.lax.ragged_dot(x, kernels, sizes[:-1])
     else:  # blocks of slots, each of one expert; the token of a slot that is not used is any
-        block = min(max(8, 1 << (rows // experts).bit_length() >> 1), _LARGEST_BLOCK)
+        block = min(max(8, 2 ** (rows // experts).bit_length() // 2), _LARGEST_BLOCK)
         # Every group that is not empty has at most one block that is not full.
         count = min(rows, rows // block + min(experts, rows))
         blocks = -(-sizes[:-1] // block)

@@ -71,8 +71,7 @@ def fill(cache: Cache, new: KeysValues) -> Cache:
 def fork(cache: Cache, count: int, columns: int) -> Cache:
     """Repeats every row of a full cache `count` times, each with free columns of its own; filled ones are shared."""
     assert cache.shared is None, "a cache is forked once"
-    rows = [*cache.keys.shape]
-    rows[-4:] = cache.keys.shape[-4] * count, cache.keys.shape[-3], columns, cache.keys.shape[-1]
-    free = constrain_cache(jnp.zeros(rows, cache.keys.dtype))
+    *layers, rows, heads, _, width = cache.keys.shape
+    free = constrain_cache(jnp.zeros((*layers, rows * count, heads, columns, width), cache.keys.dtype))
     segment_ids = jnp.pad(jnp.repeat(cache.segment_ids, count, axis=0), ((0, 0), (0, columns)))
     return Cache(free, free, segment_ids, cache.length, (cache.keys, cache.values))
