@@ -214,23 +214,20 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         width = 256 * -(-(8 * hidden_size // 3) // 256)
     elif len(built) > 1:
         width = min(hidden_size, _NARROW)
-    try:
-        heads = tuple(
-            HeadConfig(
-                kind=kind,
-                hidden_size=hidden_size,
-                features=features,
-                pooling=options.pooling,
-                identity_start=not chosen.random_start,
-                intermediate_size=width,
-                normalize=chosen.normalize,
-                min_scale=chosen.min_scale,
-            )
-            for kind, features in built
+    heads = tuple(
+        HeadConfig(
+            kind=kind,
+            hidden_size=hidden_size,
+            features=features,
+            pooling=options.pooling,
+            identity_start=not chosen.random_start,
+            intermediate_size=width,
+            normalize=chosen.normalize,
+            min_scale=chosen.min_scale,
         )
-        heads[-1].build()
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        for kind, features in built
+    )
+    heads[-1].build()
     penalised = solved and any(head.reads_states for head in heads)
     if solved and not penalised and options.weight_decay is not None:
         raise UserError(
