@@ -17,6 +17,7 @@ from calibjax.commands import eval_tasks as benchmarks
 from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
+from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.eval.tokens import identity_head
@@ -84,6 +85,17 @@ def run(material):
     tasks = ("arc_easy,truthfulqa_mc2", "triviaqa")
     run = EvalTasksOptions(model=str(folder / "model"), tasks=tasks, out=folder / "out", batch_size=8, **options)
     return run, benchmarks.run(run, log=lambda _: None)
+
+
+def test_from_python(material, run, tmp_path):
+    """`evaluate_tasks` has the figures of the command, and makes its directory."""
+    folder, lm, *_ = material
+    options = TasksOptions(assets=folder, bins=BINS, batch_size=8)
+    context = RunContext(directory=tmp_path / "some" / "new").silent()
+    document = evaluate_tasks(lm, ["arc_easy"], options=options, context=context)
+    mine, of_command = (x["tasks"]["arc_easy"]["methods"]["uncalibrated"] for x in (document, run[1]))
+    assert mine["ece"]["value"] == pytest.approx(of_command["ece"]["value"], rel=1e-6)  # other rows share a step
+    assert (tmp_path / "some/new/answers").is_dir()
 
 
 @functools.cache

@@ -87,6 +87,7 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
 
     def claim() -> None:
         if not file.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
             write_file(file, json.dumps(own, indent=2) + "\n")
             return
         try:
