@@ -247,12 +247,7 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
 
 
 def frozen_batch(
-    config: Any,
-    dtype: DTypeLike,
-    features: tuple[str, ...],
-    frozen: FrozenArrays,
-    batch: Mapping[str, Any],
-    top_k: int = 0,
+    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: FrozenArrays, batch: Mapping, top_k: int = 0
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)

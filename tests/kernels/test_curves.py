@@ -100,9 +100,8 @@ def jets(z, nodes):
 def interpolated(nodes, values, scale):
     with jax.enable_x64(True):
         at = jnp.full(len(values[0]), scale, jnp.float64)
-        return [
-            np.asarray(x) for x in interpolation.interpolate(nodes, interpolation.Jet(*map(jnp.asarray, values)), at)
-        ]
+        jet = interpolation.Jet(*map(jnp.asarray, values))
+        return [np.asarray(x) for x in interpolation.interpolate(nodes, jet, at)]
 
 
 @pytest.mark.parametrize("distance", [0.05, 0.3, 1.0])

@@ -322,5 +322,5 @@ def test_options_are_checked_before_the_work(tmp_path):
 def test_what_is_no_model_is_named():
     from flax import nnx
 
-    with pytest.raises(UserError, match=r"expected a model of load_model .*, got Linear"):
+    with pytest.raises(UserError, match=r"expected a model of load_model, .*, got Linear"):
         fit_ats(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), {})  # pyright: ignore[reportArgumentType]
