@@ -246,7 +246,7 @@ def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, packed, asked, found
 def test_a_command_has_the_attention_that_it_asks_for():
     for option, context in ((True, False), (False, True), (False, False)):
         run = types.SimpleNamespace(devices=DeviceOptions(cudnn_attention=option), dtype="bfloat16")
-        with attention.cudnn_attention(context), runs.attention(run):
+        with attention.cudnn_attention(context), runs.attention_context(run):
             assert attention.cudnn_attention.value == (option or context)
         assert not attention.cudnn_attention.value
 
