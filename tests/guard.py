@@ -47,7 +47,7 @@ RUNS = {
     "report": "report ats mlp --out report",
     "plan": "plan --model llama-3.1-8b --topology v5e-16 --tokens 1000000 --no-compile --json",
 }
-VOLATILE = re.compile(r"seconds|time|version|path|date|python|platform|packages|started|host")
+VOLATILE = re.compile(r"seconds|time|version|path|(?<!candi)date|python|platform|packages|started|host")
 PRINTED = re.compile(r"\d+:\d\d(:\d\d)?|[\d.,]+ (s|ms|min|seconds|minutes)\b|[\d.,]+k? tokens/s|\d+ MiB")
 PICTURES = re.compile(rb'<img src="data:[^"]*"|\d{4}-\d\d-\d\d|<td[^>]*"fit \(s\)".*?</td>', re.DOTALL)
 TEXTS = (".json", ".csv", ".html", ".md", ".safetensors")
