@@ -132,6 +132,7 @@ def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
     assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(h.params) for h in heads["v"]), strict=True))
 
 
+@pytest.mark.slow
 def test_a_study_of_transfer(studies, monkeypatch, tmp_path, capsys):
     on_one_device(monkeypatch)
     monkeypatch.setattr(options, "AUTO", options.AUTO[:1])

@@ -382,6 +382,7 @@ def test_several_confidences_become_one(tmp_path):
     np.testing.assert_array_equal(new["calibrated_samples"], allocate(want, 500))
 
 
+@pytest.mark.slow
 def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     """All rows, from statistics and from arrays, are of the same tokens; those that must agree, agree."""
     on_one_device(monkeypatch)

@@ -31,6 +31,7 @@ def run(bench, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_bench_checks_times_and_records_every_contender(run):
     tasks = ["statistics", "both", "scale"]
     table, record = run("--label-smoothing", "0.1", "--softcap", "30", "--task", *tasks)

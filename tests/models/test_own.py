@@ -155,6 +155,7 @@ def test_a_mesh_of_jax():
     np.testing.assert_allclose(found.figures["uncalibrated"]["nll"].value, rows[1, True][0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_guide_runs(tmp_path, monkeypatch):
     """linen, NNX, a function shaped as those of MaxText and tunix, and arrays."""
     monkeypatch.setattr(options, "AUTO", options.AUTO[:1])
