@@ -202,7 +202,7 @@ def split_sequences(
 
 
 def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], size: float) -> Bool[np.ndarray, " N"]:
-    """Marks the elements of the first groups in `order`, but never all, that bring their number nearest to `size`."""
+    """Marks the elements of the first groups in `order`: as many as come nearest to `size` elements, but never all."""
     ends = np.cumsum(np.bincount(group)[order])[:-1]
     return np.isin(group, order[: 1 + int(np.argmin(np.abs(ends - size)))])
 

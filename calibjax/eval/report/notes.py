@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(document: Document) -> Verdict:
-    """The sentence of a run's document."""
+    """The verdict on a run, from its document."""
     if "layers" in document:
         return layers_verdict(document)
     if "texts" in document:
