@@ -130,11 +130,11 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
         places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)
         head = HEADS["mlp"]
-        fitted = [head.params], [jnp.float32(head.log_factor)]
+        fitted = [head.arrays]
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
             "edit": _edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
-            "scores": _read.lower(lm.config, lm.dtype, (head.config,), 0, *fitted, frozen, hidden, None, places),
+            "scores": _read.lower(lm.config, lm.dtype, (head.config,), 0, fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():
             found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])
