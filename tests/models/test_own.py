@@ -133,6 +133,7 @@ def test_errors(call, message):
         call()
 
 
+@pytest.mark.slow
 def test_a_mesh_of_jax():
     """Any mesh of `jax.make_mesh` with our axes, of Explicit ones too; sharded weights stay as they are."""
     explicit = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)

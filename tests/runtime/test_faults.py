@@ -22,6 +22,7 @@ def faults(*arguments):
     return {row.pop("case"): row for row in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 def test_every_fault_of_the_helpers_that_write():
     (row,) = faults("files").values()
     assert row["exit code 1"] > 2 * 15
