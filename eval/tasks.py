@@ -67,10 +67,10 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
             segment_ids[number, : len(ids)] = 1
         hidden = lm.hidden_states(tokens, segment_ids=segment_ids)  # [B, T, D]
         last = np.array([len(ids) - 1 for ids in batch])
-        of_letters = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last])[:, letter_ids]
+        letter_scores = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last])[:, letter_ids]
         for number in range(len(batch)):
             count = option_counts[first + number]
-            logits[first + number, :count] = np.asarray(of_letters[number, :count])
+            logits[first + number, :count] = np.asarray(letter_scores[number, :count])
     return logits
 
 

@@ -145,9 +145,9 @@ def token_curves(
     run = functools.partial(_run, lm.config, lm.dtype, features, frozen)
     block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, top_k, frozen)
     arrays = sequences.arrays()
-    of_batch = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
+    batch_shapes = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
     whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, top_k=top_k)
-    stored, curves = jax.eval_shape(whole, frozen, of_batch)
+    stored, curves = jax.eval_shape(whole, frozen, batch_shapes)
     shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
     for name in _FIELDS:
         if (x := getattr(curves, name)) is not None:

@@ -234,10 +234,10 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             "weight_decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
             "leave it out."
         )
-    of_steps = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
+    stepwise = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
     in_steps = built[-1][0] == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
-    if of_steps and solved and not in_steps:
-        raise UserError(f"{', '.join(of_steps)}: a linear head is solved at once, not in steps; leave it out.")
+    if stepwise and solved and not in_steps:
+        raise UserError(f"{', '.join(stepwise)}: a linear head is solved at once, not in steps; leave it out.")
     decays = DECAYS if penalised else (0.0,)
     return AtsPlan(
         heads=heads,

@@ -1,7 +1,5 @@
 """Evaluation over a mesh: every shape finds the figures of one device, and neither W nor logits are moved."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +21,8 @@ from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
 from calibjax.eval.tokens import evaluate_tokens, identity_head
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
 from calibjax.models.frozen import frozen_arrays
-from calibjax.runtime.sharding import batch_sharding, make_mesh, param_shardings, place_rows
+from calibjax.models.own import place_model
+from calibjax.runtime.sharding import batch_sharding, make_mesh, place_rows
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 # 37 and 3 rows of the unembedding divide into no number of shards; 16 columns do.
@@ -31,10 +30,6 @@ LM = make_lm(num_layers=2, vocab_size=37, unembedding_bias=True, logit_softcap=8
 SEQUENCES = ragged(make_sequences(20, vocab_size=37))
 LETTERS = (7, 2, 11)
 HEADS = {"base": identity_head(LM), "mlp": random_head(LM, "mlp", ("hidden_states", "max_logit"), log_factor=0.1)}
-
-
-def placed(lm, mesh):
-    return dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(mesh, lm.params)))
 
 
 def figures(lm):
@@ -85,7 +80,7 @@ def alone():
 def test_figures_are_those_of_one_device(alone, shape):
     mesh = make_mesh(shape)
     with jax.set_mesh(mesh):
-        found = figures(placed(LM, mesh))
+        found = figures(place_model(LM, mesh))
     worst = {}
     for name, expected in alone.items():
         if expected.dtype.kind in "bi":
@@ -123,7 +118,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
     vocab, tokens = 1024, 8 * 12
     monkeypatch.setattr(sharded, "_GATHERED_BYTES", 4 * 128 * 16)
     mesh = make_mesh((2, 2, 2))
-    lm = placed(make_lm(vocab_size=vocab, num_layers=2), mesh)
+    lm = place_model(make_lm(vocab_size=vocab, num_layers=2), mesh)
     with jax.set_mesh(mesh):
         read, frozen = make_readout(lm), frozen_arrays(lm)
         batch = place_rows(mesh, scored_batch(make_sequences(8, vocab_size=vocab, length=12), read))

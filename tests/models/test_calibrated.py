@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from tiny import VOCAB, constant_head, dense_log_probs, make_lm, make_sequences, ragged, random_head
 
-from calibjax import UserError, calibrated_confidence, calibrated_log_probs, load_head, save_head
+from calibjax import LanguageModel, UserError, calibrated_confidence, calibrated_log_probs, load_head, save_head
 from calibjax.heads import FEATURES
 from calibjax.models import calibrated
 
@@ -85,7 +85,12 @@ def test_ties_stay_with_the_base_model():
 
 
 def test_head_of_another_model():
-    other = make_lm(seed=1)
+    """Such as of the same model before it was fine-tuned."""
+    tuned = jax.tree.map(lambda x: 1.5 * x, the_lm().params)
+    other = the_lm().with_params(tuned)
+    fresh = LanguageModel.from_params(the_lm().config, tuned, dtype=the_lm().dtype)
+    np.testing.assert_array_equal(other.logits(SEQUENCES.tokens), fresh.logits(SEQUENCES.tokens))
+    assert other.fingerprint == fresh.fingerprint
     for call in (calibrated_log_probs, calibrated_confidence):
         with pytest.raises(UserError, match=f"{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
             call(other, the_heads()["pooled"], SEQUENCES.tokens)
