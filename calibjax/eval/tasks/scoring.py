@@ -28,6 +28,8 @@ _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
 _FILLED = 0.8  # least part of a step after a prefix that holds tokens, where it has more than one row
 _PREFIX = 128  # fewest tokens of a prefix that is run once, and whose keys and values are kept
+_FULL = 256  # columns of a row after a prefix; more where one request has more
+_OPEN_ROWS = 16  # rows after a prefix that a request can still join
 
 
 class Continuation(NamedTuple):
@@ -195,17 +197,25 @@ class Scorer:
             scored = 0 if self._shares else len(tokens)  # heads of a whole row depend on what is scored in it
             alike.setdefault((read, scored), {})[number] = len(tokens)
         reads = [(read, numbers) for (read, _), numbers in sorted(alike.items())]
-        groups, others, columns = [], [], min(_WIDE, self.max_length)
+        groups, others = [], []
         for prefix, group in _by_prefix(reads) if self._shares else [(0, reads)]:
             rest = [(read[prefix:], numbers) for read, numbers in group]
             if prefix < _PREFIX or sum(len(read) for read, _ in rest) <= prefix:
                 others += group
             else:
-                rows = _in_rows(rest, lambda shared, request, row, _: row + request - shared <= columns, prefix)
-                rows.sort(key=lambda row: -len(row.tokens))
+                rows = self._full_rows(rest, prefix)
                 groups.append(_Group(group[0][0][:prefix], rows))
         groups.sort(key=lambda group: -len(group.prefix))
         return groups, _in_rows(others, self._joins)
+
+    def _full_rows(self, reads: Sequence[_Branch], position: int) -> list[_Row]:
+        """Reads in rows as wide as the longest read, at least `_FULL` columns; longest first."""
+        longest = max(len(read) for read, _ in reads)
+        columns = min(max(self._width(longest), _FULL), self.max_length)
+        rows = _in_rows(
+            reads, lambda shared, request, row, _: row + request - shared <= columns, position, open_rows=_OPEN_ROWS
+        )
+        return sorted(rows, key=lambda row: -len(row.tokens))
 
     def _joins(self, shared_tokens: int, request_tokens: int, row_tokens: int, first_request_tokens: int) -> bool:
         """Whether a request joins a row with whose last request it has its first `shared_tokens` in common.
@@ -288,18 +298,30 @@ def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
     return groups
 
 
-def _in_rows(reads: Sequence[_Branch], joins: Callable[[int, int, int, int], bool], position: int = 0) -> list[_Row]:
-    """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`."""
-    groups: list[list[_Branch]] = []
-    before, row_tokens = (), 0
+def _in_rows(
+    reads: Sequence[_Branch], joins: Callable[[int, int, int, int], bool], position: int = 0, *, open_rows: int = 1
+) -> list[_Row]:
+    """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`.
+
+    A read joins one of the last `open_rows` rows: one that holds half of its tokens already, or else the fullest.
+    """
+    rows: list[list[_Branch]] = []
+    sizes: list[int] = []
     for read, numbers in reads:
-        shared = _common(before, read)
-        if not (groups and joins(shared, len(read), row_tokens, len(groups[-1][0][0]))):
-            groups.append([])
-            shared = row_tokens = 0
-        groups[-1].append((read, numbers))
-        before, row_tokens = read, row_tokens + len(read) - shared
-    return [_lay_out(group, position) for group in groups]
+        best = None
+        for index in range(max(len(rows) - open_rows, 0), len(rows)):
+            shared = _common(rows[index][-1][0], read)
+            if joins(shared, len(read), sizes[index], len(rows[index][0][0])):
+                candidate = 2 * shared >= len(read), sizes[index], shared, index
+                best = max(best, candidate) if best else candidate
+        if best is None:
+            rows.append([(read, numbers)])
+            sizes.append(len(read))
+        else:
+            *_, shared, index = best
+            rows[index].append((read, numbers))
+            sizes[index] += len(read) - shared
+    return [_lay_out(row, position) for row in rows]
 
 
 def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
