@@ -16,11 +16,10 @@ from typing import Annotated
 import jax
 
 import calibjax
-from calibjax.commands.parser import parse_script
-from calibjax.data import eval_batches
+from calibjax.data import eval_batches, even_batch_size
 from calibjax.runtime.options import Positional
 
-BATCH_SIZE = 16  # sequences per forward pass
+BATCH_SIZE = 16  # most sequences per forward pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +48,11 @@ def frozen_pass(lm: calibjax.LanguageModel, sequences: calibjax.Sequences) -> fl
     return time.perf_counter() - begin
 
 
+def one_batch(sequences: calibjax.Sequences) -> calibjax.Sequences:
+    """As many sequences as one batch of theirs has."""
+    return sequences.take(slice(even_batch_size(len(sequences.tokens), BATCH_SIZE)))
+
+
 def fit_and_evaluate(
     lm: calibjax.LanguageModel, fit: calibjax.Sequences, held_out: calibjax.Sequences
 ) -> tuple[float, float, calibjax.Evaluation]:
@@ -66,9 +70,8 @@ def main(bench: Bench) -> None:
     lm = calibjax.load_model(bench.model)
     data = calibjax.load_text(bench.data, lm, seq_len=bench.seq_len, max_sequences=bench.sequences)
     fit, held_out = calibjax.split_sequences(data, 0.7)
-    few = 2 * BATCH_SIZE
-    frozen_pass(lm, data.take(slice(few)))
-    fit_and_evaluate(lm, fit.take(slice(few)), held_out.take(slice(few)))
+    frozen_pass(lm, data.take(slice(BATCH_SIZE)))
+    fit_and_evaluate(lm, one_batch(fit), one_batch(held_out))
     forward = frozen_pass(lm, data)
     fitting, evaluation, figures = fit_and_evaluate(lm, fit, held_out)
     tokens = data.tokens.size
@@ -80,4 +83,4 @@ def main(bench: Bench) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_script(Bench))
+    main(calibjax.parse_script(Bench))

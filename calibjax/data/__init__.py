@@ -11,6 +11,7 @@ from calibjax.data.load import choose_seq_len as choose_seq_len
 from calibjax.data.load import load_sequences as load_sequences
 from calibjax.data.pipeline import batches as batches
 from calibjax.data.pipeline import eval_batches as eval_batches
+from calibjax.data.pipeline import even_batch_size as even_batch_size
 from calibjax.data.sequences import Sequences as Sequences
 from calibjax.data.sequences import check_context as check_context
 from calibjax.data.sequences import check_ids as check_ids

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import context_mesh, local_rows, place_rows
+from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
 
 if TYPE_CHECKING:
     import grain  # otherwise imported where batches are read: it takes more than a second
@@ -76,6 +76,22 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
     gather = _gather(arrays, batch_size, local_rows(mesh, batch_size))
     parts = (np.arange(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
     return ((place_rows(mesh, gather(part)), len(part)) for part in parts)
+
+
+def even_batch_size(rows: int, batch_size: int) -> int:
+    """The size of batches that leaves few rows of the last one empty: `batch_size`, or three quarters or half of it.
+
+    A multiple of the parts into which the current mesh divides a batch. A forward pass costs its rows and an overhead
+    that is taken to be a sixteenth of `batch_size`.
+    """
+    shards = batch_shards(context_mesh())
+    sizes = {quarters * batch_size // (4 * shards) * shards for quarters in (2, 3, 4)} - {0}
+
+    def cost(size: int) -> float:
+        number = -(-rows // size)
+        return number * (size + batch_size / 16)
+
+    return min(sizes, key=lambda size: (cost(size), -size))
 
 
 def _gather(arrays: Arrays, batch_size: int, part: np.ndarray | None) -> Callable[[np.ndarray], Batch]:

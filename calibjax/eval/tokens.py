@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences, eval_batches, even_batch_size
 from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead, HeadConfig
@@ -175,6 +175,7 @@ def evaluate_tokens(
     groups = min(len(sequences.tokens), GROUPS)
     grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
     first = 0
+    batch_size = even_batch_size(len(sequences.tokens), batch_size)
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         static = (lm.config, configs, lm.dtype, bins, closed)
         results = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
@@ -269,7 +270,7 @@ def evaluate(
         data: sequences that no head was fitted on; or what `load_text` takes, with its defaults.
         heads: name -> head, fitted on `lm`; one head is called "head". None: the uncalibrated model alone. The
             document has each method's differences from the head called "temperature", if there is one.
-        batch_size: sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
+        batch_size: most sequences at a time, rounded up to a multiple of the mesh axes data and fsdp.
         bins: number of equal-width bins of ECE.
         closed: the bin of a confidence on an edge; see `calibjax.metrics`.
         context: seed of the intervals, devices and progress.

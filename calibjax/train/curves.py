@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences, eval_batches, even_batch_size
 from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves
@@ -131,14 +131,15 @@ def token_curves(
     """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
 
     What `heads` read is stored, and `top_k` of the largest logits, for losses that read them. `keep`: "disk", in
-    `context.directory`, from which a killed pass resumes and a later one reads; or "memory". `batch_size`: sequences
-    per forward pass.
+    `context.directory`, from which a killed pass resumes and a later one reads; or "memory". `batch_size`: most
+    sequences per forward pass.
 
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
     """
     check_sequences(lm, sequences)
     count, length = sequences.tokens.shape
+    batch_size = even_batch_size(count, batch_size)
     top_k = min(top_k, lm.config.vocab_size)
     width = _block_width(context_mesh(), batch_size * length)
     frozen, features = frozen_arrays(lm, *heads), stored_features(heads)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from calibjax.data import batches, eval_batches
+from calibjax.data import batches, eval_batches, even_batch_size
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_sharding, local_rows, make_mesh
 
@@ -92,6 +92,19 @@ def test_eval_batches():
     np.testing.assert_array_equal(tokens, arrays["tokens"])
     assert given[-1]["where"].tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
     assert arrays["where"].all()  # the caller's array is left alone
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_even_batches_run_no_more_rows(shards):
+    """At most the rows of the given size and a sixteenth of it for each further batch, on every mesh."""
+    with jax.set_mesh(make_mesh((1, shards, 1), jax.devices()[:shards])):
+        for rows in range(1, 200):
+            size = even_batch_size(rows, 16)
+            assert size in (8, 12, 16)
+            assert size % shards == 0
+            number, given = -(-rows // size), -(-rows // 16)
+            assert number * size + number <= given * 16 + given
+        assert [even_batch_size(rows, 16) for rows in (168, 10_001)] == [12, 16]
 
 
 def test_errors():
