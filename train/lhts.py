@@ -24,7 +24,6 @@ import optax
 import orbax.checkpoint as ocp
 
 import calibjax
-from calibjax.commands.parser import parse_script
 from calibjax.data import batches
 from calibjax.models.hf_export import save_model
 
@@ -113,6 +112,20 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
     return scorer.with_params(state[0])
 
 
+def mean_log_prob(lm: calibjax.LanguageModel, prompts: np.ndarray, continuations: np.ndarray) -> float:
+    """Mean log-probability of a token of the continuations `[B, T]`, in nats, given the prompts `[B, P]`."""
+    tokens = np.concatenate([prompts, continuations], axis=1)
+    positions = np.broadcast_to(np.arange(tokens.shape[1] - 1), tokens[:, 1:].shape)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "where": positions >= prompts.shape[1] - 1,
+        "segment_ids": np.ones_like(positions),
+        "positions": positions,
+    }
+    return float(jnp.sum(log_likelihood(lm, lm.params, batch))) / continuations.size
+
+
 def main(options: Options) -> dict[str, float]:
     with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
         scorer = calibjax.load_model(options.model, mesh=mesh)
@@ -120,13 +133,12 @@ def main(options: Options) -> dict[str, float]:
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         student = train(scorer, fit, options)
         # The purpose of T < 1: under the scorer, the student's samples are likelier than the scorer's own.
-        prompts = held_out.tokens[:16, :8].tolist()
+        prompts = held_out.tokens[:16, :8]
         likelihood = {}
         for name, model in (("scorer", scorer), ("student", student)):
             sampling = calibjax.Sampling(temperature=1.0, key=jax.random.key(options.seed))
-            text = calibjax.generate(model, prompts, max_new_tokens=32, sampling=sampling, stop_tokens=())
-            figures = calibjax.evaluate(scorer, np.asarray(text.tokens).tolist()).figures
-            likelihood[name] = -figures["uncalibrated"]["nll"].value
+            text = calibjax.generate(model, prompts.tolist(), max_new_tokens=32, sampling=sampling, stop_tokens=())
+            likelihood[name] = mean_log_prob(scorer, prompts, np.asarray(text.tokens))
             print(f"{name}: {likelihood[name]:.3f} nats a token under the scorer")
         save_model(options.out / "model", student.config, student.params, like=Path(options.model), replace=True)
     print(f"model: {options.out / 'model'}; it loads in calibjax and in transformers")
@@ -134,4 +146,4 @@ def main(options: Options) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))
