@@ -4,6 +4,7 @@ from . import losses as losses
 from . import metrics as metrics
 from . import plot as plot
 from . import recalibrate as recalibrate
+from .commands.parser import parse_script as parse_script
 from .data import Sequences as Sequences
 from .data import split_sequences as split_sequences
 from .data.load import load_text as load_text

@@ -17,7 +17,6 @@ import numpy as np
 
 import calibjax
 from calibjax import plot, recalibrate
-from calibjax.commands.parser import parse_script
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,4 +62,4 @@ def main(options: Options) -> calibjax.Comparison:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))

@@ -18,7 +18,6 @@ import numpy as np
 
 import calibjax
 from calibjax import metrics
-from calibjax.commands.parser import parse_script
 from calibjax.models import final_norm, unembedding, unembedding_bias
 
 
@@ -102,4 +101,4 @@ def main(options: Options) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))

@@ -21,7 +21,6 @@ import numpy as np
 
 import calibjax
 from calibjax import recalibrate
-from calibjax.commands.parser import parse_script
 from calibjax.models import unembed
 
 LETTERS = "ABCDEFGHIJ"
@@ -91,4 +90,4 @@ def main(options: Options) -> calibjax.Comparison:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))

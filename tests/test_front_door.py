@@ -25,7 +25,7 @@ NAMES = """
     SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
     calibrated_confidence calibrated_log_probs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
     fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text losses
-    metrics plot recalibrate save_head split_sequences vocab_curves vocab_stats
+    metrics parse_script plot recalibrate save_head split_sequences vocab_curves vocab_stats
 """
 
 

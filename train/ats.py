@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import calibjax
 from calibjax import heads, losses
-from calibjax.commands.parser import parse_script
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,4 +146,4 @@ def main(options: Options) -> calibjax.Evaluation:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))

@@ -23,7 +23,6 @@ import optax
 import orbax.checkpoint as ocp
 
 import calibjax
-from calibjax.commands.parser import parse_script
 from calibjax.data import batches
 from calibjax.models.hf_export import save_model
 
@@ -124,4 +123,4 @@ def main(options: Options) -> dict[str, calibjax.Evaluation]:
 
 
 if __name__ == "__main__":
-    main(parse_script(Options))
+    main(calibjax.parse_script(Options))

@@ -182,7 +182,29 @@ def parse(
 def parse_script(
     options_type: type[Options], args: Sequence[str] | None = None, *, default: Options | None = None
 ) -> Options:
-    """`parse` for a script, by default of the arguments of the process; ends with one line where they are invalid."""
+    """The options of a script from its command line; an invalid one ends the process with one line.
+
+    Args:
+        options_type: a dataclass. Its fields are the flags, with their types and defaults; `--help` prints what the
+            `Attributes` of its docstring say of them.
+        args: the arguments; None takes those of the process.
+        default: an instance whose values replace the defaults of the fields.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Options:
+        ...     '''What to train.
+        ...
+        ...     Attributes:
+        ...         model: directory of the model.
+        ...         steps: steps of the optimiser.
+        ...     '''
+        ...     model: str
+        ...     steps: int = 100
+        >>> parse_script(Options, ["--model", "path/to/model"])
+        Options(model='path/to/model', steps=100)
+    """
     try:
         given = sys.argv[1:] if args is None else args
         return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, default=default)
