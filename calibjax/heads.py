@@ -393,22 +393,33 @@ class FittedHead:
     """A head with its parameters and the base model that it belongs to.
 
     Attributes:
-        log_factor: log of a common factor on every token's scale (the refitted temperature), within ±`MAX_LOG_FACTOR`.
         fingerprint: of the base model's configuration and weights.
+        log_factor: log of a common factor on every token's scale (the refitted temperature), within ±`MAX_LOG_FACTOR`.
 
     Example:
         >>> config = HeadConfig(kind="linear", hidden_size=8)
-        >>> FittedHead(config, config.init(jax.random.key(0)), 0.0, fingerprint="0123456789abcdef")
+        >>> FittedHead(config, config.init(jax.random.key(0)), fingerprint="0123456789abcdef")
         FittedHead(linear, 9 parameters, base 0123456789ab)
     """
 
     config: HeadConfig
     params: Any
-    log_factor: float
     fingerprint: str
+    log_factor: float = dataclasses.field(default=0.0, kw_only=True)
 
     def __post_init__(self):
         check_log_factor(self.log_factor)
+
+    @classmethod
+    def constant(cls, lm: Any, log_scale: float = 0.0) -> "FittedHead":
+        """Temperature scaling of the model `lm` by the factor e^log_scale on its logits; by default the base model."""
+        config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
+        return cls(config, {"log_scale": np.float32(log_scale)}, lm.fingerprint)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is the base model: a constant temperature of 1."""
+        return self.config.kind == "constant" and not self.log_factor and not self.params["log_scale"]
 
     @property
     def arrays(self) -> HeadArrays:

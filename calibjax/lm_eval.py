@@ -13,7 +13,7 @@ from lm_eval.api.registry import register_model
 
 from calibjax.eval.tasks.harness import HarnessLM
 from calibjax.eval.tasks.local_data import TASKS
-from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.platforms import keep_compiled_programs
@@ -57,7 +57,7 @@ class CalibjaxLM(HarnessLM):
             raise UserError(f"batch_size: expected a number of rows, got {batch_size!r}.")
         mesh = None if (data, fsdp, tensor) == (1, 1, 1) else make_mesh((data, fsdp, tensor))
         lm = load_model(pretrained, dtype=jnp.dtype(dtype), mesh=mesh)
-        heads = {"head": identity_head(lm) if head is None else load_head(head, lm)}
+        heads = {"head": FittedHead.constant(lm) if head is None else load_head(head, lm)}
         super().__init__(
             lm, heads, batch_size=int(batch_size), max_length=max_length, max_gen_toks=max_gen_toks, seed=seed
         )

@@ -34,7 +34,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
 from calibjax.eval.layers.layers import layer_outputs, make_readout
 from calibjax.eval.report.page import write_report
-from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import evaluate_tokens, results_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import DecoderConfig, LanguageModel, init_params, load_model
 from calibjax.models.frozen import batch_stats, frozen_arrays
@@ -85,12 +85,12 @@ def _model(bench: Bench) -> LanguageModel:
 
 def _jobs(bench: Bench, lm: LanguageModel, sequences: Sequences, folder: str) -> dict[str, Callable[[], Any]]:
     """Name -> function that returns when its results are on the host. The values of the heads do not matter."""
-    identity, frozen, context = identity_head(lm), frozen_arrays(lm), RunContext(progress=False)
+    identity, frozen, context = FittedHead.constant(lm), frozen_arrays(lm), RunContext(progress=False)
     mlp = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size)
     heads = {
         "uncalibrated": identity,
         "temperature": dataclasses.replace(identity, params={"log_scale": jnp.float32(-0.5)}),
-        "ats": FittedHead(mlp, mlp.init(jax.random.key(1)), 0.0, lm.fingerprint),
+        "ats": FittedHead(mlp, mlp.init(jax.random.key(1)), lm.fingerprint),
     }
     options: dict[str, Any] = {"batch_size": bench.batch, "context": context}
     read = make_readout(lm)

@@ -24,7 +24,7 @@ from calibjax.commands.common import DataOptions, claim_directory
 from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, read_source, split_sequences
 from calibjax.eval.report.tables import short
-from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.eval.tokens import evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.losses import LOSSES
 from calibjax.metrics import CalibrationSums
@@ -151,7 +151,7 @@ def fit_heads(
                 plan, place = plans[name], places[name, seed]
                 silent = dataclasses.replace(context.silent(), directory=place.with_suffix(".fit"), seed=seed)
                 params = train_head(tokens, plan, plan.head, plan.trials[0], context=silent)
-                head = FittedHead(plan.head, to_host(params), 0.0, lm.fingerprint)
+                head = FittedHead(plan.head, to_host(params), lm.fingerprint)
             save_head(places[name, seed], head)
     return {
         name: [load_head(place, lm) for (of, _), place in places.items() if of == name]
@@ -246,7 +246,7 @@ def compare_variants(study: Study, lm: LanguageModel, context: RunContext) -> di
     fit, held_out = split_sequences(study.text.read(source, lm, print), study.fit_fraction, order="sequential")
     changes, against = variants_of(study.name)
     variants = {name: study.head(**change) for name, change in changes.items()}
-    heads = {BASE: [identity_head(lm)], **fit_heads(lm, fit, variants, study.seeds, context)}
+    heads = {BASE: [FittedHead.constant(lm)], **fit_heads(lm, fit, variants, study.seeds, context)}
     against = {BASE: TEMPERATURE, **dict.fromkeys(variants, TEMPERATURE), **against}
     sets = {"held out": held_out, **study.text.read_all(study.eval_data, lm, print)}
     return {title: evaluate_repeats(lm, of_set, heads, against, context=context) for title, of_set in sets.items()}
@@ -263,7 +263,7 @@ def compare_domains(study: Study, lm: LanguageModel, context: RunContext) -> dic
         name: split_sequences(x.take(slice(smallest)), study.fit_fraction, order="sequential")
         for name, x in domains.items()
     }
-    heads = {BASE: [identity_head(lm)]}
+    heads = {BASE: [FittedHead.constant(lm)]}
     for name, (fit, _) in parts.items():
         for method, head in fit_default(lm, fit, context.within(name.replace("/", "-"))).items():
             heads[f"{method} from {name}"] = [head]

@@ -32,7 +32,7 @@ def numbers(tree, seed):
 def head(kind: str) -> FittedHead:
     config = HeadConfig(kind=kind, hidden_size=8, num_heads=2 if kind == "transformer" else None)
     shapes = jax.eval_shape(config.init, jax.random.key(0))
-    return FittedHead(config, numbers(shapes, 1), LOG_FACTOR, FINGERPRINT)
+    return FittedHead(config, numbers(shapes, 1), FINGERPRINT, log_factor=LOG_FACTOR)
 
 
 def features() -> np.ndarray:

@@ -128,7 +128,7 @@ def test_bounds(kind, min_scale):
         np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
         if kind not in ("constant", "mlp") or min_scale == MIN_SCALE:  # `test_no_head_changes_the_most_likely_token`
             continue
-        log_probs = np.asarray(calibrated_log_probs(lm, FittedHead(config, params, 0.0, lm.fingerprint), TOKENS))
+        log_probs = np.asarray(calibrated_log_probs(lm, FittedHead(config, params, lm.fingerprint), TOKENS))
         assert np.isfinite(log_probs).all()
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(TOKENS)).argmax(axis=-1))
         if want < 0:
@@ -229,7 +229,7 @@ def test_wrong_configurations(change, message):
 def test_log_factors_that_no_fit_gives():
     for factor in (math.nan, -math.inf, -6.01):
         with pytest.raises(UserError, match=re.escape(f"log_factor: expected a number from -6 to 6, got {factor}")):
-            FittedHead(config_of("constant"), {}, factor, "")
+            FittedHead(config_of("constant"), {}, "", log_factor=factor)
     bounds = inspect.signature(fit_temperature).parameters["bounds"].default
     assert bounds == (-MAX_LOG_FACTOR, MAX_LOG_FACTOR), "every refit gives a head"
 
@@ -279,7 +279,7 @@ def test_no_head_changes_the_most_likely_token(kind, dtype):
         tied += (np.sort(z, axis=-1)[..., -2] >= z.max(axis=-1) * (1 - 4 * EPS)).sum()
         base = z.argmax(axis=-1)
         for size, factor in ((0.7, 0.0), (30.0, -2.5), (30.0, 2.5)):
-            head = FittedHead(config, random_params(config, size), factor, lm.fingerprint)
+            head = FittedHead(config, random_params(config, size), lm.fingerprint, log_factor=factor)
             log_probs = np.asarray(calibrated_log_probs(lm, head, TOKENS))
             np.testing.assert_array_equal(log_probs.argmax(axis=-1), base)
             got = calibrated_confidence(lm, head, TOKENS)

@@ -177,7 +177,7 @@ def test_heads(kind, features, size, factor):
     features = np.clip(features, -1e18, 1e18)  # what models produce; beyond, squares overflow float32
     log_scale = np.asarray(apply({"params": params}, features))
     assert log_scale.shape == (1, N)
-    scale = np.exp(log_scale + np.float32(FittedHead(config, params, factor, "").log_factor))
+    scale = np.exp(log_scale + np.float32(FittedHead(config, params, "", log_factor=factor).log_factor))
     assert np.isfinite(scale).all(), scale
     assert (scale > 0).all()
     z = np.sort(rng.normal(size=(N, 50)).astype(np.float32) * 20)

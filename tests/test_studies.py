@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tiny import (
     answered,
-    constant_head,
     make_lm,
     make_sequences,
     on_one_device,
@@ -23,7 +22,8 @@ from tiny import (
 )
 
 from calibjax import fit_ats
-from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import evaluate_tokens, results_json
+from calibjax.heads import FittedHead
 from calibjax.losses import LOSSES
 from calibjax.train import AtsOptions, options
 from calibjax.train.options import make_plan
@@ -82,14 +82,14 @@ def studies(monkeypatch):
 
 def figures_of(log_scale):
     """`FIGURES` of the sequences, as `eval/test_tokens.py` holds them against the dense logits."""
-    heads = {"uncalibrated": constant_head(LM, log_scale)}
+    heads = {"uncalibrated": FittedHead.constant(LM, log_scale)}
     row = results_json(evaluate_tokens(LM, SEQUENCES, heads, bins=5, context=silent()))["methods"]["uncalibrated"]
     return np.array([row["nll"], row["brier"], row["ece"]["value"], row["accuracy"], row["confidence"]])
 
 
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
-    heads = {"one": [constant_head(LM, s) for s in scales["one"]], "other": [identity_head(LM)]}
+    heads = {"one": [FittedHead.constant(LM, s) for s in scales["one"]], "other": [FittedHead.constant(LM)]}
     found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=5, context=silent())
     assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
     expected = {name: np.array([figures_of(s) for s in of_name]) for name, of_name in scales.items()}

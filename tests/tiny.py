@@ -76,12 +76,7 @@ def random_head(lm, kind="linear", features=("hidden_states",), *, log_factor=0.
     config = HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=features, **options)
     params = jax.jit(config.init)(jax.random.key(3, impl="rbg"))
     params = {"log_scale": np.float32(-0.3)} if kind == "constant" else params
-    return FittedHead(config, params, log_factor, lm.fingerprint)
-
-
-def constant_head(lm, log_scale) -> FittedHead:
-    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, lm.fingerprint)
+    return FittedHead(config, params, lm.fingerprint, log_factor=log_factor)
 
 
 def log_scale_of(lm, head, sequences) -> np.ndarray:

@@ -138,7 +138,7 @@ def main(options: Options) -> calibjax.Evaluation:
         for name, kind in (("temperature", "constant"), ("ats", "mlp")):
             config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
             params = train(config, tokens, options, mesh, options.out / "checkpoints" / name)
-            fitted[name] = calibjax.FittedHead(config, params, 0.0, lm.fingerprint)
+            fitted[name] = calibjax.FittedHead(config, params, lm.fingerprint)
         figures = calibjax.evaluate(lm, held_out, fitted)
     calibjax.save_head(options.out / "head", fitted["ats"])
     print(f"{figures}\nhead: {options.out / 'head'}; use it with calibjax.load_head")

@@ -12,7 +12,7 @@ from calibjax.commands.common import split_text
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.sequences import limit_tokens, row_groups
 from calibjax.eval.compare import ComparisonInputs, Contender, Outcome, contenders
-from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.eval.tokens import evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.recalibrate import METHODS, Predictions
@@ -72,12 +72,12 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     def ats() -> FittedHead:
         return fit_ats(lm, fit, AtsOptions(batch_size=batch_size), context.within("ats").silent()).head
 
-    base, rows, left_out = outcome_of(identity_head(lm), held_out), {}, {}
+    base, rows, left_out = outcome_of(FittedHead.constant(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
         if name == "temperature" or name in names:
             rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out))
     if others:
-        fitted = outcome_of(identity_head(lm), fit)
+        fitted = outcome_of(FittedHead.constant(lm), fit)
         with jax.set_mesh(mesh):
             linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
             matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None

@@ -20,7 +20,6 @@ from calibjax.runtime.distributed import on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
 from calibjax.runtime.options import Positive, run_identity
 from calibjax.train import head_notes, load_head
-from calibjax.train.ats import temperature_head
 from calibjax.train.probes import fit_probe, load_probe, save_probe
 
 
@@ -111,7 +110,7 @@ def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Log) -> dict[str, 
         if temperature is None:
             log(f"{options.head} holds no temperature: give --temperature to compare with temperature scaling")
     if temperature is not None:
-        heads["temperature"] = temperature_head(-math.log(temperature), lm.config.hidden_size, lm.fingerprint)
+        heads["temperature"] = FittedHead.constant(lm, -math.log(temperature))
         log(f"temperature scaling: {temperature:.4f}")
     if options.head is not None:
         heads["ats"] = load_head(options.head, lm)

@@ -10,7 +10,8 @@ import jax
 from calibjax.commands import common
 from calibjax.data import Sequences, concatenate
 from calibjax.eval.report.schema import Document
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, token_sample
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, token_sample
+from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import is_first
@@ -86,7 +87,7 @@ def evaluate_fit(
 
     `evaluation` are further options of `evaluate_tokens`. Returns the contents of metrics.json, and the results by set.
     """
-    heads = {"uncalibrated": identity_head(lm), "temperature": fitted.temperature, "ats": fitted.head}
+    heads = {"uncalibrated": FittedHead.constant(lm), "temperature": fitted.temperature, "ats": fitted.head}
     results = {}
     with jax.set_mesh(context.mesh):
         for name, sequences in sets.items():

@@ -10,7 +10,8 @@ from calibjax.commands import common
 from calibjax.data import is_hub_id
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.text import evaluate_analogies, evaluate_text, load_analogies, load_bleu, read_analogies
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import MethodResult, evaluate_tokens, results_json
+from calibjax.heads import FittedHead
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
@@ -99,7 +100,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
                 save_model(directory, base.config, params, like=base.path, replace=True)
                 models[name] = common.load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
-            heads, titled = {name: identity_head(lm)}, context.titled(f"evaluating {name}")
+            heads, titled = {name: FittedHead.constant(lm)}, context.titled(f"evaluating {name}")
             results |= evaluate_tokens(lm, held_out, heads, batch_size=batch_size, context=titled)
             texts[name] = {}
             for temperature in options.myopic:

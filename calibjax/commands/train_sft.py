@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from calibjax.commands import common
 from calibjax.data import Sequences, hold_back
 from calibjax.eval.report.schema import Document
-from calibjax.eval.tokens import MethodResult, evaluate_tokens, identity_head
+from calibjax.eval.tokens import MethodResult, evaluate_tokens
+from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import Log, RunContext
@@ -96,7 +97,7 @@ def _evaluate(
 ) -> dict[str, dict[str, MethodResult]]:
     """A model on every set, without and with temperature scaling, which is fitted on the validation data."""
     temperature = fit_temperature_head(lm, validation, options.sft.batch_size)
-    heads = {name: identity_head(lm), f"{name}_temperature": temperature}
+    heads = {name: FittedHead.constant(lm), f"{name}_temperature": temperature}
     shared: dict[str, Any] = {"batch_size": options.sft.batch_size, "bins": options.bins, "closed": options.closed}
     results = {}
     for title, sequences in sets.items():

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 
 from calibjax.data import Rows, Sequences, read_source
 from calibjax.eval.tasks.scoring import Continuation, Scorer
-from calibjax.eval.tokens import identity_head
-from calibjax.heads import MAX_LOG_FACTOR
+from calibjax.heads import MAX_LOG_FACTOR, FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import log_probs, sample_sequences
 from calibjax.runtime.context import RunContext
@@ -201,7 +200,7 @@ def evaluate_analogies(
 
     Temperature 0 and those below 1/403 are computed as 1/403, where a difference of 0.01 between two logits decides.
     """
-    temperatures, base = list(dict.fromkeys(temperatures)), identity_head(lm)
+    temperatures, base = list(dict.fromkeys(temperatures)), FittedHead.constant(lm)
     heads = {f"{t:g}": dataclasses.replace(base, log_factor=-math.log(max(t, _COLDEST))) for t in temperatures}
     scorer, choices = Scorer(lm, heads, batch_size=batch_size), analogies.choices
     log_probs = np.zeros((len(heads), len(choices)))

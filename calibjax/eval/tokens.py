@@ -13,7 +13,7 @@ from calibjax import metrics
 from calibjax.data import Sequences, eval_batches, even_batch_size
 from calibjax.data.load import load_text
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.kernels.api import hold_logits
 from calibjax.kernels.platforms import platform
@@ -56,12 +56,6 @@ class MethodResult(NamedTuple):
     temperatures: np.ndarray
     grid: np.ndarray
     tokens: TokenOutputs | None
-
-
-def identity_head(lm: FrozenModel) -> FittedHead:
-    """The head of the base model: temperature 1 for every token."""
-    config = HeadConfig(kind="constant", hidden_size=lm.config.hidden_size)
-    return FittedHead(config, {"log_scale": np.zeros((), np.float32)}, 0.0, lm.fingerprint)
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
@@ -156,14 +150,11 @@ def evaluate_tokens(
 ) -> dict[str, MethodResult]:
     """Evaluates several heads on the tokens of the sequences; the frozen model runs once, on the current mesh.
 
-    `identity_head` stands for the uncalibrated model; `keep_tokens` keeps per-token outputs.
+    `FittedHead.constant(lm)` stands for the uncalibrated model; `keep_tokens` keeps per-token outputs.
     """
     context = context or RunContext()
     names = list(heads)
-    configs = tuple(
-        None if head.config.kind == "constant" and not head.log_factor and not head.params["log_scale"] else head.config
-        for head in heads.values()
-    )
+    configs = tuple(None if head.is_identity else head.config for head in heads.values())
     head_arrays = [head.arrays for head in heads.values()]
     frozen = frozen_arrays(lm, *(config for config in configs if config))
     mesh = context_mesh()
@@ -296,7 +287,7 @@ def evaluate(
     named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     for head in named.values():
         check_base(lm, head)
-    named = {"uncalibrated": identity_head(lm), **named}
+    named = {"uncalibrated": FittedHead.constant(lm), **named}
     shards = batch_shards(context.mesh)
     batch_size = -(-batch_size // shards) * shards
     with jax.set_mesh(context.mesh):

@@ -326,7 +326,7 @@ def generate(
     tokens = np.zeros(is_token.shape, np.int32)
     tokens[is_token] = np.concatenate(padded)
     if head is None:
-        head = FittedHead(HeadConfig(kind="constant", hidden_size=1), {"log_scale": np.float32(0)}, 0.0, lm.fingerprint)
+        head = FittedHead.constant(lm)
     program = _Program(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )

@@ -111,7 +111,7 @@ def fit_ats(
         tokens = token_curves(
             lm, sequences, plan.heads, top_k=top_k, keep=plan.keep, batch_size=plan.batch_size, context=context
         )
-        fitted = _fit(tokens, plan, context, folds, by_set=len(sets) > 1)
+        fitted = _fit(lm, tokens, plan, context, folds, by_set=len(sets) > 1)
     fitted.report["sequences"] = {name: len(part.tokens) for name, part in sets.items()}
     return fitted
 
@@ -136,13 +136,19 @@ def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, s
 
 
 def _fit(
-    tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: Sequence[np.ndarray], *, by_set: bool
+    lm: FrozenModel,
+    tokens: TokenCurves,
+    plan: AtsPlan,
+    context: RunContext,
+    folds: Sequence[np.ndarray],
+    *,
+    by_set: bool,
 ) -> AtsFit:
     """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
     fit = fit_temperature(tokens)
     note = "" if fit.converged else " (no finite optimum: the bound was used)"
     context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
-    temperature = temperature_head(fit.log_scale, plan.head.hidden_size, tokens.fingerprint)
+    temperature = FittedHead.constant(lm, fit.log_scale)
     report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
     fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
     chosen, comparison = fitting.choose() if folds else (None, None)
@@ -161,7 +167,8 @@ def _fit(
                 f"{'applied' if applied else 'not applied, within its noise'}"
             )
             report["refit"] = {"factor": factor, "standard_error_of_log": error, "applied": applied}
-    return AtsFit(FittedHead(candidate.head, params, log_factor, tokens.fingerprint), temperature, report, comparison)
+    head = FittedHead(candidate.head, params, lm.fingerprint, log_factor=log_factor)
+    return AtsFit(head, temperature, report, comparison)
 
 
 def fit_temperature_head(
@@ -170,13 +177,7 @@ def fit_temperature_head(
     """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
     if tokens is None:
         tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
-    return temperature_head(fit_temperature(tokens).log_scale, lm.config.hidden_size, lm.fingerprint)
-
-
-def temperature_head(log_scale: float, hidden_size: int, fingerprint: str) -> FittedHead:
-    """Temperature scaling by a known factor e^log_scale on the logits, as a head."""
-    config = HeadConfig(kind="constant", hidden_size=hidden_size)
-    return FittedHead(config, {"log_scale": np.float32(log_scale)}, 0.0, fingerprint)
+    return FittedHead.constant(lm, fit_temperature(tokens).log_scale)
 
 
 class Candidate(NamedTuple):

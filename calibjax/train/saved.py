@@ -131,7 +131,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         reason = first_line(error)
         message = f"{directory / 'params'}: cannot read the head's parameters ({reason}). {_REMEDY}"
         raise UserError(message) from error
-    return FittedHead(config, params, log_factor, fingerprint if lm is None else lm.fingerprint)
+    return FittedHead(config, params, fingerprint if lm is None else lm.fingerprint, log_factor=log_factor)
 
 
 def head_notes(path: str | Path) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _read_portable(file: Path, like: Any) -> Any:
 def constant_head(head: FittedHead, temperature: float) -> FittedHead:
     """Temperature scaling as a head of the same base model."""
     config = dataclasses.replace(head.config, kind="constant")
-    return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, 0.0, head.fingerprint)
+    return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, head.fingerprint)
 
 
 _AUTHORS = "calibration_head.safetensors"  # of the code of arXiv 2409.19817, beside its config.json
@@ -254,7 +254,7 @@ def _read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
             raise ValueError(f"expected parameters of the shapes {expected}, found {shapes}")
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise UserError(f"{directory}: cannot be read as a head of the authors' code ({error!r}).") from error
-    return FittedHead(config, params, 0.0, lm.fingerprint)
+    return FittedHead(config, params, lm.fingerprint)
 
 
 def _output(tensors: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ def _write_models(directory: Path) -> None:
     lm = load_model(directory / "model")
     save_checkpoint(directory / "converted", lm, dtype="float32")
     config = HeadConfig(kind="mlp", hidden_size=12, intermediate_size=4)
-    save_head(directory / "head", FittedHead(config, config.init(jax.random.key(0)), 0.1, lm.fingerprint))
+    save_head(directory / "head", FittedHead(config, config.init(jax.random.key(0)), lm.fingerprint, log_factor=0.1))
     checkpoints = Checkpoints(directory / "checkpoints", checkpoint_run())
     checkpoints.save(new_state(1), {"epoch": 0, "position": 3}, step=1)
     checkpoints.close()

@@ -129,7 +129,7 @@ def test_paths_below_which_orbax_loses_what_it_writes(tmp_path, source, capsys, 
         assert main([*command, "--model", model, "--out", str(out)]) == 2
         assert "Orbax cannot write below a path with" in capsys.readouterr().err
     config = HeadConfig(kind="constant", hidden_size=8)
-    head = FittedHead(config, config.init(jax.random.key(0)), 0.0, "")
+    head = FittedHead(config, config.init(jax.random.key(0)), "")
     for write in (lambda: save_head(out, head), lambda: Checkpoints(out, {})):
         with pytest.raises(UserError, match="Orbax cannot write below"):
             write()
@@ -219,7 +219,8 @@ def test_generate(tmp_path, source, converted, capsys):
     """The same text from either form of the model; the table shows what JSON holds; draws follow the seed."""
     lm = load_model(source)
     config = HeadConfig(kind="mlp", hidden_size=lm.config.hidden_size, identity_start=False)
-    save_head(tmp_path / "run" / "head", FittedHead(config, config.init(jax.random.key(0)), 0.4, lm.fingerprint))
+    head = FittedHead(config, config.init(jax.random.key(0)), lm.fingerprint, log_factor=0.4)
+    save_head(tmp_path / "run" / "head", head)
     arguments = ["generate", "--prompt", "w3 w1", "w7", "--max-new-tokens", "6", "--head", str(tmp_path / "run")]
     assert main([*arguments, "--model", str(source), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

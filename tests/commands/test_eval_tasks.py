@@ -20,7 +20,7 @@ from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
 from calibjax.eval.tasks.options import TasksOptions
-from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.context import RunContext
@@ -359,7 +359,7 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     by_question = itertools.groupby(loaded.instances, lambda request: request.doc_id)
     theirs = [[tuple(map(str, request.args)) for request in group] for _, group in by_question]
 
-    asking = HarnessLM(lm, {"uncalibrated": identity_head(lm)}, chat=Chat(system))
+    asking = HarnessLM(lm, {"uncalibrated": FittedHead.constant(lm)}, chat=Chat(system))
     encoded = []
 
     def encode(*pair):
@@ -414,7 +414,7 @@ def test_all_subjects_of_mmlu(tmp_path):
     task = loaded["mmlu_high_school_us_history"]
 
     lm = load_model(model_path("stories260K"))
-    model = HarnessLM(lm, {"uncalibrated": identity_head(lm)})
+    model = HarnessLM(lm, {"uncalibrated": FittedHead.constant(lm)})
     few, none = (
         TaskEvaluator(model, "mmlu", BenchmarkTask(loaded, ""), TasksOptions(fit=True, shots=shots), RunContext())
         for shots in (5, 0)

@@ -5,7 +5,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from tiny import constant_head, make_lm
+from tiny import make_lm
 
 from calibjax import plot
 from calibjax.eval.tasks.answer_files import (
@@ -20,6 +20,7 @@ from calibjax.eval.tasks.answer_files import (
     write_samples,
 )
 from calibjax.eval.tasks.benchmark import answers_json
+from calibjax.heads import FittedHead
 from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
 
@@ -97,7 +98,7 @@ def test_samples(tmp_path):
 
 def test_answers_belong_to_a_model_and_its_heads(tmp_path):
     lm, other = make_lm(), make_lm(seed=1)
-    heads = [{"ats": constant_head(lm, x)} for x in (0.1, 0.2)]
+    heads = [{"ats": FittedHead.constant(lm, x)} for x in (0.1, 0.2)]
     claim_answers(tmp_path, lm, heads[0])
     claim_answers(tmp_path, lm, heads[0])
     for pair in ((other, heads[0]), (lm, heads[1]), (lm, {})):

@@ -18,7 +18,8 @@ from calibjax.eval.layers.directions import (
 from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
-from calibjax.eval.tokens import evaluate_tokens, identity_head
+from calibjax.eval.tokens import evaluate_tokens
+from calibjax.heads import FittedHead
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
 from calibjax.models.frozen import frozen_arrays
 from calibjax.models.own import place_model
@@ -29,7 +30,7 @@ SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 LM = make_lm(num_layers=2, vocab_size=37, unembedding_bias=True, logit_softcap=8.0)
 SEQUENCES = ragged(make_sequences(20, vocab_size=37))
 LETTERS = (7, 2, 11)
-HEADS = {"base": identity_head(LM), "mlp": random_head(LM, "mlp", ("hidden_states", "max_logit"), log_factor=0.1)}
+HEADS = {"base": FittedHead.constant(LM), "mlp": random_head(LM, "mlp", ("hidden_states", "max_logit"), log_factor=0.1)}
 
 
 def figures(lm):

@@ -15,7 +15,8 @@ from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, 
 from calibjax.cli import main
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import page
-from calibjax.eval.tokens import _whole_words, identity_head, text_after, token_sample
+from calibjax.eval.tokens import _whole_words, text_after, token_sample
+from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 
 
@@ -29,8 +30,8 @@ def test_sample_equals_the_dense_formula(model):
     made = make_lm(vocab_size=43)
     lm = LanguageModel.from_params(made.config, made.params, with_tokenizer.tokenizer)
     sequences = ragged(make_sequences(6, vocab_size=43))
-    after = dataclasses.replace(identity_head(lm), params={"log_scale": np.float32(0.3)}, log_factor=-0.7)
-    sample = token_sample(lm, sequences, identity_head(lm), after, tokens=23, alternatives=4, batch_size=4)
+    after = dataclasses.replace(FittedHead.constant(lm), params={"log_scale": np.float32(0.3)}, log_factor=-0.7)
+    sample = token_sample(lm, sequences, FittedHead.constant(lm), after, tokens=23, alternatives=4, batch_size=4)
     entries = [entry for sequence in sample["sequences"] for entry in sequence if entry["scored"]]
     assert 15 <= len(entries) <= 23
     long = np.flatnonzero(sequences.where.sum(axis=1) >= 5)  # 23 tokens of 5 samples

@@ -17,7 +17,7 @@ from tiny import VOCAB, WORDS, make_lm, random_head, write_model, write_tokenize
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_cache, _read, _states
-from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.generate import generate
 from calibjax.runtime.errors import UserError
@@ -28,7 +28,7 @@ the_lm = functools.cache(lambda: make_lm(num_layers=2))
 @functools.cache
 def the_heads():
     return {
-        "base": identity_head(the_lm()),
+        "base": FittedHead.constant(the_lm()),
         "transformer": random_head(the_lm(), "transformer", log_factor=0.3),
         "sequence": random_head(the_lm(), pooling="sequence", log_factor=0.3),
     }

@@ -13,7 +13,6 @@ import scipy.stats
 from tiny import (
     answered,
     at_targets,
-    constant_head,
     dense_log_probs,
     log_scale_of,
     make_lm,
@@ -27,13 +26,14 @@ from calibjax.eval import tokens as eval_tokens
 from calibjax.eval.report.notes import choice_verdict, kept_candidate
 from calibjax.eval.report.notes import set_verdict as verdict
 from calibjax.eval.report.notes import verdict as run_verdict
-from calibjax.eval.tokens import evaluate_tokens, identity_head, results_json
+from calibjax.eval.tokens import evaluate_tokens, results_json
+from calibjax.heads import FittedHead
 
 BINS, LM = 10, make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
 HEADS = {
-    "uncalibrated": identity_head(LM),
-    "temperature": constant_head(LM, np.log(0.4)),
+    "uncalibrated": FittedHead.constant(LM),
+    "temperature": FittedHead.constant(LM, np.log(0.4)),
     "ats": random_head(LM, log_factor=-0.7),
 }
 
@@ -51,7 +51,7 @@ def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypat
     """The figures of all positions and of the counted ones alone, for heads that read statistics; also shared ones."""
     features = ("logit_statistics", "argmax_embedding")
     heads = {kind: random_head(LM, kind, features) for kind in ("linear", "transformer")}
-    heads["uncalibrated"] = identity_head(LM)
+    heads["uncalibrated"] = FittedHead.constant(LM)
     every = evaluate(heads, keep_tokens=True)
     monkeypatch.setattr(eval_tokens, "_BLOCK", 1)
     counted = evaluate(heads, keep_tokens=True)
@@ -95,7 +95,7 @@ def test_figures_equal_the_dense_ones(results, name, closed):
 
 
 def test_batch_size_changes_nothing():
-    heads = {**HEADS, "hot": dataclasses.replace(identity_head(LM), log_factor=-4.0)}  # a temperature of 55
+    heads = {**HEADS, "hot": dataclasses.replace(FittedHead.constant(LM), log_factor=-4.0)}  # a temperature of 55
     one, other = (evaluate(heads, batch_size=size) for size in (8, 21))
     assert other["hot"].temperatures[-1] == SEQUENCES.where.sum(), "beyond the last edge is in the last bin"
     for name in HEADS:

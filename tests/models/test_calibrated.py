@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from tiny import VOCAB, constant_head, dense_log_probs, make_lm, make_sequences, ragged, random_head
+from tiny import VOCAB, dense_log_probs, make_lm, make_sequences, ragged, random_head
 
 from calibjax import LanguageModel, UserError, calibrated_confidence, calibrated_log_probs, load_head, save_head
-from calibjax.heads import FEATURES
+from calibjax.heads import FEATURES, FittedHead
 from calibjax.models import calibrated
 
 SEQUENCES = ragged(make_sequences(6))
@@ -28,7 +28,7 @@ the_lm = functools.cache(make_lm)
 @functools.cache
 def the_heads():
     return {
-        "constant": constant_head(the_lm(), np.log(0.3)),
+        "constant": FittedHead.constant(the_lm(), np.log(0.3)),
         "all features": random_head(the_lm(), "linear", tuple(FEATURES), log_factor=0.4),
         "pooled": random_head(the_lm(), "mlp", pooling="sequence"),
         "transformer": random_head(the_lm(), "transformer"),
@@ -80,7 +80,7 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        got = np.asarray(calibrated_log_probs(lm, constant_head(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
+        got = np.asarray(calibrated_log_probs(lm, FittedHead.constant(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
 

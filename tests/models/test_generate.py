@@ -10,11 +10,11 @@ import scipy.stats
 from assets import model_path
 from parity import GOLDENS, largest_error, read_golden
 from scipy.special import log_softmax, softmax
-from tiny import VOCAB, compilations, constant_head, make_lm, random_head
+from tiny import VOCAB, compilations, make_lm, random_head
 
 import calibjax
 from calibjax import LanguageModel, UserError, calibrated_confidence, generate, models
-from calibjax.heads import FEATURES
+from calibjax.heads import FEATURES, FittedHead
 from calibjax.models.decoder import extend
 from calibjax.models.generate import Sampling, sampling_logits
 from calibjax.nn.kv_cache import fork
@@ -135,7 +135,7 @@ def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature
     sampling = {name: options.pop(name) for name in SAMPLING if name in options}
     sampling = Sampling(temperature=temperature, key=jax.random.key(key), **sampling)
     options = {"sampling": sampling, "max_new_tokens": 2} | options
-    return jax.tree.map(np.asarray, generate(lm, prompts, head=constant_head(lm, np.log(scale)), **options))
+    return jax.tree.map(np.asarray, generate(lm, prompts, head=FittedHead.constant(lm, np.log(scale)), **options))
 
 
 def test_in_double_precision_of_jax():

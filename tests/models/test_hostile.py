@@ -175,7 +175,7 @@ def test_archives_of_arrays(tmp_path, header):
 def head(tmp_path_factory):
     directory = tmp_path_factory.mktemp("head") / "head"
     config = HeadConfig(kind="mlp", hidden_size=6, intermediate_size=4)
-    save_head(directory, FittedHead(config, config.init(jax.random.key(0)), 0.1, "0" * 64))
+    save_head(directory, FittedHead(config, config.init(jax.random.key(0)), "0" * 64, log_factor=0.1))
     return directory
 
 

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from hub import TOKEN, Repository, serving
 from report_documents import document
-from tiny import constant_head, model_tensors, write_model, write_text
+from tiny import model_tensors, write_model, write_text
 
 from calibjax.eval.report.notes import Subject, model_card
+from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.hub import Repository as Name
 from calibjax.models.hub import commit_of, repository_of, upload
@@ -110,8 +111,8 @@ def test_what_the_hub_refuses(hub, base, monkeypatch):
 
 def test_heads_by_name(hub, base, tmp_path):
     lm = load_model(base)
-    export_head(tmp_path / "a", constant_head(lm, -0.3), lm)
-    export_head(tmp_path / "b", constant_head(lm, -0.5), lm)
+    export_head(tmp_path / "a", FittedHead.constant(lm, -0.3), lm)
+    export_head(tmp_path / "b", FittedHead.constant(lm, -0.5), lm)
     hub.models["org/head"] = repository = Repository(files_in(tmp_path / "a") | {"README.md": b"x"})
     first = repository.refs["main"]
     repository.commit(files_in(tmp_path / "b"))

@@ -22,7 +22,7 @@ from calibjax.commands.common import DataOptions
 from calibjax.data import Rows, check_ids, load_sequences
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.tasks.scoring import Continuation, Scorer
-from calibjax.eval.tokens import identity_head
+from calibjax.heads import FittedHead
 from calibjax.models import DecoderConfig, LanguageModel, fingerprint, load_model
 from calibjax.models.fingerprint import chunks, tensor_digest
 from calibjax.models.generate import generate
@@ -210,7 +210,7 @@ def test_added_token_beyond_the_vocabulary(tmp_path, caplog):
     with pytest.raises(UserError, match="prompts: number 0 has ids from"):
         generate(lm, ["a <image>"], max_new_tokens=1)
     with pytest.raises(UserError, match=f"token ids below {size}"):
-        Scorer(lm, {"base": identity_head(lm)}).score([Continuation([3], [size])])
+        Scorer(lm, {"base": FittedHead.constant(lm)}).score([Continuation([3], [size])])
 
 
 @pytest.mark.parametrize("file", sorted(CASES.glob("*.json")), ids=lambda file: file.stem)

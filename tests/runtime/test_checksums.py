@@ -127,7 +127,7 @@ def outcomes_of(directory, load, **options):
 def flip_head(folder, count, seed=1):
     config = HeadConfig(hidden_size=16, kind="mlp")
     params = jax.jit(config.init)(jax.random.key(0, impl="rbg"))
-    save_head(folder / "head", FittedHead(config, params, 1 / 3, "ab" * 32), notes={"a": 1})
+    save_head(folder / "head", FittedHead(config, params, "ab" * 32, log_factor=1 / 3), notes={"a": 1})
 
     def load():
         head = load_head(folder / "head")
@@ -189,7 +189,7 @@ def test_the_array_is_named(tmp_path):
     tensors = model_tensors()
     for n, name in enumerate(("sound", "changed")):
         params = {"output": {"kernel": jnp.full((16, 1), 1 + n * 1e-6), "bias": jnp.zeros(1)}}
-        save_head(tmp_path / "head" / name, FittedHead(config, params, 0.0, "ab" * 32))
+        save_head(tmp_path / "head" / name, FittedHead(config, params, "ab" * 32))
         tensors["model.layers.0.mlp.up_proj.weight"][3, 2] += n * 1e-6
         lm = load_model(write_model(tmp_path / "source" / name, tensors))
         save_checkpoint(tmp_path / "model" / name, lm, dtype="float32")

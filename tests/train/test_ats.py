@@ -156,7 +156,7 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
         lambda x: x + 0.01 * (1 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), config.init(jax.random.key(0))
     )
     before, after = (
-        log_scale_of(LM, FittedHead(config, of, 0.0, LM.fingerprint), SEQUENCES)
+        log_scale_of(LM, FittedHead(config, of, LM.fingerprint), SEQUENCES)
         for of in (params, ats.shrink_head(params, -0.5, 0.75))
     )
     np.testing.assert_allclose(after, 0.25 * before - 0.375, atol=1e-6)

@@ -84,7 +84,7 @@ def test_features_are_standardised_and_the_head_reads_them_as_they_are(tokens):
     x = np.random.default_rng(0).normal(size=21) * 0.1
     params = solve.head_params(design, x)
     features = np.asarray(features_of(head, tokens.flat([*tokens.arrays]), tokens.scales))
-    got = head.build().apply({"params": FittedHead(head, params, 0.0, "").params}, features[None])[0]
+    got = head.build().apply({"params": FittedHead(head, params, "").params}, features[None])[0]
     np.testing.assert_allclose(got, solve.predict(design, x), atol=1e-5)
 
 

@@ -75,11 +75,11 @@ def model_judge(path: str) -> Judge:
     @functools.cache
     def load() -> Any:
         from calibjax.eval.tasks.harness import HarnessLM
-        from calibjax.eval.tokens import identity_head
+        from calibjax.heads import FittedHead
         from calibjax.models import load_model
 
         lm = load_model(path, "bfloat16")
-        return HarnessLM(lm, {"judge": identity_head(lm)}, batch_size=2)
+        return HarnessLM(lm, {"judge": FittedHead.constant(lm)}, batch_size=2)
 
     def judge(prompt: str, answer: str, right: Sequence[str]) -> float:
         text = _QUESTION.format(question=prompt, right="; ".join(right), answer=answer.strip())

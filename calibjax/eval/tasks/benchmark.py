@@ -26,7 +26,6 @@ from calibjax.eval.tasks.answer_files import (
 from calibjax.eval.tasks.evaluator import TaskEvaluator
 from calibjax.eval.tasks.local_data import BenchmarkTask, assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
-from calibjax.eval.tokens import identity_head
 from calibjax.heads import FittedHead
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -94,8 +93,10 @@ def evaluate_tasks(
         names, assets = tuple(tasks), assets_folder(options.assets)
         manager = together(functools.partial(check_tasks, names, assets))
         tasks = together(functools.partial(load_tasks, names, manager, assets, context.log))
-    scaled = {"temperature": identity_head(lm)} if options.fit else {}  # a factor of the options, not of the tokens
-    heads = {"uncalibrated": identity_head(lm), **scaled, **heads}
+    compared = {"uncalibrated": FittedHead.constant(lm)}
+    if options.fit:
+        compared["temperature"] = FittedHead.constant(lm)  # a factor of the options, not of the tokens
+    heads = {**compared, **heads}
     if context.directory is not None:
         claim_answers(context.directory, lm, heads)
     model = HarnessLM(

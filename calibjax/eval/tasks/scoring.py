@@ -90,7 +90,7 @@ class Scorer:
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
             requests, and have all scores.
-        heads: name -> head; `identity_head` for the base model.
+        heads: name -> head; `FittedHead.constant(lm)` for the base model.
         batch_size: rows per step; fewer where they have more than 512 tokens.
         max_length: largest number of tokens of a row; None: `max_positions`.
     """
