@@ -16,6 +16,7 @@ from calibjax.eval.tokens import evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.recalibrate import METHODS, Predictions
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host, together
 from calibjax.runtime.sharding import batch_shards
@@ -38,7 +39,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     shards = batch_shards(mesh)
-    batch_size = -(-RECIPES["default"]["batch_size"] // shards) * shards
+    batch_size = round_up(RECIPES["default"]["batch_size"], shards)
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)

@@ -31,6 +31,7 @@ from calibjax.models.load import read_config
 from calibjax.models.shapes import SHAPES
 from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime import compilers
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError
@@ -563,8 +564,8 @@ def stored_bytes_per_token(job: Job) -> int:
 
 def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
     """Steps and seconds `[least, most]` of a run; of `ats` those of the frozen pass, as the fits take little."""
-    sequences = -(-tokens // job.seq)
-    steps = -(-sequences // job.batch)
+    sequences = ceil_div(tokens, job.seq)
+    steps = ceil_div(sequences, job.batch)
     if isinstance(job.method, SftOptions):
         fitted = sequences - max(1, int(job.method.validation_fraction * sequences))
         steps = max(1, job.method.epochs * fitted // job.batch)

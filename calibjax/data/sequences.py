@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from calibjax.data.examples import Example
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
 
 Layout = Literal["pack", "pad", "full"]
@@ -75,7 +76,7 @@ def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_do
     """The largest number of tokens of a row of plain text that `make_sequences` uses; None for all of them."""
     if layout == "full" and not is_document:
         return seq_len
-    return None if max_sequences is None else -(-max_sequences // _GROUP) * _GROUP * (seq_len - 1) + 1
+    return None if max_sequences is None else round_up(max_sequences, _GROUP) * (seq_len - 1) + 1
 
 
 def make_sequences(

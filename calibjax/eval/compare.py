@@ -21,7 +21,7 @@ from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
 from calibjax.recalibrate.contract import class_count
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
@@ -120,7 +120,7 @@ def _distribution(
     fields = {field: np.asarray(getattr(data, field)) for field in reads}
     classes = len(fields["unembedding"]) if "logits" not in fields else fields["logits"].shape[1]
     parts = []
-    for rows in np.array_split(np.arange(len(labels)), -(-len(labels) * classes // _BLOCK)):
+    for rows in np.array_split(np.arange(len(labels)), ceil_div(len(labels) * classes, _BLOCK)):
         block = Predictions(**{name: x if name == "unembedding" else x[rows] for name, x in fields.items()})
         log_probs = np.asarray(apply(block))
         best = log_probs.max(axis=1)

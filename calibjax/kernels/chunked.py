@@ -16,6 +16,7 @@ from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inp
 from calibjax.kernels.operator import closed_form_hidden
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.stats import Moments, softcapped, times_slope
+from calibjax.runtime.arrays import ceil_div
 
 # Columns of a chunk: with fewer the products are slower, with more the blocks do not fit into the cache. Rows of 1,024
 # would all start at the same cache sets of a CPU, which makes the transposed product 10% slower.
@@ -140,7 +141,7 @@ class Chunked(Implementation):
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
         vocab_size = inputs.unembedding.shape[0]
         chunk = _chunk(options, inputs.hidden.shape[0], vocab_size)
-        return f"{chunk} columns at a time, {-(-vocab_size // chunk)} chunks"
+        return f"{chunk} columns at a time, {ceil_div(vocab_size, chunk)} chunks"
 
     def forward(
         self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs

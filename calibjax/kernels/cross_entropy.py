@@ -17,7 +17,7 @@ from calibjax.kernels import api, chunked, operator
 from calibjax.kernels.contract import Gradients
 from calibjax.kernels.platforms import platform
 from calibjax.kernels.sharded import VocabSharding
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, ceil_div
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -167,8 +167,8 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, 
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_per_logit)
     block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_PART)
-    blocks = max(-(-tokens // block), 1)
-    size = max(-(-tokens // blocks), 1)
+    blocks = max(ceil_div(tokens, block), 1)
+    size = max(ceil_div(tokens, blocks), 1)
     more_bytes = (tokens - size) * bytes_per_logit  # of the logits of one block, for each row of W
     return tokens if platform().name == "gpu" and 0 < more_bytes <= added_up else size
 

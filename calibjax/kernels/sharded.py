@@ -33,6 +33,7 @@ from calibjax.kernels import stats
 from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, padded
 from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
+from calibjax.runtime.arrays import ceil_div
 
 _GATHERED_BYTES = 16 * 2**20  # of one piece of W gathered along D; two are held at a time
 _NARROW = 128  # rows of W under which a piece is not worth a collective
@@ -118,7 +119,7 @@ class VocabSharding:
         parts = []
         if self.tokens:
             shards = self.count(self.tokens)
-            parts.append(f"tokens over {', '.join(self.tokens)}: {shards} x {-(-tokens // shards)}")
+            parts.append(f"tokens over {', '.join(self.tokens)}: {shards} x {ceil_div(tokens, shards)}")
         if self.vocab:
             shards = self.count(self.vocab)
             parts.append(f"vocabulary over {', '.join(self.vocab)}: {shards} x {vocab_size // shards}")
@@ -151,7 +152,7 @@ def leading_spec(hidden: Array) -> tuple[Any, ...]:
 
 def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
     """Shapes of the parts of the vocabulary that a device takes: the main one, and what does not divide, if any."""
-    tokens = -(-inputs.hidden.shape[0] // sharding.count(sharding.tokens))
+    tokens = ceil_div(inputs.hidden.shape[0], sharding.count(sharding.tokens))
     (vocab_size, width), dtype = inputs.unembedding.shape, inputs.unembedding.dtype
     rows_per_shard, rest = divmod(vocab_size, sharding.count(sharding.vocab))
 

@@ -31,6 +31,7 @@ from jaxtyping import Bool, Float
 
 from calibjax.metrics.errors import Norm
 from calibjax.metrics.sums import CalibrationSums
+from calibjax.runtime.arrays import ceil_div
 
 _HALVINGS = 18
 _FARTHEST = 10.0  # largest increase of a gap, in standard errors
@@ -325,7 +326,7 @@ def _observe(
         covariance[:] = 0.0
     values, vectors = np.linalg.eigh(covariance)
     root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T  # symmetric: whatever the signs of the vectors
-    half = np.random.default_rng(seed).standard_normal((-(-resamples // 2), len(root)))
+    half = np.random.default_rng(seed).standard_normal((ceil_div(resamples, 2), len(root)))
     noise = np.concatenate([half, -half])[:resamples] @ root  # antithetic draws: each with both signs
     return _Observed(
         gaps=gaps,

@@ -28,6 +28,7 @@ from calibjax.models.gguf import is_gguf
 from calibjax.models.model import LanguageModel
 from calibjax.models.tokenizer import gguf_stop_tokens
 from calibjax.nn.kv_cache import Cache, fork
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import INT_MAX, UserError
@@ -319,8 +320,8 @@ def generate(
         )
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
     shards = batch_shards(lm.mesh)
-    rows = -(-len(ids) // shards) * shards
-    width = -(-longest // _PROMPT_COLUMNS) * _PROMPT_COLUMNS
+    rows = round_up(len(ids), shards)
+    width = round_up(longest, _PROMPT_COLUMNS)
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
     is_token = np.arange(width) >= width - np.array([len(row) for row in padded])[:, None]
     tokens = np.zeros(is_token.shape, np.int32)

@@ -25,6 +25,7 @@ import numpy as np
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, check_sizes
 from calibjax.models.hf_read import FLOATS, Index, TensorEntry
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import INT_MAX, UserError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -200,7 +201,7 @@ def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two, got {str(alignment)[:60]}")
     described = [_tensor(path, reader) for _ in range(tensor_count)]
-    start = -(-reader.at // alignment) * alignment
+    start = round_up(reader.at, alignment)
     tensors, used = {}, start
     for tensor in sorted(described, key=lambda tensor: tensor.offset):
         placed = dataclasses.replace(tensor, offset=start + tensor.offset)

@@ -29,6 +29,7 @@ from calibjax.models.decoder import abstract_params
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import chunk_digest, chunks, dotted_leaves, join_chunks, layer_name
 from calibjax.models.rules import Layout, transpose_into
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
@@ -128,7 +129,7 @@ class Piece:
         # The columns of this parameter lie in groups between those of others: whole groups are read.
         width = columns.stop - columns.start
         group = entry.shape[-2 if transpose else -1] // groups
-        first, end = last.start // width, -(-last.stop // width)
+        first, end = last.start // width, ceil_div(last.stop, width)
         values = Layout(transpose, end - first).take(read(first * group, end * group), columns)
         return values[..., last.start - first * width : last.stop - first * width]
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.data import Sequences, check_ids
 from calibjax.models.model import LanguageModel
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
 
@@ -150,7 +150,7 @@ def from_arrays(
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
     flat, has_sequences = values.reshape(-1, values.shape[-1]), values.ndim == 3
     length = values.shape[1] if has_sequences else _SEQUENCE_LENGTH
-    rows = -(-len(flat) // length)
+    rows = ceil_div(len(flat), length)
 
     def cut(x: np.ndarray) -> np.ndarray:
         return np.pad(np.ravel(x), (0, rows * length - len(flat))).reshape(rows, length)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.sharding import AXES, batch_shards
 
 _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
@@ -148,7 +149,7 @@ def attend_by_blocks(
 
     if export.is_symbolic_dim(time):
         return block(0, time)
-    rows = 64 * -(-time // (64 * _BLOCKS))
+    rows = 64 * ceil_div(time, 64 * _BLOCKS)
     ends = itertools.pairwise([*range(0, time, rows), time])
     return jnp.concatenate([block(*pair) for pair in ends], axis=1)
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from calibjax.kernels.platforms import platform
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.sharding import AXES, batch_shards
 
@@ -98,7 +99,7 @@ def mix(
         block = min(max(8, 2 ** (rows // experts).bit_length() // 2), _LARGEST_BLOCK)
         # Every group that is not empty has at most one block that is not full.
         count = min(rows, rows // block + min(experts, rows))
-        blocks = -(-sizes[:-1] // block)
+        blocks = ceil_div(sizes[:-1], block)
         ends = jnp.cumsum(blocks)
         first = jnp.append(ends - blocks, count) * block
         slot = jnp.where(flat < experts, first[flat] + ranks - starts[flat], count * block)

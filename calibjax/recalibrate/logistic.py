@@ -19,6 +19,7 @@ from scipy.special import expit
 
 from calibjax.recalibrate.contract import FitReport
 from calibjax.recalibrate.optimize import Minimum, lbfgs
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))
@@ -85,7 +86,7 @@ def regression(
         low, high: bounds, `[P]` or scalars.
     """
     predictors, targets = data
-    pieces = -(-len(targets) // _BLOCK)
+    pieces = ceil_div(len(targets), _BLOCK)
     split = zip(np.array_split(predictors, pieces), np.array_split(targets, pieces), strict=True)
     blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in split]
     objective = functools.partial(_value_and_grad, blocks)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from scipy import linalg, optimize
 
 from calibjax.recalibrate.contract import FitReport
+from calibjax.runtime.arrays import ceil_div
 
 _BLOCK = 2**22  # float64 numbers processed at a time: a fit holds a few times as many beside its data
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
@@ -110,7 +111,7 @@ def minimize(
         The parameters, float32 in the structure of `start`, and the `FitReport`.
     """
     with jax.enable_x64(True):
-        pieces = -(-sum(row.size for row in rows) // _BLOCK)
+        pieces = ceil_div(sum(row.size for row in rows), _BLOCK)
         split = [np.array_split(row, pieces) for row in rows]
         blocks = [tuple(map(jnp.asarray, block)) for block in zip(*split, strict=True)]
         like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
@@ -126,7 +127,7 @@ def minimize(
             low, high = (-np.inf, np.inf) if bounds is None else (ravel_pytree(bound)[0] for bound in bounds)
             best = lbfgs(value_and_grad, x, low, high, max_iterations)
         else:
-            stride = -(-len(rows[0]) // _SAMPLE)
+            stride = ceil_div(len(rows[0]), _SAMPLE)
             sample = tuple(jnp.asarray(row[::stride]) for row in rows)
             best, before = Minimum(x, np.inf, False, 0), -1
             while not best.converged and before < best.iterations < max_iterations:
@@ -184,7 +185,7 @@ def descend(
     if not len(training):  # a single row
         training = validation
     tests = validation[: 8 * BATCH]
-    tests = np.resize(tests, (-(-len(tests) // BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
+    tests = np.resize(tests, (ceil_div(len(tests), BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)

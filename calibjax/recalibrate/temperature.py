@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.recalibrate.contract import IMPOSSIBLE, FitReport
 from calibjax.recalibrate.optimize import minimize
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, ceil_div
 
 if TYPE_CHECKING:
     from calibjax.kernels import VocabStats
@@ -171,7 +171,7 @@ def fit(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> Temp
 
 def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarray, " N"]) -> TemperatureState:
     """The least mean of log Σ exp(s z) − s t over s > 0, t the logit of the label or its mean under a distribution."""
-    pieces = -(-logits.size // _BLOCK)
+    pieces = ceil_div(logits.size, _BLOCK)
     split = zip(np.array_split(logits, pieces), np.array_split(target_logit, pieces), strict=True)
     blocks = [(z, target, jnp.max(z, axis=1)) for z, target in split]
 
@@ -245,7 +245,7 @@ def fit_ensemble(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]
     in which the likelihood is concave.
     """
     single = fit(logits, labels)
-    pieces = -(-logits.size // _BLOCK)
+    pieces = ceil_div(logits.size, _BLOCK)
     label_parts = []
     for z, y in zip(np.array_split(logits, pieces), np.array_split(labels, pieces), strict=True):
         parts = _parts(single.log_scale, jnp.asarray(z))

@@ -1,6 +1,6 @@
-"""Arrays that public functions take: their type, and indices from the host."""
+"""Arrays that public functions take: their type, and indices from the host; sizes in whole blocks."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,17 @@ import numpy as np
 
 AnyArray = jax.Array | np.ndarray
 """An array of JAX or of NumPy."""
+_Integer = TypeVar("_Integer", int, jax.Array)
+
+
+def ceil_div(number: _Integer, divisor: int) -> _Integer:
+    """The quotient of integers, rounded up: how many blocks of `divisor` hold `number`."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return ceil_div(number, multiple) * multiple
 
 
 def as_indices(values: Any) -> jax.Array:

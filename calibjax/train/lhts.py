@@ -29,6 +29,7 @@ from calibjax.losses.long_horizon import (
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.generate import log_probs, mix_samples
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
@@ -157,7 +158,7 @@ class LhtsObjective:
         """KL(q ‖ p) of every position, in blocks of positions, so that logits are stored for one block only."""
         rows, length, _ = hidden.shape
         block = max(1, min(length, _BLOCK_LOGITS // (rows * self.model.vocab_size)))
-        blocks = -(-length // block)
+        blocks = ceil_div(length, block)
 
         def cut(x: Array) -> Array:
             x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0)))

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
 from calibjax.losses import LOSSES, Hyperparameter
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options, named
 from calibjax.runtime.sharding import check_batch
@@ -211,7 +212,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         built.append(("mlp", ("hidden_states",)))
     width = None
     if options.recipe == "paper":  # of Llama 1 and 2, 8/3 D: those of calibration_configs/ for 7B and 13B
-        width = 256 * -(-(8 * hidden_size // 3) // 256)
+        width = round_up(8 * hidden_size // 3, 256)
     elif len(built) > 1:
         width = min(hidden_size, _NARROW)
     heads = tuple(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save
 
 from calibjax.data import batches
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.checksums import read_checksums, write_directory
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
@@ -61,7 +62,7 @@ def fit_probe(
     base = np.clip(target.mean(), 0.5 / count, 1 - 0.5 / count)
     config = OptimizerConfig(learning_rate=2e-2)
     optimizer, shards = config.build(_STEPS), batch_shards(context.mesh)
-    batch_size = -(-min(count, _BATCH) // shards) * shards
+    batch_size = round_up(min(count, _BATCH), shards)
     start = {"weights": jnp.zeros(width), "bias": jnp.float32(np.log(base / (1 - base)))}
     state = train(
         make_train_step(probe_loss, optimizer, clip_norm=config.clip_norm),

@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from calibjax.eval.answers.judges import find_function, plain_text
 from calibjax.models import LanguageModel
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError, about, require_directory
 
 Clustering = Callable[[str, Sequence[str]], Sequence[int]]
@@ -133,7 +134,7 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:
         ids = [lm.tokenizer.encode(text, add_special_tokens=False) or [0] for text in answers]
-        width = -(-max(map(len, ids)) // _WIDTH) * _WIDTH
+        width = round_up(max(map(len, ids)), _WIDTH)
         tokens, segments = np.zeros((2, len(ids), width), np.int32)
         for row, own in enumerate(ids):
             tokens[row, : len(own)], segments[row, : len(own)] = own, 1

@@ -22,6 +22,7 @@ from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_
 from calibjax.eval.tasks.scoring import Continuation, Score
 from calibjax.models.generate import Sampling
 from calibjax.recalibrate import Predictions
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import check_same, from_first
 from calibjax.runtime.errors import UserError
@@ -239,7 +240,7 @@ class TaskEvaluator:
         for batch in batches:
             scores = [list(islice(remaining, len(pairs))) for pairs in batch.options]
             most = max(map(len, scores), default=1)
-            width = max(-(-most // 4) * 4, 4)  # few shapes
+            width = max(round_up(most, 4), 4)  # few shapes
             log_probs = np.full((len(self.model.heads), BATCH, width), -np.inf, np.float32)
             for question, options in enumerate(scores):
                 for place, score in enumerate(options):

@@ -20,6 +20,7 @@ from calibjax.kernels.pallas_gpu.forward import Exponentials
 from calibjax.kernels.pallas_gpu.schedule import ROWS, TOKENS, WARPGROUPS, Blocks, choose, chunk_size
 from calibjax.kernels.pallas_gpu.tiles import biased, over_tiles, softcap_in_units
 from calibjax.kernels.platforms import platform
+from calibjax.runtime.arrays import round_up
 
 _SLICE = 32  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
 _STAGED = (plgpu.TilingTransform((8, _SLICE)), plgpu.SwizzleTransform(2 * _SLICE))
@@ -118,7 +119,7 @@ def gradients(
     """
     hidden, unembedding, bias = inputs.masked()[:3]
     tokens, saved = hidden.shape[0], cotangents.saved
-    length = -(-tokens // TOKENS) * TOKENS
+    length = round_up(tokens, TOKENS)
     hidden = padded(hidden, length)
     padding_values = {"scale": 1.0, "log_normalizer": jnp.inf}  # p = 0
     values = token_values(options, inputs, cotangents)
@@ -132,7 +133,7 @@ def gradients(
             own_bias = None if bias is None else chunked.take_rows(bias, start, count)
             dz = _dz(options, hidden, weights, own_bias, values, shifted, blocks, interpret)
         else:
-            whole = -(-count // blocks.columns) * blocks.columns
+            whole = round_up(count, blocks.columns)
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 

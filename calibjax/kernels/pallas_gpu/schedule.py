@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from calibjax.runtime.arrays import ceil_div, round_up
+
 ROWS = 64  # tokens of a warpgroup: one wgmma's
 WARPGROUPS = 2  # that multiply
 TOKENS = ROWS * WARPGROUPS
@@ -74,7 +76,7 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks, saved: bool) -> int
     """
     limit = (2 if saved else 1) * _DZ_BYTES // (2 * max(tokens, 1))
     columns = min(limit, vocab_size) if saved else min(blocks.chunk, limit, vocab_size)
-    return max(-(-columns // blocks.columns), 1) * blocks.columns
+    return max(round_up(columns, blocks.columns), blocks.columns)
 
 
 def multiprocessors(device_kind: str) -> int:
@@ -95,12 +97,12 @@ def _longest(token_tiles: int, vocab_tiles: int, group: int, pieces: int, progra
 @functools.lru_cache(maxsize=256)
 def choose(tokens: int, vocab_size: int, blocks: Blocks, device_kind: str) -> Schedule:
     """The schedule whose busiest program has least to do, with at most 16 MiB of partial statistics or 9 pieces."""
-    token_tiles = -(-tokens // TOKENS)
-    vocab_tiles = -(-vocab_size // blocks.columns)
+    token_tiles = ceil_div(tokens, TOKENS)
+    vocab_tiles = ceil_div(vocab_size, blocks.columns)
     at_once = blocks.programs or multiprocessors(device_kind)
-    groups = -(-token_tiles // _GROUP)
-    group = -(-token_tiles // groups)
-    least = min(-(-at_once // group), vocab_tiles)  # with fewer, one wave would read more than a group
+    groups = ceil_div(token_tiles, _GROUP)
+    group = ceil_div(token_tiles, groups)
+    least = min(ceil_div(at_once, group), vocab_tiles)  # with fewer, one wave would read more than a group
     fitting = _PARTIAL_BYTES // (_BYTES_A_TOKEN * token_tiles * TOKENS)
     candidates = range(least, max(min(vocab_tiles, fitting, 2 * at_once), least) + 1)
     pieces = min(candidates, key=lambda n: _longest(token_tiles, vocab_tiles, group, n, at_once))

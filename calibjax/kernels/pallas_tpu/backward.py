@@ -25,6 +25,7 @@ from calibjax.kernels.contract import LOG2_E, Cotangents, Gradients, Inputs, Opt
 from calibjax.kernels.pallas_tpu import common
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.stats import slope_in_units
+from calibjax.runtime.arrays import round_up
 
 Places = dict[str, int]  # name of a per-token value -> its row in the packed array
 
@@ -101,7 +102,7 @@ def packed(options: Options, inputs: Inputs, cotangents: Cotangents) -> tuple[Ar
 
 def pipeline(unit: int, multiply: Callable, differentiate: Callable, accumulate: Callable, count: int) -> None:
     """Three stages at a time: the logits of unit c + 1, the derivatives of unit c, the sums of unit c − 1."""
-    units = -(-count // unit)
+    units = pl.cdiv(count, unit)
     counts = [min(unit, count - c * unit) for c in range(units)]
     multiply(0)
     for c in range(units):
@@ -225,7 +226,7 @@ def _kernel(
         columns, lanes = unit_at(c)
         references = refs.references
         if for_hidden and references is not None:
-            references = references.at[pl.ds(c * unit // unit_saved * 8, -(-unit // unit_saved) * 8), :]
+            references = references.at[pl.ds(c * unit // unit_saved * 8, pl.cdiv(unit, unit_saved) * 8), :]
         write_dz(
             options,
             places,
@@ -242,7 +243,7 @@ def _kernel(
     def accumulate(c: int, count: int):
         if sums is None:
             return
-        size = min(unit, -(-count // LANES) * LANES)
+        size = min(unit, round_up(count, LANES))
         passing = pl.ds(c * unit, size)
         dz = refs.dz[c % 2, :size, :].T if for_hidden else refs.dz[c % 2, :, :size]
         for part in common.slices(width):
@@ -284,7 +285,7 @@ def _operands(
     operands = {"tokens": (values, pl.BlockSpec((len(values), block), lambda *step: (0, step[i])))}
     if saved is not None:
         # Where a block has fewer columns than a unit, several have the same references.
-        sharing, rows = max(unit_saved // columns, 1), 8 * -(-columns // unit_saved)
+        sharing, rows = max(unit_saved // columns, 1), 8 * pl.cdiv(columns, unit_saved)
         references_spec = pl.BlockSpec((rows, block), lambda *step: (step[j] // sharing, step[i]))
         operands["saved"] = (saved.values, pl.BlockSpec((columns, block), lambda *step: (step[j], step[i])))
         operands["references"] = (saved.references, references_spec)
@@ -320,8 +321,8 @@ def gradients(
     (tokens, width), vocab_size, dtype = inputs.hidden.shape, inputs.unembedding.shape[0], inputs.hidden.dtype
     saved, for_hidden, unit = cotangents.saved, kind == "d_hidden", blocks.unit
     least = unit if for_hidden else LANES
-    columns = min(blocks.columns, -(-vocab_size // least) * least)
-    block = blocks.tokens if for_hidden else -(-blocks.tokens // unit) * unit
+    columns = min(blocks.columns, round_up(vocab_size, least))
+    block = blocks.tokens if for_hidden else round_up(blocks.tokens, unit)
     blocks = blocks._replace(columns=columns, tokens=block)
     values, places = packed(options, inputs, cotangents)
     operands = _operands(kind, inputs, saved, values, blocks, unit_saved)

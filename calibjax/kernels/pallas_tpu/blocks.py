@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from calibjax.runtime.arrays import ceil_div, round_up
+
 LANES = 128
 SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time; bounds the product's temporary
 
@@ -91,7 +93,7 @@ def vmem_bytes(
     if saved:
         parts += [
             2 * tokens * columns * itemsize,  # exponentials
-            2 * tokens * 8 * 4 * -(-columns // LANES),  # their references
+            2 * tokens * 8 * 4 * ceil_div(columns, LANES),  # their references
         ]
     if saved and kernel == "d_unembedding":
         parts += [(before + 1) * 4 * columns * width, -4 * w]  # float32 sums in place of W and of its gradient
@@ -166,7 +168,7 @@ def choose(
         needs = vmem_bytes(kernel, blocks, width, itemsize, saved=saved, before=buffers(device_kind), count=count)
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
         if small and needs <= limit:
-            return blocks._replace(tokens=min(blocks.tokens, -(-tokens // LANES) * LANES))
+            return blocks._replace(tokens=min(blocks.tokens, round_up(tokens, LANES)))
     raise NotImplementedError(
         f"the TPU kernel {kernel!r} needs {needs / 2**20:.0f} MiB on chip at D = {width}, of {limit / 2**20:.0f} MiB"
     )

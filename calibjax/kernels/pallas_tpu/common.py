@@ -12,6 +12,7 @@ from jaxtyping import Array
 from calibjax.kernels import stats
 from calibjax.kernels.contract import Inputs, Options, Refs
 from calibjax.kernels.pallas_tpu.blocks import LANES, SLICE, UNPLANNED
+from calibjax.runtime.arrays import round_up
 
 NEVER = -(2**30)  # an index that no column of the vocabulary has
 
@@ -43,7 +44,7 @@ class Axes(NamedTuple):
         """
 
         def padded(sublanes: int, lanes: int) -> int:
-            return (-(-sublanes // 8) * 8) * (-(-lanes // LANES) * LANES)
+            return round_up(sublanes, 8) * round_up(lanes, LANES)
 
         return cls(1, 0) if padded(width, vocab_size) < padded(vocab_size, width) else cls(0, 1)
 
@@ -99,7 +100,7 @@ def walk_blocks(total: int, size: int, step: Array, walk: Callable[[int], None])
 
     Returns the rows of the last block.
     """
-    steps = -(-total // size)
+    steps = pl.cdiv(total, size)
     last = total - (steps - 1) * size
     if last == size:
         walk(size)

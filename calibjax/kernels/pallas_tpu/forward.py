@@ -21,6 +21,7 @@ from calibjax.kernels.pallas_tpu.backward import Exponentials
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.statistics import OUTPUTS, SUMS
 from calibjax.kernels.stats import Moments, octaves, softcap_unit
+from calibjax.runtime.arrays import round_up
 
 
 def moments(
@@ -33,7 +34,7 @@ def moments(
     inputs = inputs.masked() if save else inputs  # NaN would be saved
     hidden, unembedding, bias, scale, targets, _ = inputs
     (tokens, width), vocab_size, itemsize = hidden.shape, unembedding.shape[0], hidden.dtype.itemsize
-    columns = min(blocks.columns, -(-vocab_size // (2 * blocks.unit)) * 2 * blocks.unit)
+    columns = min(blocks.columns, round_up(vocab_size, 2 * blocks.unit))
     blocks = blocks._replace(columns=columns)
     block, in_logits = blocks.tokens, softcap_unit(options.softcap)
     powers = tuple(s * (LOG2_E * in_logits) for s in options.scales or ())
@@ -60,7 +61,7 @@ def moments(
     if kind == "rows":
         outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
     if kind == "curves":
-        height = -(-len(SUMS) * len(powers) // 8) * 8
+        height = round_up(len(SUMS) * len(powers), 8)
         at_scales = jax.ShapeDtypeStruct((height, tokens), jnp.float32)
         outputs["at_scales"] = (at_scales, pl.BlockSpec((height, block), lambda i, j: (0, i)))
     if save:

@@ -29,7 +29,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     state, has_bias = refs.state, refs.bias is not None
     columns, unit = blocks.columns, blocks.unit
     step = pl.program_id(1)
-    last = -(-vocab_size // columns) - 1
+    last = pl.cdiv(vocab_size, columns) - 1
     left = vocab_size - last * columns
     tokens, width = refs.hidden.shape
     axes = common.Axes.of(vocab_size, width)

@@ -171,7 +171,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
 
     def absorb_last(count: int):
         """The last unit of a block with `count` columns."""
-        last = -(-count // unit) - 1
+        last = pl.cdiv(count, unit) - 1
         absorb(last % 2, last * unit, count - last * unit)
 
     def walk(count: int):
@@ -179,7 +179,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
         multiply(0)
         if not save:
             absorb((units - 1) % 2, -unit, unit, ghost=True)
-        for c in range(1, -(-count // unit)):
+        for c in range(1, pl.cdiv(count, unit)):
             multiply(c)
             absorb((c - 1) % 2, (c - 1) * unit, unit)
         if save:  # in the next step its place in the result would be gone
