@@ -17,13 +17,13 @@ from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 from calibjax.runtime.arrays import AnyArray, as_indices
 
-IMPLEMENTATIONS: dict[str, Implementation | None] = {
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
     "pallas_gpu": pallas_gpu.IMPLEMENTATION,
     "chunked": chunked.IMPLEMENTATION,
-    "reference": None,
+    "reference": reference.IMPLEMENTATION,
 }
-"""Name -> implementation, best first; None stands for the dense formula, differentiated by JAX itself.
+"""Name -> implementation, best first.
 
 `implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
 `explain` returns which that is, and why.
@@ -141,48 +141,50 @@ def hold_logits(
     arrays = Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = prepare(arrays, softcap, (), None, {"implementation": "chunked"})
     inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
-    held = chunked.Chunked(chunked.chunk_logits(dispatch.options, operator.with_dtypes(inputs)))
+    with_logits = chunked.Chunked(chunked.chunk_logits(dispatch.options, operator.with_dtypes(inputs)))
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)
-        values, valid = run_call(dispatch._replace(wanted=frozenset(statistics)), arrays, scale, -100, held)
+        wanted = dispatch._replace(wanted=frozenset(statistics))
+        values, valid = _run_on_auto_axes(wanted, arrays, scale, -100, with_logits)
         return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
 
     return stats
 
 
 def run_call(
-    dispatch: "Dispatch",
-    arrays: Arrays,
-    scale: Array,
-    ignore_index: int,
-    held: Implementation | None = None,
+    dispatch: "Dispatch", arrays: Arrays, scale: Array, ignore_index: int
 ) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
-    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count.
-
-    `held`: see `hold_logits`.
-    """
+    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count."""
     sharding = dispatch.sharding
-    if sharding is not None and sharding.explicit_axes:
+    if sharding is None or not sharding.explicit_axes:
+        return _run_on_auto_axes(dispatch, arrays, scale, ignore_index)
 
-        def run(sharding: VocabSharding, operands: tuple[Arrays, Array]) -> Any:
-            return run_call(dispatch._replace(sharding=sharding), *operands, ignore_index)
+    def run(sharding: VocabSharding, operands: tuple[Arrays, Array]) -> Any:
+        return _run_on_auto_axes(dispatch._replace(sharding=sharding), *operands, ignore_index)
 
-        return sharded.in_auto_axes(sharding, run, (arrays, scale), sharded.leading_spec(arrays.hidden))
+    return sharded.in_auto_axes(sharding, run, (arrays, scale), sharded.leading_spec(arrays.hidden))
+
+
+def _run_on_auto_axes(
+    dispatch: "Dispatch", arrays: Arrays, scale: Array, ignore_index: int, with_logits: Implementation | None = None
+) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
+    """`run_call` where no axis of the mesh is explicit; `with_logits` has the logits, see `hold_logits`."""
     call = dispatch.call()
     inputs, valid, broken = flat_inputs(arrays, scale, ignore_index)
-    shape, tokens, length = valid.shape, valid.size, dispatch.shapes.hidden.shape[0]
+    length = dispatch.shapes.hidden.shape[0]
     inputs = inputs._replace(
         hidden=padded(inputs.hidden, length),
         scale=padded(inputs.scale, length, 1),
         targets=padded(inputs.targets, length),
         valid=None if dispatch.shapes.valid is None else padded(inputs.valid, length),
     )
-    if held is not None:
-        values, _, _ = operator.forward(call._replace(implementation=held), operator.with_dtypes(inputs), call.wanted)
-    else:
-        values = (reference if call.implementation is None else operator).compute(call, inputs)
-    values = {name: value[:tokens].reshape(*shape, *value.shape[1:]) for name, value in values.items()}
+    if with_logits is None:
+        values = operator.compute(call, inputs)
+    else:  # not through `compute`: an implementation that holds traced arrays cannot be a static argument
+        call = call._replace(implementation=with_logits)
+        values, _, _ = operator.forward(call, operator.with_dtypes(inputs), call.wanted)
+    values = {name: x[: valid.size].reshape(*valid.shape, *x.shape[1:]) for name, x in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
         values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
@@ -223,24 +225,20 @@ class Dispatch(NamedTuple):
     shapes: Inputs
     sharding: VocabSharding | None
 
-    def over_mesh(self, name: str) -> Implementation | None:
-        """The implementation, with `sharding` on every device's part; None is the dense formula."""
-        implementation = IMPLEMENTATIONS[name]
-        if implementation is None or self.sharding is None:
-            return implementation
-        return sharded.Sharded(implementation, self.sharding.without_trivial_axes())
+    def over_mesh(self, name: str) -> Implementation:
+        """The implementation, with `sharding` on every device's part."""
+        if self.sharding is None:
+            return IMPLEMENTATIONS[name]
+        return sharded.Sharded(IMPLEMENTATIONS[name], self.sharding.without_trivial_axes())
 
     def platform(self) -> Platform:
-        """Returns the platform that the call is compiled for."""
+        """The platform that the call is compiled for."""
         return platform(None if self.sharding is None else self.sharding.mesh)
 
     def check(self, name: str) -> tuple[bool, str]:
         """Whether the implementation can run the call here, and its line for `explain`."""
-        implementation = self.over_mesh(name)
         try:
-            if implementation is None:
-                return True, reference.check(self.options, self.sharding is not None)
-            return True, implementation.check(self.options, self.shapes, self.platform())
+            return True, self.over_mesh(name).check(self.options, self.shapes, self.platform())
         except NotImplementedError as reason:
             return False, f"cannot run this call here: {reason}"
 
@@ -397,14 +395,17 @@ def explain(
     if scales is not None:
         return "\n".join([*lines, f"1 product N·D·V and, for each logit, three sums at each of {len(scales)} scales"])
     call = dispatch.call(chosen)
-    implementation = call.implementation
-    if options.save_logits and implementation is not None:
-        size = implementation.saved_bytes(shapes.hidden.dtype.itemsize) * tokens * vocab_size / 2**20
+    if options.save_logits:
+        size = call.implementation.saved_bytes(shapes.hidden.dtype.itemsize) * tokens * vocab_size / 2**20
         lines.append(f"saved logits, where the backward pass needs them: {size:.0f} MiB over all devices")
     lines.append("products N·D·V, forward + backward, by what is differentiated:")
-    kinds = {"nothing, scale": (0, 0), "hidden": (1, 0), "unembedding": (0, 1), "hidden and unembedding": (1, 1)}
-    for what, differentiated in kinds.items():
-        forward, backward = _products(call, *map(bool, differentiated))
+    for what, d_hidden, d_unembedding in (
+        ("nothing, scale", False, False),
+        ("hidden", True, False),
+        ("unembedding", False, True),
+        ("hidden and unembedding", True, True),
+    ):
+        forward, backward = _products(call, d_hidden, d_unembedding)
         lines.append(f"  {what:<23} {forward} + {backward}")
     return "\n".join(lines)
 
@@ -420,10 +421,10 @@ def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
 
 def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
     """Products N·D·V of the forward and the backward pass; see `operator`."""
-    if call.implementation is None:
-        return 1, d_hidden + d_unembedding
     rows = d_hidden and operator.takes_rows(call, alone=not d_unembedding)
     gradients = (d_hidden and not rows) + d_unembedding
+    if call.implementation.is_dense or call.options.save_logits:
+        return 1 + rows, gradients
     # One pass computes the logits again for both, or each gradient has a pass of its own.
     again = gradients if call.implementation.rows_first else min(gradients, 1)
-    return 1 + rows, gradients + (0 if call.options.save_logits else again)
+    return 1 + rows, gradients + again

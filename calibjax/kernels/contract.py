@@ -155,14 +155,20 @@ class Implementation:
             logits are saved, that in hidden comes out of the forward pass; and where both are left to the backward
             pass, it computes the logits twice.
         accumulates: `backward` takes `into`.
+        is_dense: `compute` writes the formula out, for JAX to differentiate, and there are no passes.
     """
 
     has_rows = True
     rows_first = False
     accumulates = False
+    is_dense = False
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
         """How a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
+        raise NotImplementedError
+
+    def compute(self, options: Options, wanted: frozenset[str], inputs: Inputs) -> dict[str, Array]:
+        """The statistics that `wanted` names, where `is_dense`; see `operator.compute`."""
         raise NotImplementedError
 
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:

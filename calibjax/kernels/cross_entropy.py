@@ -109,9 +109,8 @@ def linear_cross_entropy(
     arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution)
     loss = _Loss(reduction, label_smoothing, z_loss, ignore_index, dispatch)
-    implementation = dispatch.call().implementation
-    formed = reduction != "none" and implementation is not None and implementation.accumulates
-    compute = _with_gradients if formed else _from_statistics
+    forms_gradients = reduction != "none" and dispatch.call().implementation.accumulates
+    compute = _with_gradients if forms_gradients else _from_statistics
     return compute(loss, arrays, api.as_scale(scale, arrays.hidden.shape[:-1]))
 
 
@@ -213,7 +212,6 @@ def _by_blocks(
             added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
         return (total + value, added, d_scale), None
 
-    assert call.implementation is not None
     per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
     added_up = 4 * width if "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4 else 0
     size = tokens if call.options.save_logits else choose_block_size(tokens, vocab_size, per_logit, added_up)

@@ -29,9 +29,9 @@ from calibjax.kernels.stats import times_slope
 
 
 class Call(NamedTuple):
-    """Static part of a call: `wanted` names statistics; implementation None is the dense formula."""
+    """Static part of a call: `wanted` names statistics."""
 
-    implementation: Implementation | None
+    implementation: Implementation
     wanted: frozenset[str]
     options: Options
 
@@ -51,10 +51,12 @@ class Residuals(NamedTuple):
 
 
 def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
-    """The statistics in `call.wanted` in float32; see `VocabStats`. 0 for invalid tokens.
+    """The statistics in `call.wanted` in float32; see `VocabStats`. Any value for invalid tokens.
 
     With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
     """
+    if call.implementation.is_dense:
+        return call.implementation.compute(call.options, call.wanted, inputs)
     return _statistics(call, with_dtypes(inputs))
 
 
@@ -86,7 +88,6 @@ def takes_rows(call: Call, alone: bool) -> bool:
     With saved logits one product in the backward pass does the same, and each product has its kernel.
     """
     implementation, options = call.implementation, call.options
-    assert implementation is not None
     second_weight = "expected_logit" in call.wanted or (options.softcap is not None and "mean_logit" in call.wanted)
     first = alone or (implementation.rows_first and not options.save_logits)
     return implementation.has_rows and first and not second_weight
@@ -107,7 +108,6 @@ def forward(
     call: Call, inputs: Inputs, wanted: frozenset[str], rows: bool = False, save: bool = False
 ) -> tuple[dict[str, Array], Array | None, Any]:
     """The statistics in `wanted` by name, with `rows` also `Moments.rows`, and what is saved for the backward pass."""
-    assert call.implementation is not None
     needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted)) | ({"rows"} if rows else set())
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
     log_weight, shift, variance = moments.cumulants()
@@ -183,7 +183,6 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
     """The gradients in hidden, unembedding and bias for cotangents g of the statistics."""
     inputs, outputs, rows = residuals.inputs, residuals.outputs, residuals.rows
     implementation, log_normalizer, scale = call.implementation, outputs["log_normalizer"], inputs.scale
-    assert implementation is not None
     if inputs.valid is not None:
         log_normalizer = jnp.where(inputs.valid, log_normalizer, jnp.inf)  # p = 0
     softmax = scale * g["log_normalizer"] if "log_normalizer" in g else None

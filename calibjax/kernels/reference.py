@@ -10,30 +10,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels.contract import Inputs, Options
-from calibjax.kernels.operator import Call, masked, masked_statistics
+from calibjax.kernels.contract import Implementation, Inputs, Options
+from calibjax.kernels.operator import masked, masked_statistics
+from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import FLOOR, STATISTICS, VocabStats, dense_cumulants, softcapped
 
 
-def check(options: Options, sharded: bool) -> str:
-    """A line for `explain`; raises NotImplementedError for options that a dense formula does not take."""
-    if options.chunk_size is not None or options.save_logits or sharded:
-        raise NotImplementedError("it is dense and takes no chunk_size, save_logits or sharding.")
-    return "dense, several [N, V] arrays in memory"
+class Reference(Implementation):
+    """Runs on one device, with any options of the formula itself; float64 where an input is."""
+
+    has_rows = False
+    is_dense = True
+
+    def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
+        if options.chunk_size is not None or options.save_logits:
+            raise NotImplementedError("it is dense and takes no chunk_size, save_logits or sharding.")
+        return "dense, several [N, V] arrays in memory"
+
+    def compute(self, options: Options, wanted: frozenset[str], inputs: Inputs) -> dict[str, Array]:
+        hidden, unembedding, bias, scale, targets, _ = inputs.masked()
+        dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
+        z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=options.precision)
+        if bias is not None:
+            z = z + bias.astype(dtype)[None, :]
+        values = dense_values(softcapped(z, options.softcap), scale.astype(dtype), targets, options.scales)
+        return {name: values[name] for name in wanted}
 
 
-def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
-    """The statistics in `call.wanted` in float32, or in float64 where an input is; see `VocabStats`.
-
-    With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
-    """
-    hidden, unembedding, bias, scale, targets, _ = inputs.masked()
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
-    z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=call.options.precision)
-    if bias is not None:
-        z = z + bias.astype(dtype)[None, :]
-    everything = dense_values(softcapped(z, call.options.softcap), scale.astype(dtype), targets, call.options.scales)
-    return {name: everything[name] for name in call.wanted}
+IMPLEMENTATION = Reference()
 
 
 def dense_values(
@@ -42,7 +46,7 @@ def dense_values(
     targets: Int[Array, "..."] | None,
     scales: tuple[float, ...] | None,
 ) -> dict[str, Array]:
-    """All statistics but `correct` of logits z at hand; see `compute`."""
+    """All statistics but `correct` of logits z at hand, see `operator.compute`."""
     finite = jnp.maximum(z, FLOOR)  # a bias of −inf removes an entry: p = 0, and 0·z = 0
     # Relative to the largest logit m: s·m may exceed the dtype, and so may s·(z − m), whose exponential is 0 then.
     m = jax.lax.stop_gradient(jnp.max(finite, axis=-1))

@@ -326,6 +326,8 @@ class Sharded(Implementation):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
+        if self.inner.is_dense:
+            raise NotImplementedError("it is dense and takes no sharding.")
         notes = [self.inner.check(options, part, platform) for part in _parts(self.sharding, inputs)]
         return notes[0]
 
