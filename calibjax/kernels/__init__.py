@@ -1,4 +1,4 @@
-"""The operator at the heart: statistics of the logits over the vocabulary, without the logits."""
+"""`vocab_stats`, `vocab_curves`, `linear_cross_entropy`: sums over the vocabulary, of logits that are not stored."""
 
 from calibjax.kernels.api import IMPLEMENTATIONS, explain, vocab_stats
 from calibjax.kernels.cross_entropy import linear_cross_entropy
@@ -6,13 +6,12 @@ from calibjax.kernels.curves import SCALES, VocabCurves, vocab_curves
 from calibjax.kernels.divergence import kl_divergences
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import STATISTICS, VocabStats
-from calibjax.kernels.top_k import TopLogits, top_logits
+from calibjax.kernels.top_k import top_logits
 
 __all__ = [
     "IMPLEMENTATIONS",
     "SCALES",
     "STATISTICS",
-    "TopLogits",
     "VocabCurves",
     "VocabSharding",
     "VocabStats",

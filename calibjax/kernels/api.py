@@ -31,7 +31,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 class CannotRun(NotImplementedError, ValueError):
-    """No implementation that was requested can run this call here; a ValueError too: an argument may be the reason."""
+    """No implementation that was requested can run this call here. A ValueError, as an argument may be the reason."""
 
 
 class Arrays(NamedTuple):
@@ -85,7 +85,7 @@ def vocab_stats(
         softcap: cap > 0, or None.
         where: `[...]`, False for tokens that do not count (padding, prompt).
         ignore_index: target value that does not count.
-        statistics: names of the wanted fields of `VocabStats`; None means all but `logit_variance`.
+        statistics: names of fields of `VocabStats`; None means all but `logit_variance`.
         sharding: the mesh axes over which tokens and vocabulary are split. None leaves sharded arrays to XLA: correct,
             but W may be gathered. Within your own `jax.shard_map` give None; gradients in W or the bias need the map's
             `check_vma=False`.
@@ -267,9 +267,9 @@ def prepare(
     execution: Execution,
     scales: tuple[float, ...] | None = None,
 ) -> tuple[Dispatch, Arrays]:
-    """Checks a call; returns the dispatch, and the operands as arrays of JAX, or shapes as given.
+    """Checks a call; returns the dispatch, and the operands as arrays of JAX (shapes stay shapes).
 
-    With `sharding` the tokens are padded to divide into their shards. `scales`: see `Options`.
+    With `sharding` the tokens are padded to divide into their shards. `scales` are those of `vocab_curves`.
     """
 
     def array(x: Any, convert: Callable[[Any], Array]) -> Any:
@@ -282,7 +282,8 @@ def prepare(
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if options.precision is None and dtype == jnp.float32:
         options = options._replace(precision=jax.lax.Precision.HIGHEST)
-    tokens, padding = math.prod(hidden.shape[:-1]), 0
+    tokens = math.prod(hidden.shape[:-1])
+    padding = 0
     if sharding is not None:
         sharding.check_shape(*unembedding.shape)
         padding = -tokens % sharding.count(sharding.tokens)
@@ -337,8 +338,8 @@ def _options(softcap: float | None, scales: tuple[float, ...] | None, execution:
     name = execution.get("implementation")
     if name is not None and name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, got {name!r}.")
-    given: dict[str, Any] = {key: value for key, value in execution.items() if key != "implementation"}
-    options = Options(softcap=softcap, scales=scales, **given)
+    others: dict[str, Any] = {key: value for key, value in execution.items() if key != "implementation"}
+    options = Options(softcap=softcap, scales=scales, **others)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: expected a finite number above 0 or None, got {softcap}.")
     if options.chunk_size is not None and options.chunk_size < 1:

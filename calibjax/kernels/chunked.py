@@ -123,14 +123,15 @@ def chunk_logits(options: Options, inputs: Inputs) -> _Saved:
     def step(carry: None, start: Array | int, width: int, _: None) -> tuple[None, Array]:
         return carry, _block_logits(options, inputs, start, width)[1]
 
-    inputs, vocab_size = inputs.masked(), inputs.unembedding.shape[0]
-    return fold(step, None, vocab_size, _chunk(options, inputs.hidden.shape[0], vocab_size))[1]
+    inputs = inputs.masked()
+    tokens, vocab_size = inputs.hidden.shape[0], inputs.unembedding.shape[0]
+    return fold(step, None, vocab_size, _chunk(options, tokens, vocab_size))[1]
 
 
 class Chunked(Implementation):
     """Runs anywhere, with any options.
 
-    `logits`: of the forward pass, as `chunk_logits` returns them; None: they are computed.
+    `logits`: of the forward pass, as `chunk_logits` returns them; if None, they are computed.
     """
 
     accumulates = True
@@ -149,9 +150,10 @@ class Chunked(Implementation):
         """The moments of the whole vocabulary, chunk by chunk."""
         inputs = inputs.masked()
         hidden, unembedding, bias, _, targets, _ = inputs
-        scale, vocab_size = options.scales_of_sums(inputs), unembedding.shape[0]
+        scale = options.scales_of_sums(inputs)
+        vocab_size = unembedding.shape[0]
         linear_mean = "total" in needed and options.softcap is None
-        per_piece = needed - {"rows"} - ({"total"} if linear_mean else set())
+        per_piece = needed - ({"rows", "total"} if linear_mean else {"rows"})
 
         def step(
             total: Moments | None, start: Array | int, width: int, z: Array | None
@@ -169,14 +171,16 @@ class Chunked(Implementation):
                     e = jnp.where(column == (targets - start)[:, None], 0.0, e)
                 summed = options.product(e.astype(hidden.dtype), weights, (1, 0))
                 moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
-            return moments if total is None else stats.merge(total, moments, scale), z if save else None
+            total = moments if total is None else stats.merge(total, moments, scale)
+            return total, z if save else None
 
         total, saved = fold(step, None, vocab_size, _chunk(options, hidden.shape[0], vocab_size), self._logits)
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
             mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
-            total = total._replace(total=vocab_size * (mean if bias is None else mean + jnp.mean(bias)))
+            mean = mean if bias is None else mean + jnp.mean(bias)
+            total = total._replace(total=vocab_size * mean)
         return total, saved if save else None
 
     def backward(
@@ -212,7 +216,8 @@ class Chunked(Implementation):
                 dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
             return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None), None
 
-        carry, chunk = first_gradients(inputs, wanted, into), _chunk(options, len(hidden), len(unembedding))
+        carry = first_gradients(inputs, wanted, into)
+        chunk = _chunk(options, len(hidden), len(unembedding))
         return fold(step, carry, len(unembedding), chunk, cotangents.saved)[0]
 
 

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     bias: Array | None  # float32 [V]
     scale: Array  # float32 [N], s
     targets: Array | None  # int32 [N]; those outside [0, V) match nothing
-    valid: Array | None  # bool [N], False for tokens that do not count, which may hold anything; None: all count
+    valid: Array | None  # bool [N], False for tokens that do not count, which may hold anything; if None, all count
 
     def masked(self) -> "Inputs":
         """The same with hidden states of 0 where a token does not count."""
@@ -71,7 +71,7 @@ class Cotangents(NamedTuple):
         rows: as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary, or of
             `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
             `softmax`·`rows`, except for the target's, which is in `one_hots`.
-        saved: as the forward pass returned it; None: the logits are computed again.
+        saved: as the forward pass returned it; if None, the logits are computed again.
     """
 
     log_normalizer: Array
@@ -94,7 +94,7 @@ SMALLEST_SAVED = 2.0**-120  # smallest exponential that is saved; under a soft-c
 
 
 def token_values(options: Options, inputs: Inputs, cotangents: Cotangents) -> dict[str, Array]:
-    """Returns the inputs of `dz_of_logits` except the ids: name -> float32 [N]."""
+    """The per-token values that `dz_of_logits` reads, except the ids: name -> float32 [N]."""
     in_logits = softcap_unit(options.softcap)
     centred, expected = cotangents.centred, cotangents.expected_logit
     values = {
@@ -123,11 +123,13 @@ def dz_of_logits(
     `token_values`; `hit` says whether a column is that of the k-th one-hot, where "g{k}" has a value. Where known, `p`
     is exp(s z − log_normalizer), `slope` that of the soft-cap at z.
     """
-    dz, softmax, centred, uniform = None, value("softmax"), value("centred"), value("uniform")
+    softmax, centred, uniform = value("softmax"), value("centred"), value("uniform")
+    dz = None
     if softmax is not None:
         if centred is not None:
             softmax = finite(softmax + centred * jnp.maximum(z - value("expected"), FLOOR))
-        dz = (jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p) * softmax
+        p = jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p
+        dz = p * softmax
     if uniform is not None:
         dz = uniform if dz is None else dz + uniform
     dz = jnp.zeros_like(z) if dz is None else dz * (slope_in_units(z, options.softcap) if slope is None else slope)

@@ -42,7 +42,9 @@ class _Loss(NamedTuple):
         loss = log_normalizer - scale * target_logit
         if self.label_smoothing:
             loss = loss + self.label_smoothing * scale * (target_logit - stats["mean_logit"])
-        return loss + self.z_loss * jnp.square(log_normalizer) if self.z_loss else loss
+        if self.z_loss:
+            loss = loss + self.z_loss * jnp.square(log_normalizer)
+        return loss
 
     def count(self, valid: Array) -> Array | int:
         """What the sum of the losses is divided by: the number of tokens that count, at least 1, for a mean."""
@@ -127,7 +129,7 @@ _with_gradients = jax.custom_vjp(_from_statistics, nondiff_argnums=(0,))
 def _with_gradients_fwd(loss: _Loss, arrays: api.Arrays, scale):
     named = {"hidden": arrays.hidden, "unembedding": arrays.unembedding, "bias": arrays.bias, "scale": scale}
     differentiated = [name for name, x in named.items() if x is not None and x.perturbed]
-    arrays = api.Arrays(*(x if x is None else x.value for x in arrays))
+    arrays = api.Arrays(*(None if x is None else x.value for x in arrays))
     scale = scale.value
     in_one_pass = operator.takes_rows(loss.dispatch.call(), alone=True)
     if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
@@ -154,22 +156,26 @@ def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
 
 
-def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, added_up: float = 0) -> int:
+def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) -> int:
     """Tokens per block, of even sizes, decided while tracing by `platforms.platform()`. The largest of three:
 
     - on a CPU the tokens of 24 MiB of float32 logits, elsewhere of 384 MiB; twice as many where a logit takes 2 bytes;
-    - on a CPU 128 tokens, elsewhere 2,048; likewise;
+    - on a CPU 128 tokens, elsewhere 2,048; twice as many where a logit takes 2 bytes;
     - 1/32 of all tokens.
-
-    On a GPU one block holds all tokens if its logits take no more memory than one block's logits plus the float32
-    gradient that several blocks need, `added_up` bytes for each row of W: measured there (`kernels/HOPPER.md`).
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_per_logit)
     block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_PART)
     blocks = max(ceil_div(tokens, block), 1)
-    size = max(ceil_div(tokens, blocks), 1)
-    more_bytes = (tokens - size) * bytes_per_logit  # of the logits of one block, for each row of W
-    return tokens if platform().name == "gpu" and 0 < more_bytes <= added_up else size
+    return max(ceil_div(tokens, blocks), 1)
+
+
+def prefers_one_block(tokens: int, size: int, bytes_per_logit: float, gradient_bytes_per_row: float) -> bool:
+    """Whether a GPU takes all tokens as one block, not blocks of `size`: measured in `kernels/HOPPER.md`.
+
+    It does where the further logits take no more memory than the float32 gradient in W that several blocks need.
+    """
+    more_bytes_per_row = (tokens - size) * bytes_per_logit
+    return platform().name == "gpu" and 0 < more_bytes_per_row <= gradient_bytes_per_row
 
 
 def _by_blocks(
@@ -178,7 +184,8 @@ def _by_blocks(
     """The reduced loss and its gradients in `differentiated` for flat inputs, formed block by block."""
     inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
     inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
-    tokens, (vocab_size, width) = inputs.hidden.shape[0], inputs.unembedding.shape
+    tokens = inputs.hidden.shape[0]
+    vocab_size, width = inputs.unembedding.shape
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
     wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
@@ -213,8 +220,10 @@ def _by_blocks(
         return (total + value, added, d_scale), None
 
     per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    added_up = 4 * width if "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4 else 0
-    size = tokens if call.options.save_logits else choose_block_size(tokens, vocab_size, per_logit, added_up)
+    in_float32 = "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4
+    size = choose_block_size(tokens, vocab_size, per_logit)
+    if call.options.save_logits or prefers_one_block(tokens, size, per_logit, 4 * width if in_float32 else 0):
+        size = tokens
     one_block = 0 < tokens <= size
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))

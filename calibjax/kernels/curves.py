@@ -109,7 +109,7 @@ def vocab_curves(
     Args:
         hidden, unembedding, targets, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
         scales: at least two finite inverse temperatures above 0, rising.
-        top_k: how many of the largest logits to return too, by a product and a pass of their own; 0 to V.
+        top_k: how many of the largest logits to return, 0 to V; they take a product and a pass of their own.
         execution: implementation, chunk_size and precision, as in `vocab_stats`.
 
     Returns:

@@ -40,7 +40,8 @@ class Residuals(NamedTuple):
     """Residuals of the forward pass for the gradients in hidden, unembedding and bias.
 
     `outputs` are statistics by name, `rows` and `saved` as `Implementation.forward` returns them. `differentiated` has
-    () for each of hidden, unembedding and bias that is differentiated, else None: static under jit.
+    () for each of hidden, unembedding and bias that is differentiated, else None: an empty tuple is a pytree without
+    leaves, and so is None, so that both are static under jit.
     """
 
     inputs: Inputs
@@ -107,8 +108,10 @@ def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> di
 def forward(
     call: Call, inputs: Inputs, wanted: frozenset[str], rows: bool = False, save: bool = False
 ) -> tuple[dict[str, Array], Array | None, Any]:
-    """The statistics in `wanted` by name, with `rows` also `Moments.rows`, and what is saved for the backward pass."""
-    needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted)) | ({"rows"} if rows else set())
+    """The statistics in `wanted` by name, `Moments.rows` if `rows`, and what is saved for the backward pass."""
+    needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted))
+    if rows:
+        needed |= {"rows"}
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
     log_weight, shift, variance = moments.cumulants()
     relative = call.options.scales is not None
@@ -135,9 +138,7 @@ def _statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
 def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[Any, Residuals | None]]:
     # symbolic_zeros marks what is differentiated: what is frozen is neither stored nor computed.
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
-    inputs: Inputs = jax.tree.map(
-        lambda x: x.value, primals, is_leaf=lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
-    )
+    inputs = Inputs(*(None if x is None else x.value for x in primals))
     rows = perturbed[0] and takes_rows(call, alone=not any(perturbed[1:]))
     wanted = set(call.wanted)
     if primals.scale.perturbed:
@@ -182,7 +183,8 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into: Gradients | None = None) -> Gradients:
     """The gradients in hidden, unembedding and bias for cotangents g of the statistics."""
     inputs, outputs, rows = residuals.inputs, residuals.outputs, residuals.rows
-    implementation, log_normalizer, scale = call.implementation, outputs["log_normalizer"], inputs.scale
+    scale = inputs.scale
+    log_normalizer = outputs["log_normalizer"]
     if inputs.valid is not None:
         log_normalizer = jnp.where(inputs.valid, log_normalizer, jnp.inf)  # p = 0
     softmax = scale * g["log_normalizer"] if "log_normalizer" in g else None
@@ -213,7 +215,7 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
             rows=rows,
             saved=residuals.saved,
         )
-        return implementation.backward(call.options, wanted, inputs, cotangents, into)
+        return call.implementation.backward(call.options, wanted, inputs, cotangents, into)
 
     d_target = g.get("target_logit")
     if rows is None:
@@ -225,7 +227,8 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
         d_target_of_hidden = softmax * p if d_target is None else softmax * p + d_target
     d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), rows).hidden
     rest = wanted - {"hidden"}
-    return (backward(d_target, rest, None) if rest else Gradients())._replace(hidden=d_hidden)
+    gradients = backward(d_target, rest, None) if rest else Gradients()
+    return gradients._replace(hidden=d_hidden)
 
 
 _GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered at a time

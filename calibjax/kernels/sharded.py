@@ -153,7 +153,7 @@ def leading_spec(hidden: Array) -> tuple[Any, ...]:
 def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
     """Shapes of the parts of the vocabulary that a device takes: the main one, and what does not divide, if any."""
     tokens = ceil_div(inputs.hidden.shape[0], sharding.count(sharding.tokens))
-    (vocab_size, width), dtype = inputs.unembedding.shape, inputs.unembedding.dtype
+    vocab_size, width = inputs.unembedding.shape
     rows_per_shard, rest = divmod(vocab_size, sharding.count(sharding.vocab))
 
     def part(rows: int) -> Inputs:
@@ -161,7 +161,9 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
         pairs = zip(inputs, shapes, strict=True)
         return Inputs._make(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in pairs)
 
-    main = _piece_rows(rows_per_shard, width * dtype.itemsize) if sharding.width else rows_per_shard
+    main = rows_per_shard
+    if sharding.width:
+        main = _piece_rows(rows_per_shard, width * inputs.unembedding.dtype.itemsize)
     return [part(rows) for rows in (main, rest) if rows]
 
 
@@ -190,31 +192,37 @@ def _input_specs(sharding: VocabSharding) -> Any:
     return Inputs(tokens, weights, bias=P(sharding.vocab), scale=tokens, targets=tokens, valid=tokens)  # pyright: ignore
 
 
-def _own_specs(sharding: VocabSharding) -> P:
+def _per_device_specs(sharding: VocabSharding) -> P:
     """Sharding of arrays that stay on their device: a leading axis with one entry per device."""
     return P((*sharding.vocab, *sharding.tokens))
 
 
-def _over_pieces(
-    sharding: VocabSharding,
-    inputs: Inputs,
-    step: Callable[[Any, Inputs, Array | int, Any], tuple[Any, Any]],
-    carry: Any,
-    saved: Any = None,
-) -> tuple[Any, Any]:
+_Step = Callable[[Any, Inputs, Array | int, Any], tuple[Any, Any]]
+
+
+def _over_pieces(sharding: VocabSharding, inputs: Inputs, step: _Step, carry: Any, saved: Any = None) -> Any:
     """`step(carry, part, start, saved) -> (carry, output)` over the rows of W that this device takes.
 
-    `part` has some of the rows and all D columns; `start` is where it starts in the vocabulary. Without width axes that
-    is one step. With them it is a loop that gathers the next piece while this one is computed with; the last iteration
-    gathers the first piece again, for nothing, so that all pieces have one program. `saved` and the outputs have an
-    axis in front, one entry a piece.
+    `part` has some of the rows and all D columns; `start` is where it starts in the vocabulary. Without width axes the
+    whole shard is one piece. `saved` and the outputs have an axis in front, one entry a piece.
     """
     rows = inputs.unembedding.shape[0]
-    first = jax.lax.axis_index(sharding.vocab) * rows if sharding.vocab else 0
-    if not sharding.width:
-        carry, output = step(carry, inputs, first, jax.tree.map(lambda x: x[0], saved))
-        return carry, jax.tree.map(lambda x: x[None], output)
-    columns = sharding.count(sharding.width) * inputs.unembedding.shape[1]
+    start = jax.lax.axis_index(sharding.vocab) * rows if sharding.vocab else 0
+    if sharding.width:
+        return _over_gathered_pieces(sharding, inputs, step, carry, saved, start)
+    carry, output = step(carry, inputs, start, jax.tree.map(lambda x: x[0], saved))
+    return carry, jax.tree.map(lambda x: x[None], output)
+
+
+def _over_gathered_pieces(
+    sharding: VocabSharding, inputs: Inputs, step: _Step, carry: Any, saved: Any, first: Array | int
+) -> tuple[Any, Any]:
+    """`_over_pieces` that are gathered over the width axes, each while the piece before it is computed with.
+
+    The last iteration gathers the first piece again, for nothing, so that all pieces have one program.
+    """
+    rows, columns_here = inputs.unembedding.shape
+    columns = sharding.count(sharding.width) * columns_here
     size = _piece_rows(rows, columns * inputs.unembedding.dtype.itemsize)
 
     def gather(start: Array | int) -> Array:
@@ -222,7 +230,8 @@ def _over_pieces(
         return jax.lax.all_gather(mine, sharding.width, axis=1, tiled=True)
 
     def iterate(state, x):
-        (carry, weights), (start, saved) = state, x
+        carry, weights = state
+        start, saved = x
         following = gather((start + size) % rows)
         bias = None if inputs.bias is None else jax.lax.dynamic_slice_in_dim(inputs.bias, start, size)
         carry, output = step(carry, inputs._replace(unembedding=weights, bias=bias), first + start, saved)
@@ -303,7 +312,8 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
     if mine.rows is None:
         return total
-    fraction = mine.weight * jnp.exp(scale * jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)) / total.weight
+    delta = jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)
+    fraction = mine.weight * jnp.exp(scale * delta) / total.weight
     return total._replace(rows=fraction[:, None] * mine.rows.astype(jnp.float32))
 
 
@@ -350,17 +360,20 @@ class Sharded(Implementation):
             scale = options.scales_of_sums(inputs)
             nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
             total, saved = _over_pieces(sharding, inputs, step, nothing)
-            total, saved_tail = _merge_shards(sharding, total, scale), None
+            total = _merge_shards(sharding, total, scale)
+            saved_tail = None
             if tail is not None:
                 tail_moments, saved_tail = step(None, inputs._replace(**tail), tail_start, None)
                 if tail_moments.rows is not None and sharding.vocab:
                     once = jax.lax.axis_index(sharding.vocab) == 0
                     tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
                 total = stats.merge(total, tail_moments, scale)
-            return total._replace(rows=None), jax.tree.map(lambda x: x[None], (total.rows, (saved, saved_tail)))
+            per_device = (total.rows, (saved, saved_tail))
+            return total._replace(rows=None), jax.tree.map(lambda x: x[None], per_device)
 
-        out_specs = (P(sharding.tokens), _own_specs(sharding))
-        moments, (rows, saved) = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)(head, tail)
+        out_specs = (P(sharding.tokens), _per_device_specs(sharding))
+        spread = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
+        moments, (rows, saved) = spread(head, tail)
         return moments._replace(rows=rows), saved
 
     @functools.partial(jax.jit, static_argnums=range(3))
@@ -370,7 +383,8 @@ class Sharded(Implementation):
         sharding = self.sharding
         head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
         tail_start = head.unembedding.shape[0]
-        own, cotangents = (cotangents.rows, cotangents.saved), cotangents._replace(rows=None, saved=None)
+        per_device = (cotangents.rows, cotangents.saved)
+        cotangents = cotangents._replace(rows=None, saved=None)
 
         def over_tokens(x: Array | None) -> Array | None:
             return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
@@ -382,8 +396,8 @@ class Sharded(Implementation):
             mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
             return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
-        def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, own: Any) -> tuple[Gradients, Gradients]:
-            rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], own)
+        def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, per_device: Any) -> tuple[Any, Gradients]:
+            rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], per_device)
             softmax = cotangents.softmax
             if rows is not None:  # its part of dh
                 cotangents = cotangents._replace(softmax=None)
@@ -394,8 +408,8 @@ class Sharded(Implementation):
                 return self.inner.backward(options, wanted, part, shifted, None)
 
             def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
-                part_gradients = gradients(part, start, saved)
-                return _add(d_hidden, part_gradients.hidden), (stored(part_gradients.unembedding), part_gradients.bias)
+                new = gradients(part, start, saved)
+                return _add(d_hidden, new.hidden), (stored(new.unembedding), new.bias)
 
             needs_zeros = sharding.width and "hidden" in wanted
             zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
@@ -403,7 +417,8 @@ class Sharded(Implementation):
             d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
             if rows is not None and softmax is not None:
                 summed = softmax[:, None] * rows.astype(jnp.float32)
-                summed = summed if inputs.valid is None else jnp.where(inputs.valid[:, None], summed, 0.0)
+                if inputs.valid is not None:
+                    summed = jnp.where(inputs.valid[:, None], summed, 0.0)
                 d_hidden = _add(d_hidden, summed)
             if d_hidden is not None:
                 d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
@@ -415,8 +430,8 @@ class Sharded(Implementation):
             return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
 
         specs = _input_specs(sharding)
-        in_specs = (specs, P(), P(sharding.tokens), _own_specs(sharding))
+        in_specs = (specs, P(), P(sharding.tokens), _per_device_specs(sharding))
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-        whole, rest = spread(head, tail, cotangents, own)
-        joined = (x if x is None or y is None else jnp.concatenate([x, y]) for x, y in zip(whole, rest, strict=True))
-        return Gradients(*joined)
+        whole, rest = spread(head, tail, cotangents, per_device)
+        pairs = zip(whole, rest, strict=True)
+        return Gradients(*(x if x is None or y is None else jnp.concatenate([x, y]) for x, y in pairs))

@@ -36,12 +36,12 @@ def times_slope(g: Array, z: Array, cap: float | None) -> Array:
 
 
 def slope_in_units(u: Array, cap: float | None) -> Array | float:
-    """∂z/∂x from u = z/cap: Pallas kernels work in units of the soft-cap."""
+    """The slope ∂z/∂x of the soft-cap from u = z/cap: Pallas kernels work in units of the soft-cap."""
     return 1.0 if cap is None else 1.0 - u * u
 
 
 def softcap_unit(cap: float | None) -> float:
-    """Returns the size of one unit of u in logits."""
+    """The size of one unit of u = z/cap in logits: the cap."""
     return 1.0 if cap is None else cap
 
 
@@ -96,13 +96,15 @@ class VocabStats(NamedTuple):
         target_logit = self.require("target_logit")
         value = self.scale * target_logit - self.require("log_normalizer")
         if self.max_logit is not None:
-            value = self._limit(self.max_logit, jnp.where(target_logit < self.max_logit, -jnp.inf, 0.0), value)
+            limit = jnp.where(target_logit < self.max_logit, -jnp.inf, 0.0)
+            value = self._where_overflowed(self.max_logit, limit, value)
         return jnp.where(self.valid, value, 0.0)
 
     def log_confidence(self) -> Float[Array, "..."]:
         """max_v log p(v) = s·max z − log_normalizer, in nats, at most 0; 0 on invalid tokens."""
         max_logit = self.require("max_logit")
-        value = self._limit(max_logit, 0.0, self.scale * max_logit - self.require("log_normalizer"))
+        value = self.scale * max_logit - self.require("log_normalizer")
+        value = self._where_overflowed(max_logit, 0.0, value)
         return jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)
 
     def confidence(self) -> Float[Array, "..."]:
@@ -112,13 +114,13 @@ class VocabStats(NamedTuple):
     def entropy(self) -> Float[Array, "..."]:
         """H(p) = log_normalizer − s·E_p[z], in nats; 0 on invalid tokens."""
         expected_logit = self.require("expected_logit")
-        value = self._limit(expected_logit, 0.0, self.require("log_normalizer") - self.scale * expected_logit)
-        return jnp.where(self.valid, value, 0.0)
+        value = self.require("log_normalizer") - self.scale * expected_logit
+        return jnp.where(self.valid, self._where_overflowed(expected_logit, 0.0, value), 0.0)
 
-    def _limit(self, logit: Array, limit: Array | float, value: Array) -> Array:
-        """`value`; `limit` where s·`logit` exceeds float32 though `logit` is finite: p is 1 at the largest logit."""
-        beyond = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
-        return jnp.where(beyond, limit, value)
+    def _where_overflowed(self, logit: Array, instead: Array | float, value: Array) -> Array:
+        """`instead` where s·`logit` exceeds float32 though `logit` is finite, so that p is 0 or 1; else `value`."""
+        overflowed = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
+        return jnp.where(overflowed, instead, value)
 
 
 class Moments(NamedTuple):
@@ -172,10 +174,7 @@ def moments(
     shifted = jnp.maximum(logits - largest[:, None], FLOOR)
     argmax = target = None
     if "argmax" in needed:
-        # A maximum and a minimum vectorise on every platform; argmax's two-operand reduction does not on CPU.
-        column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        first_column = jnp.min(jnp.where(logits == largest[:, None], column, width - 1), axis=1)
-        argmax = start + first_column
+        argmax = start + first_equal(logits, largest)
     if "target" in needed:
         assert targets is not None
         local = targets - start
@@ -201,12 +200,21 @@ def moments(
     )
 
 
+def first_equal(x: Float[Array, "N C"], largest: Float[Array, " N"]) -> Int[Array, " N"]:
+    """The first column of each row that is equal to `largest`; the last column where none is.
+
+    With the maximum of a row it is `jnp.argmax`, whose reduction of two operands XLA's CPU compiler does not vectorise.
+    """
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.min(jnp.where(x == largest[:, None], column, x.shape[1] - 1), axis=1)
+
+
 def octaves(scales: tuple[float, ...]) -> int:
-    """The largest L such that `scales` are K/L of them, then the doubles of these, and so on L times."""
+    """The number of octaves L of K scales: the largest with `scales[k + K/L] == 2 * scales[k]` for every k."""
     count = len(scales)
-    for first in range(1, count):
-        if count % first == 0 and all(scales[k] == 2.0 * scales[k - first] for k in range(first, count)):
-            return count // first
+    for an_octave in range(1, count):
+        if count % an_octave == 0 and all(scales[k] == 2.0 * scales[k - an_octave] for k in range(an_octave, count)):
+            return count // an_octave
     return 1
 
 
@@ -219,15 +227,19 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
     levels = octaves(scales)
     lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
 
+    def add_all(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(map(jnp.add, x, y))
+
     def step(e: Array, following: Array) -> tuple[Array, Array]:
-        terms, power = [], e
+        terms = []
+        power = e
         for _ in range(levels):
             moment = power * shifted
             terms += [power, moment, moment * shifted]
             power = power * power
         # One reduction of all terms reads e and u once. As the loop's carry, e is computed once, not for each term.
         zeros = (jnp.zeros((), jnp.float32),) * len(terms)
-        sums = jax.lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(jnp.add, x, y)), (1,))
+        sums = jax.lax.reduce(tuple(terms), zeros, add_all, (1,))
         return jnp.exp(following * shifted), jnp.stack(sums)
 
     _, sums = jax.lax.scan(step, jnp.exp(lowest[0] * shifted), jnp.roll(lowest, -1))

@@ -42,11 +42,11 @@ def top_logits(
         hidden, unembedding, bias, softcap: as in `vocab_stats`.
         k: 1 to V.
         where: `[...]`, False for tokens that do not count: they hold 0 and pass no gradient, even with NaN in `hidden`.
-        sharding: as of `vocab_stats`. Where V or the number of tokens does not divide among the devices, or the mesh
+        sharding: as in `vocab_stats`. Where V or the number of tokens does not divide among the devices, or the mesh
             has axes of type Explicit, XLA splits the computation.
 
     Returns:
-        `TopLogits`. Of equal logits the lowest index comes first.
+        `TopLogits`. Equal logits are ordered by index.
 
     Raises:
         ValueError: for shapes or a k that do not fit.
@@ -71,13 +71,14 @@ def top_logits(
         flat = jnp.where(valid[:, None], flat, 0)
 
     ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
-    own = unembedding[ids]
-    z = jnp.einsum("nd,nkd->nk", flat, own, preferred_element_type=jnp.float32, precision=_PRECISION)
+    rows = unembedding[ids]
+    z = jnp.einsum("nd,nkd->nk", flat, rows, preferred_element_type=jnp.float32, precision=_PRECISION)
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
     z = softcapped(z, softcap)
     if valid is not None:
-        z, ids = jnp.where(valid[:, None], z, 0.0), jnp.where(valid[:, None], ids, -1)
+        z = jnp.where(valid[:, None], z, 0.0)
+        ids = jnp.where(valid[:, None], ids, -1)
     return TopLogits(z.reshape(*shape, k), ids.reshape(*shape, k))
 
 
@@ -130,6 +131,6 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
 
 
 def _largest(k: int, candidates: TopLogits) -> TopLogits:
-    """The k largest of `[N, m]` candidates; of equals those that come first, so that the lowest index stays."""
+    """The k largest of `[N, m]` candidates; among equal ones the first, so that the lowest index stays."""
     logits, index = jax.lax.top_k(candidates.logits, k)
     return TopLogits(logits, jnp.take_along_axis(candidates.ids, index, axis=1))

@@ -2,7 +2,6 @@
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import (
-    Decoder,
     abstract_params,
     final_norm,
     hidden_states,
@@ -13,13 +12,12 @@ from calibjax.models.decoder import (
     unembedding_bias,
 )
 from calibjax.models.families import FAMILIES, config_from_hf
-from calibjax.models.fingerprint import fingerprint, named_tensors
+from calibjax.models.fingerprint import fingerprint
 from calibjax.models.load import load_model
 from calibjax.models.model import LanguageModel
 
 __all__ = [
     "FAMILIES",
-    "Decoder",
     "DecoderConfig",
     "LanguageModel",
     "abstract_params",
@@ -30,7 +28,6 @@ __all__ = [
     "init_params",
     "load_model",
     "logits",
-    "named_tensors",
     "unembed",
     "unembedding",
     "unembedding_bias",

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from calibjax.data import Sequences, eval_batches
 from calibjax.heads import FittedHead, HeadArrays, HeadConfig, head_features
+from calibjax.kernels.stats import first_equal
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
@@ -212,13 +213,14 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
 
     def choose(logits: Array, calibrated: Array, count: Array) -> Array:
         if inputs.temperature is None:
-            return _first_largest(logits)
+            return first_equal(logits, jnp.max(logits, axis=-1))
         drawn_from = calibrated if program.sample_calibrated else logits
         drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
         # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, count)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        return _first_largest(drawn_from + noise)
+        drawn_from = drawn_from + noise
+        return first_equal(drawn_from, jnp.max(drawn_from, axis=-1))
 
     def add_token(state: _State, logits: Array, log_scale: Array, caches: tuple[Cache, ...]) -> _State:
         """Adds a token to every row that has not ended."""
@@ -262,12 +264,6 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     not_done = jnp.zeros(len(logits), bool)
     start = add_token(_State(jnp.int32(0), not_done, empty, caches), logits, log_scale, caches)
     return jax.lax.while_loop(unfinished, step, start).generated
-
-
-def _first_largest(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """`jnp.argmax(x, axis=-1)`, in two passes that XLA's CPU compiler vectorizes, unlike that one."""
-    index = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
-    return jnp.min(jnp.where(x < jnp.max(x, axis=-1, keepdims=True), x.shape[-1], index), axis=-1)
 
 
 def generate(

@@ -256,8 +256,8 @@ def test_choose_block_size(tokens, vocab, monkeypatch):
     found = [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)]
     assert found == [2048, 4096]
     # Gemma-2-2B: all tokens, or blocks where more exponentials would be held than the float32 gradient takes.
-    found = [cross_entropy.choose_block_size(n, 256_000, 2.0625, 4 * 2304) for n in (8192, 32_768)]
-    assert found == [8192, 4096]
+    found = [cross_entropy.prefers_one_block(n, 4096, 2.0625, 4 * 2304) for n in (8192, 32_768)]
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])
