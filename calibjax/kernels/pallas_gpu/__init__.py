@@ -11,6 +11,5 @@ A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 5
 as take 1 GiB. dh is summed in float32. Times on an H200: `kernels/HOPPER.md`.
 """
 
-from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION, PallasGpu
-
-__all__ = ["IMPLEMENTATION", "PallasGpu"]
+from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION as IMPLEMENTATION
+from calibjax.kernels.pallas_gpu.implementation import PallasGpu as PallasGpu

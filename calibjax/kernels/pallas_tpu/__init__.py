@@ -20,6 +20,5 @@ everything: the exponentials are saved in the inputs' dtype (2.1·N·V bytes in 
 pass each.
 """
 
-from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION, PallasTpu
-
-__all__ = ["IMPLEMENTATION", "PallasTpu"]
+from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
+from calibjax.kernels.pallas_tpu.implementation import PallasTpu as PallasTpu
