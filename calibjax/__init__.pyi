@@ -17,7 +17,7 @@ from .eval.tasks.benchmark import evaluate_tasks as evaluate_tasks
 from .eval.tasks.options import TasksOptions as TasksOptions
 from .eval.tokens import Evaluation as Evaluation
 from .eval.tokens import evaluate as evaluate
-from .heads import ConstantTemperature as ConstantTemperature
+from .heads import ConstantHead as ConstantHead
 from .heads import FittedHead as FittedHead
 from .heads import HeadConfig as HeadConfig
 from .heads import LinearHead as LinearHead

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
-from calibjax.nn.kv_cache import Cache, fill, hold, reserve
+from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
 from calibjax.runtime.errors import UserError, check_fields
 from calibjax.runtime.sharding import lookup
 
@@ -37,9 +37,9 @@ Segments = Int[Array, "B T"] | None
 class Feature(NamedTuple):
     """One entry of `FEATURES`."""
 
-    width: int | None  # numbers a token; None: D, as the hidden states
-    statistics: tuple[str, ...] = ()  # what it is computed from, of `vocab_stats` at s = 1
-    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None  # None where it reads the unembedding, too
+    width: int | None  # numbers of a token; None for D, as wide as the hidden states
+    statistics: tuple[str, ...] = ()  # fields of `vocab_stats` at s = 1 that it is computed from
+    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None  # of these alone; None if it reads W or h
 
 
 def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
@@ -73,6 +73,12 @@ FEATURES = {
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
+def _torch_bias_init(inputs: int) -> nn.initializers.Initializer:
+    """The same distribution for the bias of a layer with this number of inputs."""
+    bound = 1 / math.sqrt(inputs)
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 class _Head(nn.Module, kw_only=True):
     """A head that reads features `[B, T, F]`; for its fields see `HeadConfig`. Returns float32 `[B, T]`.
 
@@ -92,14 +98,10 @@ class _Head(nn.Module, kw_only=True):
 
     def _output_log_scale(self, features: Float[Array, "B T H"], where: Mask, segment_ids: Segments) -> Array:
         """The last layer: H -> 1, optionally pooled over sequences, clipped; `[B, T]`."""
-        if self.identity_start:
-            kernel_init = bias_init = nn.initializers.zeros
-        else:
-            kernel_init, bound = _torch_kernel_init, 1 / math.sqrt(features.shape[-1])
-
-            def bias_init(key, shape, dtype=jnp.float32):
-                return jax.random.uniform(key, shape, dtype, -bound, bound)
-
+        kernel_init = bias_init = nn.initializers.zeros
+        if not self.identity_start:
+            kernel_init = _torch_kernel_init
+            bias_init = _torch_bias_init(features.shape[-1])
         dense = Dense(1, kernel_init=kernel_init, bias_init=bias_init, dtype=jnp.float32, name="output")
         log_scale = dense(features.astype(jnp.float32))[..., 0]
         if self.pooling == "sequence":
@@ -108,7 +110,7 @@ class _Head(nn.Module, kw_only=True):
 
 
 def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: Segments = None) -> Float[Array, "B T"]:
-    """Each token gets the mean over the tokens of its own segment that count, later ones too."""
+    """For each token the mean over all tokens of its segment that count, earlier and later ones."""
     counts = jnp.ones(values.shape, bool) if where is None else where
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
@@ -117,7 +119,7 @@ def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: 
     return total / jnp.maximum(jnp.sum(same, axis=-1), 1.0)
 
 
-class ConstantTemperature(nn.Module):
+class ConstantHead(nn.Module):
     """One learned log inverse temperature for every token. Reads nothing but the shape of the features."""
 
     min_scale: float = MIN_SCALE
@@ -161,8 +163,8 @@ class TransformerHead(_Head):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
-    authors' block is as wide as all features together. Called to `keep` a cache, or with one, on features of the tokens
-    that follow those in it, it also returns the new cache; it needs segment ids then.
+    authors' block is as wide as all features together. With `keep`, or given the `cache` of the tokens before these,
+    the result is a pair: log_scale and the new cache.
     """
 
     block: BlockConfig
@@ -185,18 +187,18 @@ class TransformerHead(_Head):
             features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
         block = Block(self.block, dtype=self.dtype, name="block", **starts)
         if segment_ids is None:
-            positions = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
-            return self._output_log_scale(block(features, sequence_context(self.block, positions)), where, None)
-        if cache is not None:
+            segment_ids = jnp.ones(features.shape[:2], jnp.int32)
+        if cache is None:
+            context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
+            mixed, new = block(features, context)
+        else:
             cache, positions = reserve(cache, segment_ids)
             context = sequence_context(self.block, positions, cache.segment_ids, start=cache.length)
             mixed, new = block(features, context, cache.past)
-            return self._output_log_scale(mixed, where, segment_ids), fill(cache, new)
-        context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
-        if not keep:
-            return self._output_log_scale(block(features, context), where, segment_ids)
-        mixed, new = block(features, context, None, keep)
-        return self._output_log_scale(mixed, where, segment_ids), hold(new, segment_ids)
+        log_scale = self._output_log_scale(mixed, where, segment_ids)
+        if cache is not None:
+            return log_scale, fill(cache, new)
+        return (log_scale, full_cache(new, segment_ids)) if keep else log_scale
 
 
 class HeadEntry(NamedTuple):
@@ -206,7 +208,8 @@ class HeadEntry(NamedTuple):
     """
 
     build: Callable[["HeadConfig"], nn.Module]
-    options: tuple[str, ...]  # fields of the configuration that are read, beside `kind` and `hidden_size`
+    options: tuple[str, ...]  # fields of the configuration that are read, apart from `kind` and `hidden_size`
+    attends: bool = False  # whether it reads earlier tokens, whose keys and values it can `keep` in a cache
 
 
 _SHARED = ("identity_start", "pooling", "min_scale")
@@ -225,20 +228,27 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     heads = config.num_heads or fitting[-1]
     if size % heads or (size // heads) % 2:
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
-    wide = config.intermediate_size or 4 * size
-    sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
-    block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **sizes)
+    block = BlockConfig(
+        hidden_size=size,
+        intermediate_size=config.intermediate_size or 4 * size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=size // heads,
+        norm_eps=1e-6,
+    )
     return TransformerHead(block, **_shared(config))
 
 
 HEADS: dict[str, HeadEntry] = {
-    "constant": HeadEntry(lambda config: ConstantTemperature(config.min_scale), ("min_scale",)),
+    "constant": HeadEntry(lambda config: ConstantHead(config.min_scale), ("min_scale",)),
     "linear": HeadEntry(lambda config: LinearHead(**_shared(config)), ("features", *_SHARED)),
     "mlp": HeadEntry(
         lambda config: MLPHead(config.intermediate_size or config.hidden_size, config.normalize, **_shared(config)),
         ("features", "intermediate_size", "normalize", *_SHARED),
     ),
-    "transformer": HeadEntry(_build_transformer, ("features", "intermediate_size", "num_heads", *_SHARED)),
+    "transformer": HeadEntry(
+        _build_transformer, ("features", "intermediate_size", "num_heads", *_SHARED), attends=True
+    ),
 }
 """Kind of head -> how it is built, and what it reads of its configuration."""
 
@@ -258,8 +268,8 @@ class HeadConfig:
         features: of `FEATURES`, joined on the last axis; those with `statistics` cost a product with the unembedding.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
         identity_start: start with s = 1; False: the authors' random start, of every matrix.
-        intermediate_size: width of the MLP; None: D ("mlp") or 4 D ("transformer").
-        num_heads: attention heads of "transformer"; None: 128 wide, but at least 8, as far as D divides.
+        intermediate_size: width of the MLP; default: D ("mlp") or 4 D ("transformer").
+        num_heads: attention heads of "transformer"; default: heads 128 wide, but at least 8, as far as they divide D.
         normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
     """
@@ -307,7 +317,7 @@ class HeadConfig:
     @property
     def attends(self) -> bool:
         """Whether the head reads earlier tokens, whose keys and values it can `keep` in a cache."""
-        return isinstance(self.build(), TransformerHead)
+        return HEADS[self.kind].attends
 
     def init(self, key: Array) -> Any:
         """Random parameters, a pytree of float32 arrays."""
@@ -340,14 +350,14 @@ def head_features(
 
     Args:
         hidden, unembedding, bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
-        covariance: of `logit_covariance`, where it is at hand, for log_std_logits.
-        stats: the statistics at s = 1 that the features read, where they are at hand: no pass over the vocabulary then.
+        covariance: the result of `logit_covariance`, for log_std_logits; if None, it is computed.
+        stats: the statistics at s = 1 that the features read; if None, a pass over the vocabulary computes them.
     """
     if names == ("hidden_states",):
         return hidden
-    wanted = sorted({statistic for name in names for statistic in FEATURES[name].statistics})
-    if wanted and stats is None:
-        stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=wanted, sharding=sharding)
+    statistics = sorted({statistic for name in names for statistic in FEATURES[name].statistics})
+    if statistics and stats is None:
+        stats = vocab_stats(hidden, unembedding, bias=bias, softcap=softcap, statistics=statistics, sharding=sharding)
     parts = {"hidden_states": hidden}
     if "argmax_embedding" in names and stats is not None:
         parts["argmax_embedding"] = lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype)
@@ -367,10 +377,10 @@ def join_features(
     joined = []
     for name in names:
         function = FEATURES[name].function
-        if name in parts or function is None or stats is None:
-            joined.append(parts[name].astype(jnp.float32))
-        else:
+        if name not in parts and function is not None and stats is not None:
             joined.append(function(stats))
+        else:
+            joined.append(parts[name].astype(jnp.float32))
     return jnp.concatenate(joined, axis=-1)
 
 

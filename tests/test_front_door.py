@@ -20,7 +20,7 @@ QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", refit_temperatu
 
 
 NAMES = """
-    AtsFit AtsOptions Comparison ConstantTemperature Evaluation FittedHead FrozenModel FunctionModel Generation
+    AtsFit AtsOptions Comparison ConstantHead Evaluation FittedHead FrozenModel FunctionModel Generation
     HeadConfig LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead RunContext Sampling Sequences SftFit
     SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
     calibrated_confidence calibrated_log_probs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts

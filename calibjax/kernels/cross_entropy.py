@@ -1,9 +1,7 @@
 """`linear_cross_entropy`: the loss of hidden states under an unembedding, without the logits.
 
 The cotangent of a scalar loss is known up to a factor when the loss is computed: the gradients are formed there, one
-block of tokens at a time, and the backward pass only multiplies them. Each logit is computed once: one product N·D·V
-for the loss, and one for each gradient in hidden and unembedding. `reduction="none"` costs what `vocab_stats` costs, as
-does a scalar over a mesh.
+block of tokens at a time, and the backward pass only multiplies them.
 """
 
 from collections.abc import Mapping

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from calibjax.kernels.stats import softcapped
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.nn.blocks import (
@@ -29,7 +30,7 @@ from calibjax.nn.blocks import (
     segment_positions,
     sequence_context,
 )
-from calibjax.nn.kv_cache import Cache, fill, hold, reserve
+from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import constrain_batch, lookup
 
@@ -65,7 +66,8 @@ class Decoder(nn.Module):
         keep: bool = False,
         until: Int[Array, "B T"] | None = None,
     ) -> Any:
-        cfg, keep = self.config, keep or cache is not None
+        cfg = self.config
+        keep = keep or cache is not None
         hidden = self._lookup("embedding", cfg.vocab_size, tokens)
         if condition is not None:
             hidden = hidden + condition[:, None, :].astype(self.dtype)
@@ -79,10 +81,10 @@ class Decoder(nn.Module):
         ) -> tuple[Array, Any]:
             local, past, added = layer  # whether its attention is local, its part of the cache, its row of `edit`
             context = contexts[0] if len(contexts) == 1 else choose_context(local.astype(jnp.int32), *contexts)
+            hidden, new = block(hidden, context, past)
+            hidden = constrain_batch(hidden)
             if keep:
-                hidden, new = block(hidden, context, past, keep)
-                return constrain_batch(hidden), new
-            hidden = constrain_batch(block(hidden, context))
+                return hidden, new
             if added is not None:
                 hidden = hidden + added.astype(hidden.dtype)[None, None, :]
             return hidden, None if layers == "last" else hidden
@@ -138,16 +140,16 @@ def hidden_states(
         config: static under `jax.jit`.
         params: parameters of the decoder.
         tokens: ids in `[0, V)`, `[B, T]`; an id outside makes its row NaN.
-        segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. `None`: one segment
+        segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. Default: one segment
             per row.
-        positions: position of each token. `None`: counted from 0 in each segment.
+        positions: position of each token; by default counted from 0 in each segment.
         layers: `"last"`: the states after the final norm; `"all"`: the embeddings and every block's output, not normed
             except for the last block's, as transformers' `output_hidden_states`; `"residual"`: the same with the last
             block's output not normed either (see `final_norm`).
         dtype: compute dtype. In float32, matrix products have the highest precision on every platform.
         remat: what the backward pass recomputes of a block: `"none"`; `"dots"`: all except its matrix products;
             `"full"`: the whole block, of which only the input is stored.
-        lora: low-rank adapters that `params` holds beside the kernels; see `init_adapters`.
+        lora: configuration of the low-rank adapters that `params` holds, see `init_adapters`.
         condition: for each row, a vector added to the embedding of every token, `[B, D]`.
         edit: vectors added to the residual stream of every token after each block, `[L, D]`.
         until: for each token, the first later column of its row that may not attend to it, `[B, T]`. A row can then
@@ -206,8 +208,8 @@ def extend(
     """Runs the decoder on the next T tokens of each row, with the keys and values of the tokens before them.
 
     `cache` holds these in the compute dtype and has free columns for the new tokens (`calibjax.nn.kv_cache.fork` adds
-    them); None: nothing comes before. Positions count from 0 in each segment, tokens in the cache included, unless they
-    are given. `until` is that of `hidden_states` for the T new columns, which are then the last ones of the cache.
+    them); without a cache nothing comes before. By default positions count from 0 in each segment, tokens in the cache
+    included. `until` is that of `hidden_states` for the T new columns, which are then the last ones of the cache.
     Returns hidden states after the final norm, and the cache with the new tokens.
     """
     if cache is None:
@@ -224,7 +226,7 @@ def extend(
         module = Decoder(config, dtype)
         out: Any = module.apply({"params": params}, tokens, seen, positions, cache=cache, keep=True, until=until)
     hidden, new = out
-    return hidden, hold(new, segment_ids) if cache is None else fill(cache, new)
+    return hidden, full_cache(new, segment_ids) if cache is None else fill(cache, new)
 
 
 def final_norm(
@@ -236,13 +238,13 @@ def final_norm(
 
 
 def unembedding(config: DecoderConfig, params: Params) -> Float[Array, "V D"]:
-    """Returns the unembedding (the embedding if they are tied), divided by `logit_divisor` if there is one."""
+    """The unembedding (the embedding if they are tied), divided by `logit_divisor` if there is one."""
     matrix = params["embedding"] if config.tie_embeddings else params["unembedding"]
     return matrix if config.logit_divisor is None else matrix / jnp.asarray(config.logit_divisor, matrix.dtype)
 
 
 def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
-    """Returns the bias of the logits before the soft-cap, or `None` if there is none."""
+    """The bias of the logits before the soft-cap, or `None` if there is none."""
     return params.get("unembedding_bias")
 
 
@@ -254,10 +256,10 @@ def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"])
     matrix = unembedding(config, params).astype(hidden.dtype)
     with _matmul_precision(hidden.dtype):
         logits = jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
-    bias, cap = unembedding_bias(params), config.logit_softcap
+    bias = unembedding_bias(params)
     if bias is not None:
         logits = logits + jax.lax.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return softcapped(logits, config.logit_softcap)
 
 
 def logits(
@@ -275,14 +277,14 @@ def logits(
 
 
 def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Returns random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero."""
+    """Random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
     return init(key)
 
 
 def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:
-    """Returns initial float32 adapters for `lora.join`: A from He's uniform distribution, B zero, so that A B is 0."""
+    """Initial float32 adapters for `lora.join`: A from He's uniform distribution, B zero, so that A B is 0."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     module = lora.adapt(Decoder(config))
     return jax.jit(lambda key: adapters_of(module.init(key, tokens, None, tokens)["params"]))(key)
@@ -290,7 +292,7 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
 
 @functools.lru_cache(maxsize=32)  # tracing a decoder takes a tenth of a second
 def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Mapping[str, Any]:
-    """Returns the tree of parameters as `jax.ShapeDtypeStruct`s."""
+    """The tree of parameters as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 
 
@@ -304,8 +306,8 @@ def _layer_contexts(
     length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
     rope = config.rope if config.local_rope is None else config.local_rope
-    own_rope = dataclasses.replace(config, rope=rope)
-    local = sequence_context(own_rope, positions, segment_ids, window=window, start=start, until=until)
+    local_config = dataclasses.replace(config, rope=rope)
+    local = sequence_context(local_config, positions, segment_ids, window=window, start=start, until=until)
     return (local,) if all(config.local_layers) else (unlimited, local)
 
 

@@ -1,8 +1,4 @@
-"""Generation of text with a calibrated confidence for every token, and of sequences sampled from a model.
-
-The decoder processes the prompts once and caches their keys and values; then a loop runs decoder and head on one new
-token of every row at a time. Both are one compiled program.
-"""
+"""Generation of text with a calibrated confidence for every token, and of sequences sampled from a model."""
 
 import contextlib
 import dataclasses
@@ -186,7 +182,7 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decode(program: _Program, inputs: _Inputs) -> Generation:
-    """Processes the prompts, then adds one token to every row at a time; returns what `generate` returns."""
+    """Processes the prompts into a cache, then adds one token to every row at a time; returns what `generate` returns."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
     fold_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -40,9 +40,9 @@ class Rope:
         fraction: fraction of the channels of each head that are rotated, in (0, 1].
         scaling: `None`; `"linear"`: every frequency is divided by `factor`; `"llama3"`: only low frequencies are
             (arXiv 2407.21783), with a smooth transition between `low_freq_factor` and `high_freq_factor` turns over the
-            original context; `"yarn"`: likewise between `beta_slow` and `beta_fast` turns, linear in the index of the
-            frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is divided by its own of
-            `divisors`, one for each pair of channels; `"none"`: nothing is rotated.
+            original context; `"yarn"`: the same with a transition between `beta_slow` and `beta_fast` turns, linear in
+            the index of the frequency (arXiv 2309.00071, section 3.2); `"longrope"`: each frequency is divided by one
+            of `divisors`, which has a number for each pair of channels; `"none"`: nothing is rotated.
         factor: scaling of the context; positive.
         truncate: for `"yarn"`: whether the transition begins and ends at whole indices.
         original_max_positions: context before scaling; for `"llama3"` and `"yarn"`.
@@ -162,14 +162,14 @@ class BlockConfig:
 
 
 class SequenceContext(NamedTuple):
-    """Inputs of every block besides hidden states: rotary table and mask."""
+    """What every block reads in addition to hidden states: rotary table and mask."""
 
     rotary: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]] | None
     visible: AttentionMask
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Returns positions that restart at 0 wherever the segment id changes along T."""
+    """Positions that restart at 0 wherever the segment id changes along T."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
     first = jnp.ones_like(segment_ids[:, :1], dtype=bool)
     starts = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
@@ -206,36 +206,49 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Angles per position of the R rotated pairs, float32: `theta ** (-i / R)`, scaled according to `rope`."""
     width = rope.width(head_dim)
     frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        # Turns over the original context. Frequencies with few turns (long waves) are stretched.
-        turns = rope.original_max_positions * frequencies / (2 * math.pi)
-        keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
-        frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
-    elif rope.scaling == "yarn":
-
-        def index(turns: float) -> float:
-            """Index of the frequency with this number of turns over the original context."""
-            return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-        low, high = index(rope.beta_fast), index(rope.beta_slow)
-        low, high = (math.floor(low), math.ceil(high)) if rope.truncate else (low, high)
-        low, high = max(low, 0), min(high, width - 1)
-        # 1e-3 makes the passage a step if low equals high.
-        stretch = np.clip((np.arange(width // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
-        frequencies = (1 - stretch) * frequencies + stretch * frequencies / rope.factor
-    elif rope.scaling == "longrope":
-        frequencies = frequencies / np.asarray(rope.divisors)
-    elif rope.scaling == "none":
-        frequencies = np.zeros_like(frequencies)
+    if rope.scaling is not None:
+        frequencies = _SCALINGS[rope.scaling](rope, frequencies)
     return frequencies.astype(np.float32)
+
+
+def _scale_llama3(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
+    """Stretches the frequencies with few turns over the original context: long waves."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / rope.factor
+
+
+def _scale_yarn(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
+    """Stretches the frequencies from the index of `beta_fast` turns to that of `beta_slow` turns more and more."""
+    width = 2 * len(frequencies)
+
+    def index(turns: float) -> float:
+        """Index of the frequency with this number of turns over the original context."""
+        return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index(rope.beta_fast), index(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    # 1e-3 makes the passage a step if low equals high.
+    stretch = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
+    return (1 - stretch) * frequencies + stretch * frequencies / rope.factor
+
+
+_SCALINGS: dict[str, Callable[[Rope, np.ndarray], np.ndarray]] = {
+    "linear": lambda rope, frequencies: frequencies / rope.factor,
+    "llama3": _scale_llama3,
+    "yarn": _scale_yarn,
+    "longrope": lambda rope, frequencies: frequencies / np.asarray(rope.divisors),
+    "none": lambda rope, frequencies: np.zeros_like(frequencies),
+}
+"""`Rope.scaling` -> the scaled frequencies."""
 
 
 def rotary_table(
     positions: Int[Array, "B T"], rope: Rope, head_dim: int
 ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
-    """Returns cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
+    """Cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
     return rope.amplitude * jnp.cos(angles)[:, :, None, :], rope.amplitude * jnp.sin(angles)[:, :, None, :]
 
@@ -338,7 +351,8 @@ class Attention(_Layer):
             x = x if cfg.qkv_clip is None else jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip)
             return x.reshape(split)
 
-        query, key = heads(cfg.num_heads, "q", cfg.qk_norm), heads(cfg.num_kv_heads, "k", cfg.qk_norm)
+        query = heads(cfg.num_heads, "q", cfg.qk_norm)
+        key = heads(cfg.num_kv_heads, "k", cfg.qk_norm)
         value = heads(cfg.num_kv_heads, "v")
         if context.rotary is not None:
             interleaved = cfg.rope is not None and cfg.rope.interleaved
@@ -352,11 +366,12 @@ class Attention(_Layer):
         if past is None:
             mixed = attend(query, key, value, context.visible, **options)
         else:
-            *shared, own = past
-            start, columns = context.visible.start, [keys.shape[2] for keys, _ in past]
+            *shared, cache = past
+            columns = [keys.shape[2] for keys, _ in past]
+            start = context.visible.start
             assert start is not None, "`past` requires a context with `start`"
             start = start - sum(columns[:-1])
-            key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(own, new, strict=True))
+            key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(cache, new, strict=True))
             mask = context.visible.mask(hidden.shape[1], sum(columns))
             assert mask is not None
             mixed = attend_by_blocks(query, [*shared, (key, value)], mask, **options)
@@ -380,32 +395,34 @@ class MLP(_Layer):
 class Block(_Layer):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
-    With `past` or `keep` it returns a pair: hidden states, and the keys and values of the tokens, which
-    `calibjax.nn.kv_cache` stores. `dtype` is that of computations and of the output, `param_dtype` that of the
-    parameters that `init` creates, `kernel_init` the initializer of every matrix.
+    It returns hidden states, and the keys and values of the tokens, which `calibjax.nn.kv_cache` stores. `dtype` is
+    that of computations and of the output, `param_dtype` that of the parameters that `init` creates, `kernel_init` the
+    initializer of every matrix.
     """
 
     @nn.compact
     def __call__(
-        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: Past | None = None, keep: bool = False
-    ) -> Any:
-        cfg, kinds = self.config, (self.dtype, self.param_dtype)
+        self, hidden: Float[Array, "B T D"], context: SequenceContext, past: Past | None = None
+    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+        cfg = self.config
+        kinds = (self.dtype, self.param_dtype, self.kernel_init)
 
-        def norm(x: Array, name: str, wanted: bool = True) -> Array:
-            return self._norm(name)(x) if wanted else x
+        def norm(x: Array, name: str, exists: bool = True) -> Array:
+            return self._norm(name)(x) if exists else x
 
         def add(hidden: Array, update: Array) -> Array:
             if cfg.residual_scale is not None:  # in float32, because bfloat16 would round the factor
                 update = (update.astype(jnp.float32) * cfg.residual_scale).astype(update.dtype)
             return hidden + update
 
-        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        attention = Attention(cfg, *kinds, self.kernel_init, name="attention")
+        before = cfg.norm_placement != "post"
+        after = cfg.norm_placement != "pre"
+        attention = Attention(cfg, *kinds, name="attention")
         if cfg.mixture is None:
-            mlp = MLP(cfg, *kinds, self.kernel_init, name="mlp")
+            mlp = MLP(cfg, *kinds, name="mlp")
         else:
-            shape = (cfg.mixture, cfg.intermediate_size, ACTIVATIONS[cfg.activation], cfg.mlp_bias)
-            mlp = Experts(*shape, *kinds, self.kernel_init, name="mlp")
+            activation = ACTIVATIONS[cfg.activation]
+            mlp = Experts(cfg.mixture, cfg.intermediate_size, activation, cfg.mlp_bias, *kinds, name="mlp")
         normed = norm(hidden, "attention_norm", before)
         mixed, new = attention(normed, context, past)
         if cfg.parallel is not None:
@@ -413,5 +430,6 @@ class Block(_Layer):
             hidden = add(add(hidden, mixed), mlp(other))
         else:
             hidden = add(hidden, norm(mixed, "attention_post_norm", after))
-            hidden = add(hidden, norm(mlp(norm(hidden, "mlp_norm", before)), "mlp_post_norm", after))
-        return (hidden, new) if keep or past is not None else hidden
+            update = mlp(norm(hidden, "mlp_norm", before))
+            hidden = add(hidden, norm(update, "mlp_post_norm", after))
+        return hidden, new

@@ -1,8 +1,8 @@
 """Key/value cache for incremental decoding: a pytree for pure functions.
 
-`hold` makes a cache of the prompts, `fork` repeats each row for several samples and appends free columns. In each step
-`reserve` assigns columns and positions to the new tokens, the blocks compute their keys and values, and `fill` stores
-them. Rows may be padded on the left: segment ids determine which columns a token attends to.
+`full_cache` makes one of the prompts, `fork` repeats each row for several samples and appends free columns. In each
+step `reserve` assigns columns and positions to the new tokens, the blocks compute their keys and values, and `fill`
+stores them. Rows may be padded on the left: segment ids determine which columns a token attends to.
 """
 
 from typing import NamedTuple
@@ -36,11 +36,11 @@ class Cache(NamedTuple):
     @property
     def past(self) -> Past:
         """Keys and values as the blocks take them."""
-        own = self.keys, self.values
-        return (own,) if self.shared is None else (self.shared, own)
+        of_rows = self.keys, self.values
+        return (of_rows,) if self.shared is None else (self.shared, of_rows)
 
 
-def hold(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
+def full_cache(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
     """A full cache of the first T tokens, whose keys and values are `[L, B, K, T, H]`, or `[B, K, T, H]` of one block.
 
     Under a mesh (`jax.set_mesh`) rows and heads are sharded like the blocks' activations.
@@ -60,11 +60,13 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 
 def fill(cache: Cache, new: KeysValues) -> Cache:
     """Stores keys and values of the tokens that `reserve` was last called for, in their columns."""
-    start = cache.length - (cache.segment_ids.shape[1] - cache.keys.shape[-2])
-    keys, values = (
-        constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=old.ndim - 2))
-        for old, x in zip((cache.keys, cache.values), new, strict=True)
-    )
+    shared_columns = cache.segment_ids.shape[1] - cache.keys.shape[-2]
+
+    def update(old: Array, x: Array) -> Array:
+        start = cache.length - shared_columns
+        return constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=old.ndim - 2))
+
+    keys, values = update(cache.keys, new[0]), update(cache.values, new[1])
     return cache._replace(keys=keys, values=values, length=cache.length + new[0].shape[-2])
 
 

@@ -11,13 +11,8 @@
 At a D that is no multiple of 128, as 2,880, XLA stores W with the vocabulary along lanes (`common.Axes`). The kernels
 then have Wᵀ and form dWᵀ. XLA copies hidden states and dh, and W once where it gathers the rows of the targets.
 
-Memory beyond inputs and outputs: 32 bytes a token for the statistics. Where hidden states and unembedding are both
-differentiated, dh comes out of the forward pass and dW is a pass of its own: four products in all. Where there is
-`expected_logit`, or `mean_logit` under a soft-cap, dh has to wait for the backward pass: five products.
-
-With `save_logits`, and in the scalar `linear_cross_entropy`, a block of tokens at a time, it is three products for
-everything: the exponentials are saved in the inputs' dtype (2.1·N·V bytes in bfloat16), and dh and dW come out of a
-pass each.
+Memory beyond inputs and outputs: 32 bytes a token for the statistics, and with `save_logits` 2.1·N·V bytes in bfloat16
+for the exponentials. `operator` has a table of the products; `rows_first` holds.
 """
 
 from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
