@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+
 from calibjax.commands.common import JsonOptions
 from calibjax.eval.report.schema import Document
 from calibjax.heads import FittedHead
@@ -19,7 +21,7 @@ from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import read_json
 from calibjax.runtime.options import Positional
 from calibjax.train import load_head
-from calibjax.train.saved import constant_head, export_head, head_notes
+from calibjax.train.saved import export_head, head_notes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ def write_export(
         temperature = notes.get("temperature")
         if not isinstance(temperature, float) or not temperature > 0:
             raise UserError(f"--method temperature: {options.run} records no temperature; export its head instead.")
-        head = constant_head(head, temperature)
+        config = dataclasses.replace(head.config, kind="constant")
+        head = FittedHead(config, {"log_scale": np.float32(-np.log(temperature))}, head.fingerprint)
         try:
             own = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
         except ValueError:

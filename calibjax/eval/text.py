@@ -83,7 +83,7 @@ def evaluate_text(
         tokens; distinct_1, distinct_2, distinct_3 and repetition, of words; self_bleu or None; and the first text.
     """
     options: Any = {"batch_size": batch_size, "context": context}
-    drawn = sample_sequences(lm, sequences, prompt=prompt, temperature=temperature, **options)
+    drawn = sample_sequences(lm, sequences, prompt_tokens=prompt, temperature=temperature, **options)
     sums = log_probs(scorer, drawn, batch_size=batch_size).sum(axis=1, dtype=np.float64)
     counts = drawn.where.sum(axis=1)
     mean = sums.sum() / counts.sum()

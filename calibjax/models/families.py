@@ -79,14 +79,14 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the language model of a multimodal model; of a language model, the same settings."""
+    """The settings of the language model of a multimodal model; those of a language model unchanged."""
     kind, text = settings.get("model_type"), settings.get("text_config")
     if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
         return settings
-    # Of the whole model, not of its part: whether embeddings are tied, and how its weights are quantised.
-    shared = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
+    # Whether embeddings are tied and how weights are quantised are settings of the whole model, not of its part.
+    of_whole = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
     # transformers does not cap the logits of a multimodal model.
-    return {"model_type": TEXT_MODELS[kind], **text, **shared, "final_logit_softcapping": None}
+    return {"model_type": TEXT_MODELS[kind], **text, **of_whole, "final_logit_softcapping": None}
 
 
 def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
@@ -113,7 +113,8 @@ def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
 def check_sizes(file: Path, settings: Mapping[str, Any]) -> None:
     """Raises `UserError` for a size out of range: transformers makes a list entry for each layer."""
     for name in (*_SIZES, *_LAYERS):
-        value, largest = settings.get(name), MOST_LAYERS if name in _LAYERS else INT_MAX
+        value = settings.get(name)
+        largest = MOST_LAYERS if name in _LAYERS else INT_MAX
         if value is not None and not (type(value) is int and 1 <= value <= largest):
             raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
 
@@ -141,8 +142,10 @@ def _convert(hf: Any) -> DecoderConfig:
     _refuse(hf, "is_causal", getattr(hf, "is_causal", True), allowed=(True,))
     try:
         fields = FAMILIES[hf.model_type].fields(hf)
-        settings = {**_SETTINGS, "norm_eps": "layer_norm_eps" if fields.get("norm") == "layer" else "rms_norm_eps"}
-        fields = {ours: getattr(hf, theirs) for ours, theirs in settings.items() if ours not in fields} | fields
+        norm_eps = "layer_norm_eps" if fields.get("norm") == "layer" else "rms_norm_eps"
+        for ours, theirs in {**_SETTINGS, "norm_eps": norm_eps}.items():
+            if ours not in fields:
+                fields[ours] = getattr(hf, theirs)
         if "num_kv_heads" not in fields:
             fields["num_kv_heads"] = getattr(hf, "num_key_value_heads", None) or fields["num_heads"]
         if "head_dim" not in fields:
@@ -170,7 +173,7 @@ def _convert(hf: Any) -> DecoderConfig:
 
 def _refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
     """Raises `UserError` if the value of a field is not in `allowed`."""
-    if not any(value == one for one in allowed):  # by ==, because a value of JSON may have no hash
+    if not any(value == choice for choice in allowed):  # by ==, because a value of JSON may have no hash
         choices = ", ".join(map(repr, allowed))
         raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
 
@@ -229,49 +232,49 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
 
     `partial`: whether the family reads `partial_rotary_factor`.
     """
-    given: Mapping[str, Any] = parameters or hf.rope_parameters or {}
-    kind = given.get("rope_type", "default")
+    settings: Mapping[str, Any] = parameters or hf.rope_parameters or {}
+    kind = settings.get("rope_type", "default")
     _refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
     for name in (*_ROPE_TYPES[kind], "rope_theta", *(("partial_rotary_factor",) if partial else ())):
-        if given.get(name) is None:
+        if settings.get(name) is None:
             raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name}, got null.")
-    fields: Fields = {name: float(given[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
+    fields: Fields = {name: float(settings[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}
     if kind in ("llama3", "yarn", "longrope"):
         # As in transformers, the top-level field takes precedence, unless kinds of layers differ.
         original = None if parameters else getattr(hf, "original_max_position_embeddings", None)
-        original = original or given.get("original_max_position_embeddings") or hf.max_position_embeddings
+        original = original or settings.get("original_max_position_embeddings") or hf.max_position_embeddings
         fields["original_max_positions"] = int(original)
     if not partial and kind != "default":
         # transformers ignores it without scaling and fails with scaling.
-        _refuse(hf, "partial_rotary_factor", given.get("partial_rotary_factor"), allowed=(None, 1.0))
+        _refuse(hf, "partial_rotary_factor", settings.get("partial_rotary_factor"), allowed=(None, 1.0))
     if kind == "yarn":
-        fields |= _yarn(hf, given)
+        fields |= _yarn(hf, settings)
     elif kind == "longrope":
-        factor = given.get("factor") or hf.max_position_embeddings / fields["original_max_positions"]
-        amplitude = given.get("attention_factor")
+        factor = settings.get("factor") or hf.max_position_embeddings / fields["original_max_positions"]
+        amplitude = settings.get("attention_factor")
         if amplitude is None:
             amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(fields["original_max_positions"]))
-        fields |= {"divisors": tuple(map(float, given["short_factor"])), "amplitude": float(amplitude)}
+        fields |= {"divisors": tuple(map(float, settings["short_factor"])), "amplitude": float(amplitude)}
     return Rope(
-        theta=float(given["rope_theta"]),
-        fraction=float(given["partial_rotary_factor"]) if partial else 1.0,
+        theta=float(settings["rope_theta"]),
+        fraction=float(settings["partial_rotary_factor"]) if partial else 1.0,
         scaling=None if kind in ("default", "dynamic") else kind,
         **fields,
     )
 
 
-def _yarn(hf: Any, given: Mapping[str, Any]) -> Fields:
+def _yarn(hf: Any, settings: Mapping[str, Any]) -> Fields:
     def stretch(mscale: Any) -> float:
-        return 0.1 * mscale * math.log(max(given["factor"], 1)) + 1
+        return 0.1 * mscale * math.log(max(settings["factor"], 1)) + 1
 
-    amplitude = given.get("attention_factor")
+    amplitude = settings.get("attention_factor")
     if amplitude is None:
-        scales = given.get("mscale"), given.get("mscale_all_dim")
+        scales = settings.get("mscale"), settings.get("mscale_all_dim")
         amplitude = stretch(scales[0]) / stretch(scales[1]) if all(scales) else stretch(1)
     return {
-        "beta_fast": float(given.get("beta_fast") or 32),
-        "beta_slow": float(given.get("beta_slow") or 1),
-        # transformers reads it from the whole configuration, also if kinds of layers differ.
+        "beta_fast": float(settings.get("beta_fast") or 32),
+        "beta_slow": float(settings.get("beta_slow") or 1),
+        # transformers reads it from the whole configuration, even if kinds of layers differ.
         "truncate": bool(hf.rope_parameters.get("truncate", True)),
         "amplitude": float(amplitude),
     }
@@ -340,22 +343,22 @@ def _llama(hf: Any) -> Fields:
 
 
 def _ministral3(hf: Any) -> Fields:
-    ours = _everywhere_local(hf)
+    fields = _everywhere_local(hf)
     if (hf.rope_parameters or {}).get("llama_4_scaling_beta"):
         # Queries at positions beyond the original length have another scale, which is not implemented.
         original = hf.rope_parameters["original_max_position_embeddings"]
-        ours["max_positions"] = min(hf.max_position_embeddings, original)
-    return ours
+        fields["max_positions"] = min(hf.max_position_embeddings, original)
+    return fields
 
 
 def _smollm3(hf: Any) -> Fields:
     unrotated = tuple(not rotated for rotated in hf.no_rope_layers)
-    ours = _local_layers(hf)
-    if ours.get("local_layers", unrotated) != unrotated:
+    fields = _local_layers(hf)
+    if fields.get("local_layers", unrotated) != unrotated:
         _refuse(hf, "layer_types", hf.layer_types, allowed=("sliding_attention where no_rope_layers has 0",))
     if any(unrotated):
-        ours |= {"local_layers": unrotated, "local_rope": Rope(scaling="none")}
-    return {**_llama(hf), **ours}
+        fields |= {"local_layers": unrotated, "local_rope": Rope(scaling="none")}
+    return {**_llama(hf), **fields}
 
 
 def _qwen(hf: Any) -> Fields:
@@ -429,14 +432,14 @@ def _granite(hf: Any) -> Fields:
 def _stablelm(hf: Any) -> Fields:
     _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
     parallel = "one_norm" if hf.use_parallel_residual else None
-    ours = {"norm": "layer", "parallel": parallel, "qkv_bias": hf.use_qkv_bias, "rope": _rope(hf, partial=True)}
-    return {**ours, **_equal_heads(hf)}
+    rope = _rope(hf, partial=True)
+    return {"norm": "layer", "parallel": parallel, "qkv_bias": hf.use_qkv_bias, "rope": rope, **_equal_heads(hf)}
 
 
 def _phi(hf: Any) -> Fields:
     _refuse(hf, "qk_layernorm", hf.qk_layernorm, allowed=(False,))
-    ours = {"norm": "layer", "gated_mlp": False, "parallel": "one_norm", "unembedding_bias": True, **_ALL_BIASES}
-    return {**ours, "rope": _rope(hf, partial=True)}
+    fields = {"norm": "layer", "gated_mlp": False, "parallel": "one_norm", "unembedding_bias": True, **_ALL_BIASES}
+    return {**fields, "rope": _rope(hf, partial=True)}
 
 
 _PHI_RULES = (
@@ -453,9 +456,9 @@ _PHI_RULES = (
 
 def _gpt_neox(hf: Any) -> Fields:
     parallel = "two_norms" if hf.use_parallel_residual else None
-    ours = {"norm": "layer", "gated_mlp": False, "parallel": parallel, "mlp_bias": True}
-    ours |= {"rope": _rope(hf, partial=True), "num_kv_heads": hf.num_attention_heads}
-    return {**ours, **_equal_heads(hf), **_attention_biases(hf)}
+    fields = {"norm": "layer", "gated_mlp": False, "parallel": parallel, "mlp_bias": True}
+    fields |= {"rope": _rope(hf, partial=True), "num_kv_heads": hf.num_attention_heads}
+    return {**fields, **_equal_heads(hf), **_attention_biases(hf)}
 
 
 _GPT_NEOX_RULES = (
@@ -524,13 +527,13 @@ def _qwen_mixture(hf: Any) -> Mixture:
 def _qwen3_moe(hf: Any) -> Fields:
     _refuse(hf, "mlp_only_layers", hf.mlp_only_layers, allowed=([],))
     _refuse(hf, "decoder_sparse_step", hf.decoder_sparse_step, allowed=(1,))
-    ours = {"qk_norm": "head", "intermediate_size": hf.moe_intermediate_size, "mixture": _qwen_mixture(hf)}
-    return {**ours, **_attention_biases(hf), **_everywhere_local(hf)}
+    fields = {"qk_norm": "head", "intermediate_size": hf.moe_intermediate_size, "mixture": _qwen_mixture(hf)}
+    return {**fields, **_attention_biases(hf), **_everywhere_local(hf)}
 
 
 def _olmoe(hf: Any) -> Fields:
-    ours = {"qk_norm": "projection", "qkv_clip": hf.clip_qkv, "mixture": _qwen_mixture(hf)}
-    return {**ours, **_attention_biases(hf)}
+    mixture = _qwen_mixture(hf)
+    return {"qk_norm": "projection", "qkv_clip": hf.clip_qkv, "mixture": mixture, **_attention_biases(hf)}
 
 
 _QWEN3_MOE_RULES = (
@@ -554,8 +557,8 @@ def _gpt_oss(hf: Any) -> Fields:
         swish=float(getattr(hf, "swiglu_alpha", 1.702)),
     )
     # `hidden_act` is not read: `clamp` names the activation.
-    ours = {"activation": "silu", "mlp_bias": True, "attention_sinks": True, "mixture": mixture}
-    return {**ours, **_attention_biases(hf), **_local_layers(hf)}
+    fields = {"activation": "silu", "mlp_bias": True, "attention_sinks": True, "mixture": mixture}
+    return {**fields, **_attention_biases(hf), **_local_layers(hf)}
 
 
 _GPT_OSS_RULES = (

@@ -63,7 +63,7 @@ class Generation(NamedTuple):
         return f"Generation(tokens {list(getattr(self.tokens, 'shape', ()))})"
 
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-        """Returns each row as text, without special tokens."""
+        """Each row as text, without special tokens."""
         rows = (row[row >= 0].tolist() for row in np.asarray(self.tokens))
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
@@ -74,13 +74,13 @@ class Sampling:
 
     Attributes:
         temperature: 0 for the most likely token; otherwise within `TEMPERATURES`, on top of that of a head.
-        top_k: sample from the `top_k` most likely tokens, at least 1; None: from all. See `sampling_logits`.
-        top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; None: from all.
+        top_k: sample from the `top_k` most likely tokens, at least 1; default: all. See `sampling_logits`.
+        top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; default: all.
         calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its seed in `prompt_seeds` and its text.
         count: samples of each prompt, K; each prompt is processed once.
-        prompt_seeds: an integer for each prompt, which is folded into the key; None: the prompt's index.
+        prompt_seeds: an integer for each prompt, which is folded into the key; default: the prompt's index.
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
@@ -120,11 +120,11 @@ def sampling_logits(
     top_k: int | None = None,
     top_p: Float[Array, ""] | float | None = None,
 ) -> Float[Array, "B V"]:
-    """Returns the logits of the distribution to sample from, float32: `-inf` for tokens that are excluded.
+    """Logits of the distribution to sample from, float32: `-inf` for tokens that are excluded.
 
     As in transformers: divided by the temperature, cut to the `top_k` largest (Fan et al., 2018, arXiv 1805.04833,
     section 5.4), then to the fewest whose probabilities sum to `top_p` at least (Holtzman et al., 2020,
-    arXiv 1904.09751, section 3.1). Tokens that tie with the last one kept are kept too. `top_k` is static.
+    arXiv 1904.09751, section 3.1). A token that ties with the last of them stays. `top_k` is static.
 
     Example:
         >>> import jax.numpy as jnp
@@ -154,7 +154,7 @@ class _Program(NamedTuple):
     max_new_tokens: int
     top_k: int | None
     sample_calibrated: bool
-    count: int
+    samples: int  # of each prompt
 
 
 class _Inputs(NamedTuple):
@@ -167,14 +167,14 @@ class _Inputs(NamedTuple):
     stop_tokens: Any  # [E], padded with -1, which is no token id
     prompt_seeds: Any  # [B]
     key: PRNGKeyArray
-    temperature: Any  # None: the most likely token
+    temperature: Any  # None for the most likely token
     top_p: Any
 
 
 class _State(NamedTuple):
     """State of the loop."""
 
-    count: Int[Array, ""]  # tokens that every row has so far, those after its end included
+    length: Int[Array, ""]  # tokens that every row has so far, those after its end included
     done: Bool[Array, " B"]
     generated: Generation
     caches: tuple[Cache, ...]  # of the model and, if it attends, of the head
@@ -182,19 +182,20 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decode(program: _Program, inputs: _Inputs) -> Generation:
-    """Processes the prompts into a cache, then adds one token to every row at a time; returns what `generate` returns."""
+    """What `generate` returns: processes the prompts into a cache, then adds one token to every row at a time."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
     fold_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     row_keys = fold_each(inputs.key, inputs.prompt_seeds)
-    if program.count > 1:
-        row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.count)).ravel()
+    if program.samples > 1:
+        row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.samples)).ravel()
 
     def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
         cache, head_cache = (*caches, None, None)[:2]
-        options: Any = {"segment_ids": segment_ids, "dtype": program.dtype}
-        hidden, cache = decoder.extend(config, frozen.params, tokens, cache, **options)
+        hidden, cache = decoder.extend(
+            config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype
+        )
         logits_of: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
         features = head_features(head.features, hidden, unembedding, **logits_of)
         apply: Any = functools.partial(head.build().apply, {"params": inputs.head.params}, features)
@@ -207,13 +208,13 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
         return logits, log_scale[:, -1] + inputs.head.log_factor, new
 
-    def choose(logits: Array, calibrated: Array, count: Array) -> Array:
+    def choose(logits: Array, calibrated: Array, length: Array) -> Array:
         if inputs.temperature is None:
             return first_equal(logits, jnp.max(logits, axis=-1))
         drawn_from = calibrated if program.sample_calibrated else logits
         drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
         # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, count)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, length)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         drawn_from = drawn_from + noise
         return first_equal(drawn_from, jnp.max(drawn_from, axis=-1))
@@ -221,7 +222,8 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
     def add_token(state: _State, logits: Array, log_scale: Array, caches: tuple[Cache, ...]) -> _State:
         """Adds a token to every row that has not ended."""
         calibrated = jnp.exp(log_scale)[:, None] * logits
-        token, alive = choose(logits, calibrated, state.count), ~state.done
+        token = choose(logits, calibrated, state.length)
+        alive = ~state.done
 
         def log_prob(z: Array) -> Array:
             return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
@@ -234,25 +236,25 @@ def _decode(program: _Program, inputs: _Inputs) -> Generation:
             where=alive,
         )
         generated = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.count, axis=1),
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.length, axis=1),
             state.generated,
             columns,
         )
         done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
-        return _State(state.count + 1, done, generated, caches)
+        return _State(state.length + 1, done, generated, caches)
 
     def step(state: _State) -> _State:
-        last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.count - 1, 1, axis=1)
+        last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.length - 1, 1, axis=1)
         segment_ids = (last >= 0).astype(jnp.int32)
         return add_token(state, *run(jnp.maximum(last, 0), segment_ids, state.caches))
 
     def unfinished(state: _State) -> Array:
-        return (state.count < program.max_new_tokens) & ~jnp.all(state.done)
+        return (state.length < program.max_new_tokens) & ~jnp.all(state.done)
 
     logits, log_scale, caches = run(inputs.tokens, inputs.segment_ids)
-    logits, log_scale = (jnp.repeat(x, program.count, axis=0) for x in (logits, log_scale))
+    logits, log_scale = (jnp.repeat(x, program.samples, axis=0) for x in (logits, log_scale))
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
-    caches = tuple(fork(cache, program.count, columns) for cache in caches)
+    caches = tuple(fork(cache, program.samples, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
     zeros = jnp.zeros(shape, jnp.float32)
     floats = {"base_log_probs": zeros, "confidence": zeros, "temperature": zeros + 1}
@@ -282,7 +284,7 @@ def generate(
         head: head fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
         sampling: how tokens are chosen.
-        stop_tokens: ids that end a row, as its last token; None: those of the model's generation_config.json, or
+        stop_tokens: ids that end a row, as its last token; default: those of the model's generation_config.json, or
             else the tokenizer's end of sequence; () for none.
 
     Returns:
@@ -342,7 +344,7 @@ def generate(
 
 
 def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
-    """Returns the ids that end a text: of generation_config.json, a GGUF file, or else of the tokenizer."""
+    """The ids that end a text: of generation_config.json, a GGUF file, or else of the tokenizer."""
     if lm.path is not None and is_gguf(lm.path):
         return gguf_stop_tokens(lm.path)
     file = None if lm.path is None else lm.path / "generation_config.json"
@@ -392,49 +394,49 @@ def sample_sequences(
     lm: LanguageModel,
     sequences: Sequences,
     *,
-    prompt: int = 1,
+    prompt_tokens: int = 1,
     temperature: float = 1.0,
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
-    """Keeps the first `prompt` tokens of every sequence and samples the rest from the model, up to a stop token.
+    """Keeps the first `prompt_tokens` of every sequence and samples the rest from the model, up to a stop token.
 
     Returns sequences of the same shape, one text each, padded at the end; `where` is False for targets that are tokens
     of the prompt. Temperature 0 decodes greedily. `context` gives the seed, the progress bar and its title.
     """
     context = context or RunContext()
     count, length = sequences.tokens.shape
-    if not 1 <= prompt <= length:
-        raise UserError(f"prompt: expected 1 to {length}, the sequences' inputs, got {prompt}.")
-    if (sequences.segment_ids[:, prompt - 1] != 1).any():
-        raise UserError(f"prompt: some sequences begin with fewer than {prompt} tokens of a text; give a smaller one.")
+    if not 1 <= prompt_tokens <= length:
+        raise UserError(f"prompt_tokens: expected 1 to {length}, the sequences' inputs, got {prompt_tokens}.")
+    if (sequences.segment_ids[:, prompt_tokens - 1] != 1).any():
+        raise UserError(f"prompt_tokens: some sequences begin with fewer than {prompt_tokens} tokens of a text.")
     stops = default_stop_tokens(lm)
     tokens = np.empty((count, length + 1), np.int32)
-    tokens[:, :prompt] = sequences.tokens[:, :prompt]
+    tokens[:, :prompt_tokens] = sequences.tokens[:, :prompt_tokens]
     where = np.zeros((count, length + 1), bool)
-    where[:, :prompt] = True
+    where[:, :prompt_tokens] = True
     bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up to one shape for all
         key = jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None
         generated = generate(
             lm,
-            tokens[rows, :prompt].tolist(),
-            max_new_tokens=length + 1 - prompt,
+            tokens[rows, :prompt_tokens].tolist(),
+            max_new_tokens=length + 1 - prompt_tokens,
             sampling=Sampling(temperature=temperature, key=key),
             stop_tokens=stops,
         )
         drawn = to_host(generated.tokens)[: count - begin]
         real = len(drawn)
-        where[begin : begin + real, prompt:] = drawn >= 0
-        tokens[begin : begin + real, prompt:] = np.maximum(drawn, 0)
+        where[begin : begin + real, prompt_tokens:] = drawn >= 0
+        tokens[begin : begin + real, prompt_tokens:] = np.maximum(drawn, 0)
         bar.update(real)
     bar.close()
     inputs = where[:, 1:]  # an input is valid if it has a target
     return Sequences(
         tokens=tokens[:, :-1] * inputs,
         targets=tokens[:, 1:] * inputs,
-        where=inputs & (np.arange(length) >= prompt - 1),
+        where=inputs & (np.arange(length) >= prompt_tokens - 1),
         segment_ids=inputs.astype(np.int32),
         positions=np.arange(length, dtype=np.int32) * inputs,
         source=sequences.source,
@@ -447,7 +449,7 @@ def mix_samples(
     fraction: float,
     *,
     directory: Path,
-    prompt: int = 1,
+    prompt_tokens: int = 1,
     batch_size: int = 16,
     context: RunContext | None = None,
 ) -> Sequences:
@@ -460,14 +462,16 @@ def mix_samples(
     rows = np.sort(order[: round(fraction * len(order))])
     if not len(rows):
         return sequences
-    file, made_of = directory / "samples.npz", json.dumps([lm.fingerprint, fraction, prompt, batch_size, context.seed])
+    file = directory / "samples.npz"
+    made_of = json.dumps([lm.fingerprint, fraction, prompt_tokens, batch_size, context.seed])
     drawn = None
     if file.is_file():
         with np.load(file) as stored:
             if str(stored["made_of"]) == made_of and np.array_equal(stored["rows"], rows):
                 drawn = Sequences(**{name: stored[name] for name in Sequences._fields})
     if drawn is None:
-        drawn = sample_sequences(lm, sequences.take(rows), prompt=prompt, batch_size=batch_size, context=context)
+        chosen = sequences.take(rows)
+        drawn = sample_sequences(lm, chosen, prompt_tokens=prompt_tokens, batch_size=batch_size, context=context)
         arrays: Any = {"made_of": made_of, "rows": rows, **drawn._asdict()}
 
         def save() -> None:
@@ -484,8 +488,8 @@ def mix_samples(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _log_probs(config: Any, dtype: Any, frozen: FrozenArrays, batch: Mapping[str, Any]):
-    wanted, zeros = ("log_normalizer", "target_logit"), jnp.zeros(batch["where"].shape, jnp.float32)
-    return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=wanted).log_prob()
+    zeros = jnp.zeros(batch["where"].shape, jnp.float32)
+    return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=("log_normalizer", "target_logit")).log_prob()
 
 
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:

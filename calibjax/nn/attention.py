@@ -40,8 +40,8 @@ class AttentionMask:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
 
     Attributes:
-        segment_ids: segment of each column, `[B, S]`; padding is segment 0. None: one segment per row.
-        start: first column of the T tokens, which follow those in a cache. None: the columns are the tokens.
+        segment_ids: segment of each column, `[B, S]`; padding is segment 0. If None, one segment per row.
+        start: first column of the T tokens, which follow those in a cache. If None, the columns are the tokens.
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
         kind: index into `windows`, known at run time; None if there is one window.
         until: for each column, the first later one that may not attend to it, `[B, S]`; for trees, depth first.
@@ -65,10 +65,10 @@ class AttentionMask:
             seen &= distance < (windows[0] if self.kind is None else jnp.asarray(windows)[self.kind])
         seen = seen[None]
         if self.segment_ids is not None:
-            own = self.segment_ids
+            of_tokens = self.segment_ids
             if self.start is not None:
-                own = jax.lax.dynamic_slice_in_dim(own, self.start, time, axis=1)
-            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+                of_tokens = jax.lax.dynamic_slice_in_dim(of_tokens, self.start, time, axis=1)
+            seen = seen & (of_tokens[:, :, None] == self.segment_ids[:, None, :])
         if self.until is not None:
             seen = seen & (index[None, :, None] < self.until[:, None, :])
         return seen[:, None]
@@ -109,10 +109,11 @@ def attend(
         return attend_by_blocks(query, past, mask, scale=scale, softcap=softcap, sinks=sinks)
     suits = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
     implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
-    options: Any = {"mask": mask, "is_causal": mask is None, "scale": scale, "implementation": implementation}
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, **options)
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=mask is None, scale=scale, implementation=implementation
+        )
 
 
 def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
@@ -133,18 +134,21 @@ def attend_by_blocks(
 
     If the last part of `past` has T columns, they are those of the tokens, and a block leaves out those that follow it.
     """
-    time, options = query.shape[1], {"scale": scale, "softcap": softcap, "sinks": sinks}
+    time = query.shape[1]
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if time == 1:
         return attend_by_products(query, past, mask, **options)
     groups = query.shape[2] // past[0][0].shape[1]
-    *shared, own = [(jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past]
-    columns = own[0].shape[2]
+    *earlier, (keys, values) = [
+        (jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past
+    ]
+    columns = keys.shape[2]
     first = mask.shape[-1] - columns  # of the last part
 
     def block(start: Any, end: Any) -> Array:
         last = end if columns == time else columns
         visible = mask[:, :, start:end, : first + last]
-        parts = [*shared, (own[0][:, :, :last], own[1][:, :, :last])]
+        parts = [*earlier, (keys[:, :, :last], values[:, :, :last])]
         return attend_by_products(query[:, start:end], parts, visible, **options)
 
     if export.is_symbolic_dim(time):

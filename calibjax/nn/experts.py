@@ -62,7 +62,7 @@ class Mixture:
 
 
 def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
-    """Returns the weights, in float32, and the indices of the experts of each token. For the rule see `Mixture`."""
+    """Weights, in float32, and indices of the experts of each token, by the rule of `Mixture`."""
     logits = jnp.where(logits == 0, 0.0, logits)  # `top_k` orders -0.0 before 0.0
     top, chosen = jax.lax.top_k(logits, mixture.per_token)
     base = top if mixture.normalized else logits
@@ -81,17 +81,20 @@ def mix(
     `weights` and `chosen` come from `route`; an index outside `[0, E)` contributes zero. `params` has for `gate`, `up`
     and `down` a `kernel` `[E, in, out]` and optionally a `bias` `[E, out]`; `activation` is a function of gate and up.
     """
-    # The copies of tokens are assigned to slots, of which `token`, `expert` and the inverse `slot` say what is where.
-    experts, (tokens, copies) = params["up"]["kernel"].shape[0], chosen.shape
+    # Each copy of a token has a slot: `token` and `expert` are by slot, `slot` is by copy.
+    experts = params["up"]["kernel"].shape[0]
+    tokens, copies = chosen.shape
     rows = tokens * copies
-    held = (chosen >= 0) & (chosen < experts)
-    flat = jnp.where(held, chosen, experts).reshape(rows)
+    is_local = (chosen >= 0) & (chosen < experts)
+    flat = jnp.where(is_local, chosen, experts).reshape(rows)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
     starts = jnp.cumsum(sizes) - sizes
     ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
     if platform().name == "tpu" or use_ragged_dot.value:  # the slots of the experts follow each other without gaps
-        token, expert, slot = order // copies, jnp.minimum(flat[order], experts - 1), ranks
+        token = order // copies
+        expert = jnp.minimum(flat[order], experts - 1)
+        slot = ranks
 
         def multiply(x: Array, kernels: Array) -> Array:
             return jax.lax.ragged_dot(x, kernels, sizes[:-1])
@@ -121,7 +124,7 @@ def mix(
     out = project("down", activation(project("gate", inputs), project("up", inputs)))
     # By selection: a slot without an expert may hold anything.
     out = out.at[slot.reshape(chosen.shape)].get(mode="clip")
-    copied = jnp.where(held[..., None], out, 0).astype(jnp.float32)
+    copied = jnp.where(is_local[..., None], out, 0).astype(jnp.float32)
     return jnp.einsum("nkd,nk->nd", copied, weights, precision="highest")
 
 
@@ -142,7 +145,8 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        number, size = self.mixture.experts, hidden.shape[-1]
+        number = self.mixture.experts
+        size = hidden.shape[-1]
         kinds: Any = {"param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
         options: Any = {"use_bias": self.mixture.router_bias, "dtype": jnp.float32, "precision": "highest"}
         router = nn.Dense(number, **options, **kinds, name="router")
@@ -158,12 +162,14 @@ class Experts(nn.Module):
 
         def on_device(hidden: Array, weights: Array, chosen: Array, params: Any) -> Array:
             """`mix` for `[B, T, D]` with the experts of this device."""
-            held = params["up"]["kernel"].shape[0]
-            if held < number:
-                chosen = chosen - jax.lax.axis_index(_EXPERTS) * held
+            experts_here = params["up"]["kernel"].shape[0]
+            if experts_here < number:
+                chosen = chosen - jax.lax.axis_index(_EXPERTS) * experts_here
             rows, weights, chosen = (x.reshape(-1, x.shape[-1]) for x in (hidden, weights, chosen))
             out = mix(rows, weights, chosen, params, self._gated).reshape(hidden.shape)
-            return (jax.lax.psum(out, _EXPERTS) if held < number else out).astype(hidden.dtype)
+            if experts_here < number:
+                out = jax.lax.psum(out, _EXPERTS)
+            return out.astype(hidden.dtype)
 
         mesh = jax.sharding.get_abstract_mesh()
         if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:

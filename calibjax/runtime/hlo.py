@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from calibjax.runtime.arrays import ceil_div
-
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8}
 
@@ -162,7 +160,7 @@ def _length(computations: dict[str, _Computation], loop: _Instruction, around: _
     steps = [n for name in advance.operands if (n := _number(body, name, "constant")) is not None]
     first = around.get(loop.operands[0])
     start = _number(around, first.operands[index], "constant") if first and first.opcode == "tuple" else None
-    return ceil_div(end - (start or 0), steps[0]) if steps else None
+    return -(-(end - (start or 0)) // steps[0]) if steps else None
 
 
 def _source(computation: _Computation, name: str) -> _Instruction | None:

@@ -12,11 +12,7 @@ transformers:
 `calibjax.torch.vllm` is a plugin of vLLM.
 """
 
-from calibjax.torch.attach import Attached as Attached
-from calibjax.torch.attach import Generated as Generated
-from calibjax.torch.attach import TokenScores as TokenScores
-from calibjax.torch.attach import attach as attach
-from calibjax.torch.heads import HeadError as HeadError
-from calibjax.torch.heads import TemperatureHead as TemperatureHead
-from calibjax.torch.heads import load_head as load_head
-from calibjax.torch.heads import to_onnx as to_onnx
+from calibjax.torch.attach import Attached, Generated, TokenScores, attach
+from calibjax.torch.heads import HeadError, TemperatureHead, load_head, to_onnx
+
+__all__ = ["Attached", "Generated", "HeadError", "TemperatureHead", "TokenScores", "attach", "load_head", "to_onnx"]

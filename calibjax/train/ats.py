@@ -136,13 +136,7 @@ def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, s
 
 
 def _fit(
-    lm: FrozenModel,
-    tokens: TokenCurves,
-    plan: AtsPlan,
-    context: RunContext,
-    folds: Sequence[np.ndarray],
-    *,
-    by_set: bool,
+    lm: FrozenModel, tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: list[np.ndarray], *, by_set: bool
 ) -> AtsFit:
     """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
     fit = fit_temperature(tokens)

@@ -263,7 +263,7 @@ def fit_lhts(
             data,
             options.sampled_fraction,
             directory=samples_directory or context.require_directory(),
-            prompt=options.prompt,
+            prompt_tokens=options.prompt,
             batch_size=options.batch_size,
             context=context,
         )
@@ -293,7 +293,7 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
                 sequences,
                 1.0,
                 directory=at.require_directory(),
-                prompt=options.prompt,
+                prompt_tokens=options.prompt,
                 batch_size=options.batch_size,
                 context=at,
             )

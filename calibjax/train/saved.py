@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from safetensors import SafetensorError
@@ -204,12 +203,6 @@ def _read_portable(file: Path, like: Any) -> Any:
     if sorted(names) != sorted(tensors):
         raise ValueError(f"expected the parameters {sorted(names)}, found {sorted(tensors)}")
     return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in names])
-
-
-def constant_head(head: FittedHead, temperature: float) -> FittedHead:
-    """Temperature scaling as a head of the same base model."""
-    config = dataclasses.replace(head.config, kind="constant")
-    return FittedHead(config, {"log_scale": jnp.float32(-np.log(temperature))}, head.fingerprint)
 
 
 _AUTHORS = "calibration_head.safetensors"  # of the code of arXiv 2409.19817, beside its config.json

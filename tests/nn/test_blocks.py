@@ -31,7 +31,7 @@ def apply(config, params, hidden, positions=None, segment_ids=None):
 
     @jax.jit
     def run(params, hidden):
-        return Block(config, hidden.dtype).apply(params, hidden, sequence_context(config, positions, segment_ids))
+        return Block(config, hidden.dtype).apply(params, hidden, sequence_context(config, positions, segment_ids))[0]
 
     return run(params, hidden)
 

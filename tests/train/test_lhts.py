@@ -145,12 +145,12 @@ def test_interrupted_at_any_step_it_ends_the_same(tmp_path, monkeypatch):
 
 def test_samples_are_the_models_own():
     lm, sequences = make_lm(), make_sequences(30)
-    drawn = sample_sequences(lm, sequences, prompt=3, batch_size=16, context=silent(seed=1))
+    drawn = sample_sequences(lm, sequences, prompt_tokens=3, batch_size=16, context=silent(seed=1))
     np.testing.assert_array_equal(drawn.tokens[:, :3], sequences.tokens[:, :3])
     np.testing.assert_array_equal(drawn.tokens[:, 1:], drawn.targets[:, :-1])
     assert not drawn.where[:, :2].any()
     assert drawn.where[:, 2:].all()
-    greedy = sample_sequences(lm, sequences, prompt=3, temperature=0.0, batch_size=16, context=silent())
+    greedy = sample_sequences(lm, sequences, prompt_tokens=3, temperature=0.0, batch_size=16, context=silent())
     best = dense_log_probs(lm, greedy).argmax(axis=-1)
     np.testing.assert_array_equal(best[greedy.where], greedy.targets[greedy.where])
     likely = [log_probs(lm, w, batch_size=7)[drawn.where].mean() for w in (greedy, drawn)]
