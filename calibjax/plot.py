@@ -47,8 +47,8 @@ def reliability(
     Args:
         confidence: `[N]`, in [0, 1]; or results (see the module), which hold the intervals.
         correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
-        method: of results with several, such as "ats"; by default the last one.
-        bins: of the points, equal-width, closed on the right; results have their own.
+        method: which of the results' methods, such as "ats"; by default the last one.
+        bins: number of points, equal-width bins closed on the right; results bring theirs.
         label, colour: of the curve; by default the colour of the method in a report.
     """
     ax = _axes(ax)
@@ -73,7 +73,7 @@ def reliability(
     reach = np.nan_to_num(np.stack([y - low, high - y]).clip(min=0))
     ax.errorbar(x, y, reach, fmt="o", linewidth=1, markersize=3.5, capsize=2, **marks)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    return plain(ax)
+    return clear_spines(ax)
 
 
 def temperature_histogram(
@@ -112,7 +112,7 @@ def temperature_histogram(
     ticks = [t for t in grid if low <= t <= high]
     ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
     ax.minorticks_off()
-    return legend(plain(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return legend(clear_spines(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 def layers(
@@ -120,11 +120,11 @@ def layers(
 ) -> "Axes":
     """Figures of the prediction read from each layer, with their 95% bands.
 
-    Of results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
+    For results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
 
     Args:
         curves: the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]`: value, low, high.
-        figures: those to draw: of results accuracy, confidence, ece, mce, entropy, kl.
+        figures: those to draw; results have accuracy, confidence, ece, mce, entropy, kl.
     """
     ax = _axes(ax)
     phase, last = None, 0
@@ -148,7 +148,7 @@ def layers(
             ax.axvspan(phase["peak"], last, color=MUTED, alpha=0.2, linewidth=0)
     ax.set(xlabel="layer (0: embeddings)", ylim=(0, None))
     ax.locator_params(axis="x", integer=True)
-    return legend(plain(ax))
+    return legend(clear_spines(ax))
 
 
 def risk_coverage(
@@ -162,7 +162,7 @@ def risk_coverage(
 ) -> "Axes":
     """Error rate of the most confident predictions, by the fraction of predictions that they are.
 
-    The arguments are those of `reliability`; of results the curve has a point for each bin.
+    The arguments are those of `reliability`; for results the curve has a point for each bin.
     """
     ax = _axes(ax)
     if correct is None:
@@ -181,7 +181,7 @@ def risk_coverage(
     colour, mark = colour or _COLOURS.get(name.partition("-")[0], _BLUE), "." if correct is None else None
     ax.plot(covered / count.sum(), 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
-    return plain(ax)
+    return clear_spines(ax)
 
 
 def forest(
@@ -191,7 +191,7 @@ def forest(
 
     Args:
         differences: name -> (difference, low, high), drawn from the top; or results with differences from a reference.
-        figure: of results: ece, brier, log_loss or nll.
+        figure: which difference of the results: ece, brier, log_loss or nll.
         title: of the horizontal axis.
     """
     ax = _axes(ax)
@@ -213,11 +213,11 @@ def forest(
     ax.set_yticks(lines, [name.replace("_", " ") for name in differences], fontsize="small", parse_math=False)
     ax.set(ylim=(-0.7, len(lines) - 0.3), xlabel=title or "difference")
     ax.locator_params(axis="x", nbins=5)
-    return plain(ax)
+    return clear_spines(ax)
 
 
-def plain(ax: "Axes") -> "Axes":
-    """Keeps the left and bottom spines only, in the colours that a report replaces."""
+def clear_spines(ax: "Axes") -> "Axes":
+    """Hides all spines but the left and the bottom one, and colours these as a report expects."""
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(MUTED)

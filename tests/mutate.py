@@ -189,7 +189,7 @@ TABLE = {
     "models/generate.py": [
         (", axis=-1) - probabilities", ", axis=-1)", "models/test_generate.py -k cuts"),
         ("max_new_tokens - 1, 1)  #", "max_new_tokens - 2, 1)  #", "models/test_generate.py -k without_cache"),
-        ("inputs & (np.arange(length) >= prompt - 1)", "inputs", "train/test_lhts.py -k samples"),
+        ("inputs & (np.arange(length) >= prompt_tokens - 1)", "inputs", "train/test_lhts.py -k samples"),
     ],
     "models/decoder.py": [
         ("not any(config.local_layers)", "not all(config.local_layers)", "models/test_families.py -k golden and gemma")

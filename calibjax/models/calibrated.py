@@ -13,7 +13,7 @@ from calibjax.data import Sequences
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import decoder
 from calibjax.models.frozen import Config, batch_stats, frozen_arrays
-from calibjax.models.model import LanguageModel
+from calibjax.models.model import LanguageModel, Tokens
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import AnyArray, as_indices
 from calibjax.runtime.errors import UserError
@@ -64,11 +64,7 @@ def _log_probs(model_config: Config, head_config: HeadConfig, dtype, head_arrays
 
 
 def calibrated_log_probs(
-    lm: LanguageModel,
-    head: FittedHead,
-    tokens: Int[AnyArray, "B T"] | Sequences,
-    *,
-    segment_ids: Int[AnyArray, "B T"] | None = None,
+    lm: LanguageModel, head: FittedHead, tokens: Tokens, *, segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> Float[Array, "B T V"]:
     """Calibrated log-probabilities of the token after each position, log softmax(s_t z_t): float32 `[B, T, V]`, nats.
 
@@ -78,7 +74,7 @@ def calibrated_log_probs(
         lm: the base model.
         head: fitted on it.
         tokens: `[B, T]`, integer; or `Sequences`, which say where texts begin and which targets count.
-        segment_ids: `[B, T]`, 0 for padding; None: all tokens of a row are one sequence.
+        segment_ids: `[B, T]`, 0 for padding; by default all tokens of a row are one sequence.
 
     Raises:
         UserError: the head belongs to another model, or tokens do not fit the model.
@@ -98,11 +94,7 @@ def _confidence(model_config: Config, head_config: HeadConfig, dtype, head_array
 
 
 def calibrated_confidence(
-    lm: FrozenModel,
-    head: FittedHead,
-    tokens: Int[AnyArray, "B T"] | Sequences,
-    *,
-    segment_ids: Int[AnyArray, "B T"] | None = None,
+    lm: FrozenModel, head: FittedHead, tokens: Tokens, *, segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> TokenConfidence:
     """Calibrated probability of the most likely next token at each position; see `calibrated_log_probs`.
 
@@ -110,7 +102,7 @@ def calibrated_confidence(
 
     Returns:
         `TokenConfidence`, `[B, T]` each: argmax (int32, -1 on padding), confidence (float32 in [0, 1], 0 on padding)
-        and temperature (float32 > 0). Of `Sequences`, positions whose target does not count are padding too.
+        and temperature (float32 > 0). In `Sequences`, positions whose target does not count are treated as padding.
     """
     batch = _batch(lm, head, tokens, segment_ids)
     frozen = frozen_arrays(lm, head.config)

@@ -52,38 +52,38 @@ def _slices(length: int, step: int) -> list[slice]:
 
 
 def chunk_digest(name: str, values: np.ndarray) -> bytes:
-    """Returns the BLAKE3 digest of the raw bytes of a chunk as most files hold it: kernels as `[..., out, in]`."""
+    """The BLAKE3 digest of the raw bytes of a chunk as most files hold it: kernels as `[..., out, in]`."""
     if name.endswith(".kernel") and values.ndim > 1:
         values = transposed(values) if values.flags.c_contiguous else values.swapaxes(-1, -2)
     return blake3.blake3(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).digest()
 
 
 def tensor_digest(name: str, tensor: ArrayLike) -> str:
-    """Returns the digest of one tensor's name, shape, dtype and chunks; see `join_chunks`."""
+    """The digest of one tensor's name, shape, dtype and chunks; see `join_chunks`."""
     array = np.asarray(tensor)
     digests = b"".join(chunk_digest(name, array[index]) for index in chunks(name, array.shape))
     return join_chunks(name, array.dtype, array.shape, digests)
 
 
 def join_chunks(name: str, dtype: np.dtype, shape: Sequence[int], digests: bytes) -> str:
-    """Returns the `sha256` of a tensor's name, dtype, shape and the digests of its chunks, in their order."""
+    """The `sha256` of a tensor's name, dtype, shape and the digests of its chunks, in their order."""
     return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode() + digests).hexdigest()
 
 
 def combine_digests(config: DecoderConfig, digests: Mapping[str, str]) -> str:
-    """Returns the fingerprint of a model from the digests of its tensors by name."""
+    """The fingerprint of a model from the digests of its tensors by name."""
     canonical = [distinctive(config), sorted(digests.items())]
     return f"{VERSION}:{hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()}"
 
 
 def distinctive(config: Any) -> dict[str, Any]:
     """The fields of a configuration that are not defaults, as JSON: new fields do not change earlier fingerprints."""
-    given = {}
+    values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            given[field.name] = distinctive(value) if dataclasses.is_dataclass(value) else value
-    return json.loads(json.dumps(given))
+            values[field.name] = distinctive(value) if dataclasses.is_dataclass(value) else value
+    return json.loads(json.dumps(values))
 
 
 def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,10 +97,10 @@ def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]
 
 
 def dotted_leaves(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the leaves of nested dictionaries as pairs of dotted path and leaf, sorted by path."""
+    """The leaves of nested dictionaries as pairs of dotted path and leaf, sorted by path."""
     return sorted(traverse_util.flatten_dict(dict(tree), sep=".").items())
 
 
 def layer_name(path: str, layer: int | None) -> str:
-    """Returns the name of one layer of the stacked tensor at `path`, or `path` if `layer` is `None`."""
+    """The name of one layer of the stacked tensor at `path`, or `path` if `layer` is `None`."""
     return path if layer is None else path.replace("layers.", f"layers.{layer}.", 1)

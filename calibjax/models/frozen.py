@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -26,13 +25,13 @@ class FrozenArrays(NamedTuple):
     """Arrays of a frozen model, passed to jitted functions as arguments."""
 
     params: Any
-    unembedding: Any  # [V, D]; None where the model gives logits
+    unembedding: Any  # [V, D]; None if the model gives logits
     covariance: Float[Array, "E E"] | None = None  # `heads.logit_covariance`, if a head reads log_std_logits
     bias: Float[Array, " V"] | None = None  # of the logits
 
 
 def frozen_arrays(lm: FrozenModel, *head_configs: HeadConfig) -> FrozenArrays:
-    """Returns the arrays of `lm` that a step with these heads needs.
+    """The arrays of `lm` that a step with these heads needs.
 
     Call it once for all heads of a step: a program shards and gathers each argument, even if two are the same array.
     """
@@ -45,12 +44,12 @@ def frozen_arrays(lm: FrozenModel, *head_configs: HeadConfig) -> FrozenArrays:
     return FrozenArrays(lm.params, lm.unembedding, covariance, lm.unembedding_bias)
 
 
-def vocab_sharding(config: Config, mesh: Mesh | AbstractMesh | None = None) -> VocabSharding | None:
-    """Sharding of the unembedding according to `sharding.RULES`; None on one device or a mesh with other axes.
+def vocab_sharding(config: Config) -> VocabSharding | None:
+    """Sharding of the unembedding over the current mesh (`jax.set_mesh`) according to `sharding.RULES`.
 
-    `mesh`: None for the current one (`jax.set_mesh`).
+    None on one device or a mesh with other axes.
     """
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
         return None
     divides = config.hidden_size % mesh.shape["fsdp"] == 0
@@ -107,7 +106,7 @@ def batch_log_scale(
 ) -> Float[Array, "B T"]:
     """log_scale of every token of a batch with `hidden` `[B, T, D]`, including the head's factor; see `batch_stats`.
 
-    `stats`: the statistics at s = 1 that the head's features read, where they have been computed already.
+    `stats`: the statistics at s = 1 that the head's features read; if None, they are computed.
     """
     features = frozen_features(config, head_config.features, frozen, batch["hidden"], dtype, stats)
     places: Any = {name: batch[name] for name in ("where", "segment_ids")}
@@ -147,8 +146,9 @@ def stats_at(
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
 ) -> VocabStats:
-    """Vocabulary statistics of one batch at given log scales `[B, T]`; the other arguments are `batch_stats`'."""
-    hidden, where = batch_hidden(config, frozen, batch, dtype), batch["where"]
+    """Vocabulary statistics of one batch at these log scales `[B, T]`; for the other arguments see `batch_stats`."""
+    hidden = batch_hidden(config, frozen, batch, dtype)
+    where = batch["where"]
     if frozen.unembedding is None:
         return dense_stats(hidden, batch["targets"], scale=jnp.exp(log_scale), where=where)
     return vocab_stats(

@@ -56,7 +56,7 @@ class GgufTensor:
         return math.prod(self.shape[:-1]), self.shape[-1] // block * size
 
     def read(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Returns rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
+        """Rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
         from gguf import GGMLQuantizationType, dequantize
 
         stored = np.ascontiguousarray(np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)[rows])
@@ -78,7 +78,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of a key, checked to be of a Python type; `default` if the key is absent."""
+        """The value of a key, checked to be of a Python type; `default` if the key is absent."""
         value = self.metadata.get(key, default)
         if value is not default and type(value) is not kind:
             raise UserError(f"{self.path}: {key}: expected a value of type {kind.__name__}, got {str(value)[:60]}.")
@@ -245,7 +245,7 @@ class Architecture:
     """One family, a key of `FAMILIES`, as llama.cpp writes it."""
 
     family: str
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `_KEYS`
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in addition to `_KEYS`
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that llama.cpp's code assumes
     adapt: Callable[[Settings, GgufFile], None] | None = None  # changes settings by the metadata and tensors of a file
     interleaved: bool = False  # rows of queries and keys are stored so that rotated pairs are neighbours
@@ -278,7 +278,7 @@ _REQUIRED = (
     ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
     ("feed_forward_length", "expert_feed_forward_length"),
 )
-"""Of each one is required; transformers would take its defaults."""
+"""At least one key of each tuple is required; transformers would take its defaults."""
 
 
 def _adapt_llama(settings: Settings, file: GgufFile) -> None:
@@ -297,7 +297,7 @@ def _adapt_gemma(settings: Settings, file: GgufFile, *, largest: int, local_base
     """Attention scale, kinds of layers, and rotary positions of local layers, as llama.cpp sets them."""
     layers, heads = settings["num_hidden_layers"], settings["num_attention_heads"]
     arch = file.metadata["general.architecture"]
-    # Of the largest model of each generation, the scale is not that of the width of its heads.
+    # Gemma 2 27B (46 layers) and Gemma 3 27B (62) scale attention by hidden_size / heads.
     settings["query_pre_attn_scalar"] = settings["hidden_size"] // heads if layers == largest else settings["head_dim"]
     pattern = file.get(f"{arch}.attention.sliding_window_pattern", int, pattern)
     if pattern < 1:
@@ -378,31 +378,32 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def gguf_settings(file: GgufFile) -> Settings:
-    """Returns the settings that a config.json of the model would have.
+    """The settings that a config.json of the model would have.
 
     Raises:
         UserError: if the architecture is not supported, or a key is missing, unknown or of another type.
     """
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        known, given = ", ".join(sorted(ARCHITECTURES)), str(name)[:60]
-        raise UserError(f"{file.path}: general.architecture {given!r} is not supported; supported: {known}.")
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UserError(f"{file.path}: general.architecture {str(name)[:60]!r} is not supported; supported: {known}.")
     architecture = ARCHITECTURES[name]
-    own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
+    prefix = f"{name}."
+    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = {**_KEYS, **architecture.keys}
     settings: Settings = dict.fromkeys(architecture.keys.values())
-    for key, value in own.items():
+    for key, value in values.items():
         if key in keys:
             if type(value) not in (int, float, bool):
-                given = str(value)[:60]
-                raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {given}.")
+                got = str(value)[:60]
+                raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {got}.")
             settings[keys[key]] = value
             continue
         is_zero = type(value) in (int, float, bool) and value == 0  # the model does without what the key is for
         if not is_zero and key not in (*_OTHER_KEYS, *architecture.adapt_keys):
             raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
     for names in _REQUIRED:
-        if not own.keys() & {*names}:
+        if not values.keys() & {*names}:
             raise UserError(f"{file.path}: {name}.{names[0]} is missing.")
     check_sizes(file.path, settings)
     embedding = file.tensors.get("token_embd.weight")
@@ -480,9 +481,9 @@ def _vector(tensor: GgufTensor, size: int) -> list[float]:
 
 
 def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
-    """Returns the tensors of a GGUF file under the names of the family's checkpoints, if it has them.
+    """The tensors of a GGUF file under the names of the family's checkpoints, if it has them.
 
-    A tensor of all experts of a layer is one entry for each.
+    A tensor of all experts of a layer gives one entry for each expert.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

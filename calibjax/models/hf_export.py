@@ -47,8 +47,8 @@ def save_model(
     Args:
         directory: new or empty, or with `replace` an earlier export with the same files.
         config, params: of the decoder; the parameters may be sharded.
-        like: GGUF file or directory of a model of the same configuration, but for the soft-cap of the logits, whose
-            config.json and tokenizer files are copied.
+        like: GGUF file or directory of a model whose config.json and tokenizer files are copied; its configuration may
+            differ from `config` in the soft-cap of the logits only.
         dtype: of the written tensors: float32, bfloat16 or float16.
 
     Raises:
@@ -91,7 +91,7 @@ def save_model(
 
 
 def settings_files(source: Path) -> list[Path]:
-    """Returns a model's configuration and tokenizer files, which are copied whenever its weights are written.
+    """A model's configuration and tokenizer files, which are copied whenever its weights are written.
 
     Raises:
         UserError: one is a symbolic link to a file outside the model's directory, other than from a snapshot in the

@@ -108,7 +108,7 @@ class Piece:
         return FLOATS[kinds.pop() if len(kinds) == 1 else "F32"]
 
     def read(self, index: Index) -> np.ndarray:
-        """Returns the part at `index` in our layout; of a kernel, whole columns. A transposed one is a view."""
+        """The part at `index` in our layout; for a kernel, whole columns. A transposed part is a view."""
         if len(self.entries) == 1:
             return self._read_columns(self.entries[0], index)
         stored = [self._read_columns(entry, index[1:]) for entry in self.entries[index[0]]]
@@ -166,7 +166,8 @@ def plan_tensors(
     leaves = dict(dotted_leaves(abstract_params(config)))
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
     for rule, layer in family.stored(config, leaves):
-        experts, present = rule.experts(config), []
+        experts = rule.experts(config)
+        present = []
         for expert in experts:
             entry = by_name.pop(rule.source.format(layer, expert), None)
             if entry is None:
@@ -199,7 +200,7 @@ def plan_tensors(
 
 
 def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
-    """Returns the tensors of the language model with their names in it, and how many each other part has.
+    """The tensors of the language model with their names in it, and the number of tensors of each other part.
 
     In a multimodal model they are `language_model.model...` and `language_model.lm_head...`, or as newer versions of
     transformers write them, `model.language_model...` and `lm_head...`.
@@ -209,9 +210,10 @@ def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorE
         return [(entry.name, entry) for entry in entries], left_out
     for entry in entries:
         name = entry.name.removeprefix("model.")
-        own = name.removeprefix("language_model.")
-        if own != name or name.startswith("lm_head."):
-            text.append((own if own.startswith(("lm_head.", "model.")) else f"model.{own}", entry))
+        text_name = name.removeprefix("language_model.")
+        if text_name != name or name.startswith("lm_head."):
+            text_name = text_name if text_name.startswith(("lm_head.", "model.")) else f"model.{text_name}"
+            text.append((text_name, entry))
         else:
             left_out[name.split(".")[0]] += 1
     return text, left_out
@@ -224,7 +226,8 @@ def _drop_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems:
     if copy is None:
         return
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
-    embedding, count = by_name.setdefault(source["embedding",], copy), copy.shape[0]
+    embedding = by_name.setdefault(source["embedding",], copy)
+    count = copy.shape[0]
     parts = [(slice(start, min(start + 4096, count)),) for start in range(0, count, 4096)]
     if embedding.shape != copy.shape:
         problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
@@ -236,7 +239,7 @@ def _drop_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems:
 
 
 def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Returns the entries with each pair `NAME_blocks` and `NAME_scales` as one, `NAME`, of their bfloat16 values.
+    """The entries, with one entry `NAME` of bfloat16 values for each pair `NAME_blocks` and `NAME_scales`.
 
     Blocks are bytes `[E, F, D / 32, 16]`, scales `[E, F, D / 32]`, values `[E, D, F]`; see `_read_mxfp4`.
     """
@@ -259,7 +262,7 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return merged
 
 
-# Of the 16 numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), the two in each byte; the low bits first.
+# The 16 numbers of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), and the two in each byte, the low bits first.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FP4_PAIRS = np.stack([np.tile(_FP4, 16), np.repeat(_FP4, 16)], axis=-1)
 
@@ -291,40 +294,41 @@ class _Chunk(NamedTuple):
 def read_params(
     config: DecoderConfig, pieces: dict[str, list[Piece]], dtype: np.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, jax.Array], dict[str, str]]:
-    """Returns the parameters by dotted path, and the digests of all tensors by name.
+    """Reads the parameters, by dotted path, and computes the digests of all tensors, by name.
 
     The host holds this process's part of one parameter; on CPUs, arrays of JAX use that memory without another copy.
 
     Raises:
         UserError: in all processes that share the mesh, if a file is damaged or a weight is not finite.
     """
-    every, shapes = [], {path: leaf.shape for path, leaf in dotted_leaves(abstract_params(config))}
+    shapes = {path: leaf.shape for path, leaf in dotted_leaves(abstract_params(config))}
+    every_chunk = []
     for path, stored in pieces.items():
         for piece in stored:
             shape = shapes[path][piece.layer is not None :]
             for index in chunks(layer_name(path, piece.layer), shape):
-                every.append(_Chunk(path, piece, index, len(every)))
-    digests = np.zeros((len(every), 32), np.uint8)
+                every_chunk.append(_Chunk(path, piece, index, len(every_chunk)))
+    digests = np.zeros((len(every_chunk), 32), np.uint8)
     processes, rank = (1, 0) if mesh is None else (jax.process_count(), jax.process_index())
 
-    def read_own() -> dict[str, jax.Array]:
+    def read_part() -> dict[str, jax.Array]:
         params = {}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-            for path, group in itertools.groupby(every, key=lambda chunk: chunk.path):
+            for path, group in itertools.groupby(every_chunk, key=lambda chunk: chunk.path):
                 parameter = _Parameter(path, shapes[path], dtype, mesh)
-                own = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
+                read_here = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
                 try:
-                    list(pool.map(functools.partial(_read_and_place, parameter, digests), own))
+                    list(pool.map(functools.partial(_read_and_place, parameter, digests), read_here))
                 except OSError as error:
                     raise UserError(str(error)) from error
                 params[path] = parameter.finish()
         return params
 
-    params = together(read_own)
+    params = together(read_part)
     if processes > 1:
         digests = multihost_utils.process_allgather(digests).max(axis=0)
     tensor_digests = {}
-    for (path, layer), group in itertools.groupby(every, key=lambda chunk: (chunk.path, chunk.piece.layer)):
+    for (path, layer), group in itertools.groupby(every_chunk, key=lambda chunk: (chunk.path, chunk.piece.layer)):
         parts, name = list(group), layer_name(path, layer)
         rows = digests[parts[0].number : parts[-1].number + 1]
         shape = shapes[path][layer is not None :]
@@ -389,7 +393,7 @@ class _Parameter:
                 target[...] = part
 
     def finish(self) -> jax.Array:
-        """Returns the parameter on its devices."""
+        """The parameter on its devices."""
         arrays = [
             jax.device_put(self._shards[key].view(self.dtype), device, may_alias=True)
             for device, key in self._places.items()

@@ -57,16 +57,18 @@ def load_model(
     Raises:
         UserError: the model does not exist; its architecture, configuration or tensors are not supported; files are
             missing, damaged or pickled; its tokenizer has ids beyond the vocabulary; or a weight is not finite. Files
-            of the tokenizer beside tokenizer.json are read when `LanguageModel.tokenizer` is first used.
+            of the tokenizer other than tokenizer.json are read when `LanguageModel.tokenizer` is first used.
     """
     if dtype is None or not any(jnp.dtype(name) == dtype for name in _DTYPES):
         raise UserError(f"dtype: expected {' or '.join(_DTYPES)}, got {getattr(dtype, '__name__', dtype)}.")
-    dtype, mesh = jnp.dtype(dtype), None if mesh is None else as_mesh(mesh)
+    dtype = jnp.dtype(dtype)
+    mesh = None if mesh is None else as_mesh(mesh)
     folder = _find_folder(path)
     if is_checkpoint(folder):
         description, config = read_description(folder), config_from_hf(folder)
         tokenizer = find_tokenizer(folder, config)
-        params, fingerprint = restore_params(folder, description, config, dtype, mesh), description["fingerprint"]
+        params = restore_params(folder, description, config, dtype, mesh)
+        fingerprint = description["fingerprint"]
     else:
         config = together(lambda: read_config(folder))
         pieces, left_out = together(lambda: plan_tensors(config, _read_entries(folder, config)))
@@ -85,7 +87,7 @@ def load_model(
 
 
 def stored_dtype(path: str | Path) -> str:
-    """Returns the common dtype of all stored weights if it is `"bfloat16"` or `"float16"`, else `"float32"`.
+    """The common dtype of all stored weights if it is `"bfloat16"` or `"float16"`, else `"float32"`.
 
     For an output of `calibjax convert`, this is the dtype of the files it was made from. For `path` and errors see
     `load_model`.
@@ -99,7 +101,7 @@ def stored_dtype(path: str | Path) -> str:
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """Returns the configuration of the model in a directory or a GGUF file, for errors see `config_from_hf`."""
+    """The configuration of the model in a directory or a GGUF file; for errors see `config_from_hf`."""
     if is_gguf(path):
         return config_from_settings(Path(path), gguf_settings(read_gguf(Path(path))))
     return config_from_hf(path)

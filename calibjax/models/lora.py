@@ -37,7 +37,7 @@ class LoraConfig:
     """Configuration of low-rank adapters, hashable."""
 
     rank: int = 16
-    """Of A `[in, rank]` and B `[rank, out]`."""
+    """Inner size of A `[in, rank]` and B `[rank, out]`."""
     alpha: float = 32.0
     """The product A B is weighted by alpha / rank."""
     targets: Literal["all", "attention", "mlp"] = "all"
@@ -59,18 +59,18 @@ class LoraConfig:
             )
 
     def adapt(self, module: Module) -> Module:
-        """Returns the module with adapters, as further parameters, beside the kernels of its blocks."""
+        """The module with adapters, as further parameters next to the kernels of its blocks."""
         import qwix
 
         provider = qwix.LoraProvider(module_path=_TARGETS[self.targets], rank=self.rank, alpha=self.alpha)
         return qwix.apply_lora_to_model(module, provider)  # pyright: ignore[reportReturnType]
 
     def join(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the parameters of the adapted module: frozen parameters and adapters in one tree."""
+        """The parameters of the adapted module: frozen parameters and adapters in one tree."""
         return traverse_util.unflatten_dict({**_flat(params), **_flat(adapters)})
 
     def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
+        """The parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
         merged, pieces = _flat(params), _flat(adapters)
         for path, a in pieces.items():
             if path[-1].endswith(_A):
@@ -82,7 +82,7 @@ class LoraConfig:
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns only the adapters of an adapted module's parameters."""
+    """The adapters alone, of an adapted module's parameters."""
     return traverse_util.unflatten_dict({k: v for k, v in _flat(params).items() if k[-1].endswith((_A, _B))})
 
 
@@ -101,7 +101,7 @@ _PLAIN = {"peft_type": "LORA", "bias": "none", **dict.fromkeys(_SWITCHES, False)
 
 
 def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """Adds `scale * B A`, in float32, to adapted kernels of `params`, by dotted path; returns the digest too.
+    """Adds `scale * B A`, in float32, to adapted kernels of `params`; returns these by dotted path, and the digest.
 
     `scale` is alpha / r, or alpha / sqrt(r) with `use_rslora`.
 
@@ -130,8 +130,9 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
         if stored.shape != expected:
             raise UserError(f"{folder}: {module} has the shape {list(stored.shape)}, expected {list(expected)}.")
         for target, part in zip(rule.targets, columns, strict=True):
-            kernel, added = merged[target], layout.take(stored, part)
-            merged[target] = kernel.at[place].set((kernel[place].astype(jnp.float32) + added).astype(kernel.dtype))
+            kernel = merged[target]
+            new = kernel[place].astype(jnp.float32) + layout.take(stored, part)
+            merged[target] = kernel.at[place].set(new.astype(kernel.dtype))
     scales = {name: settings.get(name) for name in ("lora_alpha", "alpha_pattern", "use_rslora")}
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):

@@ -24,6 +24,10 @@ from calibjax.runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokens = Int[AnyArray, "B T"] | Sequences
+"""Token ids, or sequences, which bring segment ids and positions."""
+_Ids = Int[AnyArray, "B T"] | None
+
 # Jitted at module level, so that models of the same configuration share compiled programs.
 _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "layers", "dtype"))
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
@@ -75,20 +79,21 @@ class LanguageModel:
             UserError: the parameters do not match `config`, or the tokenizer has ids beyond its vocabulary.
         """
         expected = {path: leaf.shape for path, leaf in dotted_leaves(decoder.abstract_params(config))}
-        given = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
-        wrong = sorted(path for path in expected.keys() | given.keys() if expected.get(path) != given.get(path))
+        shapes = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
+        wrong = sorted(path for path in expected.keys() | shapes.keys() if expected.get(path) != shapes.get(path))
         if wrong:
-            named = ", ".join(f"{path} (expected {expected.get(path)}, got {given.get(path)})" for path in wrong[:10])
+            named = ", ".join(f"{path} (expected {expected.get(path)}, got {shapes.get(path)})" for path in wrong[:10])
             raise UserError(f"The parameters do not match the configuration: {named}.")
         if tokenizer is not None:
             check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
-        read = None if tokenizer is None else lambda: tokenizer
-        return cls(config, params, jnp.dtype(dtype), fingerprint(config, named_tensors(params)), _tokenizer=read)
+        get_tokenizer = None if tokenizer is None else lambda: tokenizer
+        identity = fingerprint(config, named_tensors(params))
+        return cls(config, params, jnp.dtype(dtype), identity, _tokenizer=get_tokenizer)
 
     def with_params(self, params: Params, config: DecoderConfig | None = None) -> "LanguageModel":
         """This model with other parameters, such as fine-tuned ones, and their fingerprint; the tokenizer stays.
 
-        `config`: where it differs, as by a soft-cap. Raises `UserError` as `from_params` does.
+        `config`: another configuration, such as one without a soft-cap. Raises `UserError` as `from_params` does.
         """
         model = LanguageModel.from_params(config or self.config, params, dtype=self.dtype)
         return dataclasses.replace(model, _tokenizer=self._tokenizer)
@@ -136,25 +141,14 @@ class LanguageModel:
         return decoder.unembedding_bias(self.params)
 
     def hidden_states(
-        self,
-        tokens: Int[AnyArray, "B T"] | Sequences,
-        *,
-        segment_ids: Int[AnyArray, "B T"] | None = None,
-        positions: Int[AnyArray, "B T"] | None = None,
-        layers: Layers = "last",
+        self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None, layers: Layers = "last"
     ) -> Float[Array, "*L B T D"]:
-        """Returns hidden states in the compute dtype; see `calibjax.models.hidden_states`. Packed texts do not mix."""
+        """Hidden states in the compute dtype, as `calibjax.models.hidden_states` has them. Packed texts do not mix."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
 
-    def logits(
-        self,
-        tokens: Int[AnyArray, "B T"] | Sequences,
-        *,
-        segment_ids: Int[AnyArray, "B T"] | None = None,
-        positions: Int[AnyArray, "B T"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Returns logits `[B, T, V]` in float32; see `calibjax.models.logits`. Packed texts do not mix."""
+    def logits(self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None) -> Float[Array, "B T V"]:
+        """Logits `[B, T, V]` in float32, as `calibjax.models.logits` has them. Packed texts do not mix."""
         tokens, places = _inputs(tokens, segment_ids, positions)
         return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
 
@@ -166,14 +160,14 @@ class LanguageModel:
         scale: Float[AnyArray, "B T"] | float | None = None,
         statistics: Sequence[str] | None = None,
     ) -> VocabStats:
-        """Returns `calibjax.vocab_stats` `[B, T]` of the model's logits: with its bias, soft-cap and the loss mask.
+        """`calibjax.vocab_stats` `[B, T]` of the model's logits: with its bias, soft-cap and the loss mask.
 
         `stats.mean(values)` is the mean over the tokens that count, as `evaluate` takes it.
 
         Args:
             hidden: `hidden_states(sequences)`.
-            sequences: the same, for their targets and the loss mask `where`.
-            scale, statistics: as `calibjax.vocab_stats`'.
+            sequences: those of `hidden`; their targets and the loss mask `where` are read.
+            scale, statistics: as in `calibjax.vocab_stats`.
         """
         return vocab_stats(
             hidden,

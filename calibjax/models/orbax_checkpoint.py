@@ -35,7 +35,7 @@ _REMEDY = "Convert the model again."
 def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
     """Writes a model as an Orbax checkpoint in a new or empty directory, to which each device contributes its part.
 
-    `lm` was loaded from files of `dtype`, see `load.stored_dtype`; its parameters are written in their own.
+    `dtype` is that of the files that `lm` was loaded from (`load.stored_dtype`); parameters are written in theirs.
     """
     import orbax.checkpoint as ocp
 
@@ -58,7 +58,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Returns the description of a checkpoint, with the checksums of its parameters under `arrays`.
+    """The description of a checkpoint, with the checksums of its parameters under `arrays`.
 
     Raises:
         UserError: the description is invalid or has another schema, or a file of the checkpoint has changed.
@@ -96,9 +96,9 @@ def restore_params(
 
         def read(path: str, shape: tuple[int, ...]) -> jax.Array:
             sharding = default if mesh is None else param_sharding(mesh, path, shape)
-            wanted = traverse_util.unflatten_dict({path: jax.ShapeDtypeStruct(shape, stored, sharding=sharding)}, ".")
-            arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-            options = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+            tree = traverse_util.unflatten_dict({path: jax.ShapeDtypeStruct(shape, stored, sharding=sharding)}, ".")
+            arguments = ocp.checkpoint_utils.construct_restore_args(tree)
+            options = ocp.args.PyTreeRestore(item=tree, restore_args=arguments, partial_restore=True)
             try:
                 return dict(dotted_leaves(checkpointer.restore(file, args=options)))[path]
             except Exception as error:  # Orbax raises bare Exception for damaged files

@@ -78,8 +78,8 @@ def from_function(
         params: pytree of arrays, the first argument of `apply`. Arrays on the devices of a run's mesh keep their
             sharding; others are copied to every device.
         unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
-        dtype: of the product with `unembedding`; None: that of `unembedding`, float32 for logits.
-        fingerprint: name of the model, which heads keep; None: a hash of all parameters.
+        dtype: of the product with `unembedding`; default: that of `unembedding`, float32 for logits.
+        fingerprint: name of the model, which heads keep; default: a hash of all parameters.
 
     Raises:
         UserError: the function does not return one array of the width expected.
@@ -148,14 +148,16 @@ def from_arrays(
     if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
-    flat, has_sequences = values.reshape(-1, values.shape[-1]), values.ndim == 3
+    flat = values.reshape(-1, values.shape[-1])
+    has_sequences = values.ndim == 3
     length = values.shape[1] if has_sequences else _SEQUENCE_LENGTH
     rows = ceil_div(len(flat), length)
 
     def cut(x: np.ndarray) -> np.ndarray:
         return np.pad(np.ravel(x), (0, rows * length - len(flat))).reshape(rows, length)
 
-    column, real = np.arange(length, dtype=np.int32), cut(np.ones(len(flat), bool))
+    column = np.arange(length, dtype=np.int32)
+    real = cut(np.ones(len(flat), bool))
     data = Sequences(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),
@@ -205,8 +207,8 @@ def place_model(lm: FrozenModel, mesh: Mesh) -> FrozenModel:
     devices = set(mesh.devices.flat)
 
     def place(leaf: Any) -> Any:
-        there = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
-        return leaf if there else jax.device_put(leaf, replicated(mesh))
+        is_placed = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+        return leaf if is_placed else jax.device_put(leaf, replicated(mesh))
 
     names = ("params", "unembedding", "unembedding_bias")
     return dataclasses.replace(lm, **{name: jax.tree.map(place, getattr(lm, name)) for name in names})

@@ -53,7 +53,7 @@ class Layout:
     groups: int = 1
 
     def divide(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[slice]]:
-        """Returns the shape of the tensor that holds parameters of these shapes, and the columns of each in a group."""
+        """The shape of the tensor that holds parameters of these shapes, and the columns of each in a group."""
         ends = list(itertools.accumulate(shape[-1] for shape in shapes))
         stored = (*shapes[0][:-1], ends[-1])
         edges = [0, *(end // self.groups for end in ends)]
@@ -61,13 +61,13 @@ class Layout:
         return ((*stored[:-2], stored[-1], stored[-2]) if self.transpose else stored), columns
 
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
-        """Returns the parameter that holds `columns` of each group."""
+        """The parameter that holds `columns` of each group."""
         tensor = transposed(tensor) if self.transpose else tensor
         grouped = tensor.reshape(*tensor.shape[:-1], self.groups, -1)[..., columns]
         return grouped.reshape(*tensor.shape[:-1], -1)
 
     def join(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the tensor that holds `parameters` in this order."""
+        """The tensor that holds `parameters` in this order."""
         grouped = [part.reshape(*part.shape[:-1], self.groups, -1) for part in parameters]
         tensor = np.concatenate(grouped, axis=-1).reshape(*parameters[0].shape[:-1], -1)
         return tensor.swapaxes(-1, -2) if self.transpose else tensor
@@ -77,7 +77,7 @@ _WORDS = 8  # words of eight bytes in a line of the cache
 
 
 def transposed(tensor: np.ndarray) -> np.ndarray:
-    """Returns `tensor.swapaxes(-1, -2)` as a contiguous array."""
+    """`tensor.swapaxes(-1, -2)` as a contiguous array."""
     *leading, rows, columns = tensor.shape
     out = np.empty((*leading, columns, rows), tensor.dtype)
     transpose_into(out, tensor)

@@ -25,9 +25,9 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 
 def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrainedTokenizerBase] | None":
-    """Returns a function that reads the tokenizer of a model's directory or GGUF file once; None if there is none.
+    """A function that reads the tokenizer of a model's directory or GGUF file once; None if there is none.
 
-    A tokenizer.json, else the other files, are checked at once: `UserError` if unreadable, or as of `check_tokenizer`.
+    The tokenizer.json, or else the other files, are checked at once: `UserError` if unreadable or not of this model.
     """
     if is_gguf(folder):
         tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
@@ -42,10 +42,10 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
     # If transformers has no tokenizer class for the family, the class that the files name is remote code.
     if not any((folder / name).is_file() for name in (_FILES if FAMILIES[config.family].native else _FILES[:1])):
         return None
-    read = functools.cache(lambda: _read(folder, config))
+    get_tokenizer = functools.cache(lambda: _read(folder, config))
     if not (folder / _FILES[0]).is_file():
-        read()
-        return read
+        get_tokenizer()
+        return get_tokenizer
     from tokenizers import Tokenizer
 
     try:
@@ -60,7 +60,7 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
             f"{folder}: {len(beyond)} added tokens of the tokenizer are beyond the model's vocabulary of "
             f"{config.vocab_size}, from {first!r} ({beyond[0]}) on: a text that holds one is refused."
         )
-    return read
+    return get_tokenizer
 
 
 def _read(folder: Path, config: DecoderConfig) -> "PreTrainedTokenizerBase":
@@ -119,13 +119,13 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 """Expressions that split text before merges, one after another, by `tokenizer.ggml.pre` of byte-level vocabularies."""
 _WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Those that begin a text with its first token where the file does not say so."""
+"""Splits whose vocabularies begin a text with a first token where the file has no setting for it."""
 _CONTROL, _USER_DEFINED = 3, 4
 _PREFIX = "tokenizer.ggml."
 
 
 def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
-    """Returns the tokenizer of a GGUF file, with its special tokens and chat template.
+    """The tokenizer of a GGUF file, with its special tokens and chat template.
 
     Raises:
         UserError: if its kind or the way it splits text is not supported, or its vocabulary is not valid.
@@ -165,7 +165,7 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
 
 
 def gguf_stop_tokens(path: Path) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text, a turn or a message."""
+    """The ids of the tokens that end a text, a turn or a message."""
     file = read_gguf(path)
     numbers = (file.get(f"{_PREFIX}{name}_token_id", int) for name in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(number for number in numbers if number is not None))

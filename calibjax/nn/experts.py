@@ -92,9 +92,7 @@ def mix(
     starts = jnp.cumsum(sizes) - sizes
     ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
     if platform().name == "tpu" or use_ragged_dot.value:  # the slots of the experts follow each other without gaps
-        token = order // copies
-        expert = jnp.minimum(flat[order], experts - 1)
-        slot = ranks
+        token, expert, slot = order // copies, jnp.minimum(flat[order], experts - 1), ranks
 
         def multiply(x: Array, kernels: Array) -> Array:
             return jax.lax.ragged_dot(x, kernels, sizes[:-1])
@@ -145,8 +143,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        number = self.mixture.experts
-        size = hidden.shape[-1]
+        number, size = self.mixture.experts, hidden.shape[-1]
         kinds: Any = {"param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
         options: Any = {"use_bias": self.mixture.router_bias, "dtype": jnp.float32, "precision": "highest"}
         router = nn.Dense(number, **options, **kinds, name="router")

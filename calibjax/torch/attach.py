@@ -83,14 +83,18 @@ class Attached:
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
         logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
         rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
-        all_logits, reads_sequence, layer = logits, self.head.reads_sequence, self.model.get_output_embeddings()
+        all_logits = logits
+        reads_sequence = self.head.reads_sequence
+        layer = self.model.get_output_embeddings()
         if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
-            bias, cap = getattr(layer, "bias", None), self._export.base["logit_softcap"]
+            bias = getattr(layer, "bias", None)
+            cap = self._export.base["logit_softcap"]
             weight = layer.weight.detach().to(torch.float32) / self._export.divisor
-            all_logits = hidden.to(torch.float32) @ weight.T + (
-                0.0 if bias is None else bias.detach().to(torch.float32)
-            )
-            all_logits = all_logits if cap is None else cap * torch.tanh(all_logits / cap)
+            all_logits = hidden.to(torch.float32) @ weight.T
+            if bias is not None:
+                all_logits = all_logits + bias.detach().to(torch.float32)
+            if cap is not None:
+                all_logits = cap * torch.tanh(all_logits / cap)
         elif not reads_sequence:
             hidden = hidden[:, rows]
         features = self._export.features(hidden, all_logits, layer.weight, self._covariance)
@@ -135,7 +139,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
             to False only for a model quantised after the fit.
 
     Returns:
-        `Attached`. Outputs of the model get `log_scale` `[B, T]` beside their logits.
+        `Attached`. Outputs of the model get `log_scale` `[B, T]` in addition to their logits.
 
     Raises:
         HeadError: damaged files, another base model, or a head whose temperature depends on later tokens.

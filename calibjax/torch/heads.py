@@ -34,11 +34,13 @@ class TemperatureHead(nn.Module):
     def __init__(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]):
         super().__init__()
         config, constants = description["head"], description["constants"]
-        self.kind, self.features = str(config["kind"]), tuple(config["features"])
-        self.pooling, self.normalize = config["pooling"], bool(config["normalize"])
+        self.kind = str(config["kind"])
+        self.features = tuple(config["features"])
+        self.pooling = config["pooling"]
+        self.normalize = bool(config["normalize"])
         self.bounds = (math.log(config["min_scale"]), math.log(constants["max_scale"]))
-        # A common factor on every scale, which is not clipped.
-        self.log_factor, self.hidden_size = float(description["log_factor"]), int(config["hidden_size"])
+        self.log_factor = float(description["log_factor"])  # a common factor on every scale, which is not clipped
+        self.hidden_size = int(config["hidden_size"])
         for name, tensor in tensors.items():
             self.register_buffer(name.replace(".", "_"), tensor.to(torch.float32), persistent=True)
         if self.kind == "transformer":
@@ -137,10 +139,11 @@ class Export(NamedTuple):
         """The base model's divisor of logits."""
         return self.base["logit_divisor"] or 1.0
 
-    def check_hidden_size(self, given: int) -> None:
+    def check_hidden_size(self, size: int) -> None:
         """Raises `HeadError` for a base model of another hidden size."""
-        if given != (size := self.head.hidden_size):
-            raise HeadError(f"this head was fitted on a model of hidden size {size}, the model given has {given}.")
+        expected = self.head.hidden_size
+        if size != expected:
+            raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {size}.")
 
     def covariance(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Covariance of the rows of the unembedding `[W b]`, float32 `[D + 1, D + 1]`; None if no feature reads it."""
@@ -176,12 +179,12 @@ class Export(NamedTuple):
 
 
 def load_head(directory: str | Path) -> TemperatureHead:
-    """Reads the head of an export, of a directory or `org/name@revision` on the Hub; raises `HeadError` otherwise."""
+    """Reads the head of an export: a directory or `org/name@revision` on the Hub. Raises `HeadError` for others."""
     return read_export(directory).head
 
 
 def read_export(path: str | Path) -> Export:
-    """Reads and verifies what `calibjax export` wrote; path and errors as of `load_head`."""
+    """Reads and verifies what `calibjax export` wrote; path and errors as for `load_head`."""
     directory = _local(path)
     try:
         contents = {name: (directory / name).read_bytes() for name in _FILES}
@@ -249,7 +252,7 @@ def scaled_logits(logits: Tensor, log_scale: Tensor) -> Tensor:
 
 
 def to_onnx(path: str | Path) -> bytes:
-    """Returns the head of an export as an ONNX model; path and errors as of `load_head`. Needs onnx and onnxscript.
+    """The head of an export as an ONNX model; path and errors as for `load_head`. Needs onnx and onnxscript.
 
     Its inputs are `features` (float32 `[B, T, F]`) and `mask` (bool `[B, T]`, False for padding), its output is
     `log_scale` (float32 `[B, T]`); B and T are of any size.

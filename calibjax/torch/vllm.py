@@ -46,7 +46,7 @@ def register() -> None:
 
 
 class _Calibration:
-    """A head beside the unembedding that vLLM holds."""
+    """A head with the unembedding that vLLM holds."""
 
     def __init__(self, export: Export):
         self._export, self._head = export, export.head
@@ -117,7 +117,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
             if skip_gather:
                 raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
             logits = super().forward(lm_head, hidden_states, embedding_bias)
-            if logits is None:  # of all ranks but one
+            if logits is None:  # on all ranks but one
                 return None
             log_scale = calibration.log_scale(lm_head, hidden_states, logits, embedding_bias)
             if calibrates_sampling:

@@ -2,8 +2,7 @@
 
 For each chunk of C columns of the vocabulary a kernel computes the logits again, tile by tile in registers, and dz from
 them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C]; then XLA forms dh += dz·W_c and dW_c =
-dzᵀ·h.
-dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
+dzᵀ·h. dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
 """
 
 from typing import Any
@@ -46,7 +45,7 @@ def _dz(
     size = schedule.vocab_tiles * columns
     names = list(values)
     if bias is not None or size > count:
-        # Beyond the last column p = 0, and what else dz holds is finite and meets rows of 0.
+        # Beyond the last column p = 0; the rest of dz is finite there and meets rows of 0.
         bias = jnp.zeros((count,), jnp.float32) if bias is None else bias
         bias = jnp.pad(bias, (0, size - count), constant_values=-jnp.inf)
 
@@ -130,8 +129,8 @@ def gradients(
         weights = chunked.take_rows(unembedding, start, count)
         shifted = [x - start for x in ids]
         if saved is None:
-            own_bias = None if bias is None else chunked.take_rows(bias, start, count)
-            dz = _dz(options, hidden, weights, own_bias, values, shifted, blocks, interpret)
+            chunk_bias = None if bias is None else chunked.take_rows(bias, start, count)
+            dz = _dz(options, hidden, weights, chunk_bias, values, shifted, blocks, interpret)
         else:
             whole = round_up(count, blocks.columns)
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)

@@ -1,7 +1,7 @@
 """Hopper kernel of the statistics of the logits, which exist tile by tile in registers only.
 
 Each warpgroup folds its tiles (`tiles`) into the running statistics of its tokens: maximum, sums of exponentials in
-base 2, Σz, argmax; of 8 parts of the columns apart, so that its threads do not wait for one another. Only a few floats
+base 2, Σz, argmax; each for 8 parts of the columns, so that its threads do not wait for one another. Only a few floats
 per token and piece of the vocabulary leave the chip; the pieces are merged by `stats.merge`. Columns beyond V are
 logits of 0, which add nothing to Σz and are masked in the other statistics.
 
@@ -160,7 +160,7 @@ def _run(
 ) -> tuple[dict[str, Array], Array | None, Array | None]:
     """Runs the kernel: the states of every piece of the vocabulary [P, N], in units of the soft-cap.
 
-    With `save` also the exponentials, bfloat16 with N and V padded to whole tiles, and their references.
+    With `save` follow the exponentials, bfloat16 with N and V padded to whole tiles, and their references.
     """
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]

@@ -12,7 +12,7 @@ _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 
 
 class PallasGpu(Implementation):
-    """Kernels that `plgpu.kernel` interprets with `interpret`, with `blocks`."""
+    """Kernels with these `blocks`; with `interpret`, `plgpu.kernel` interprets them."""
 
     has_rows = False
     accumulates = True
@@ -36,16 +36,16 @@ class PallasGpu(Implementation):
         tokens, vocab_size = inputs.hidden.shape[0], inputs.unembedding.shape[0]
         if tokens == 0:
             raise NotImplementedError("there are no tokens")
-        chosen = schedule.choose(tokens, vocab_size, self.blocks, platform.device_kind)
-        held = schedule.chunk_size(tokens, vocab_size, self.blocks, options.save_logits)
+        pieces = schedule.choose(tokens, vocab_size, self.blocks, platform.device_kind).pieces
+        columns = schedule.chunk_size(tokens, vocab_size, self.blocks, options.save_logits)
         source = " from saved exponentials" if options.save_logits else ""
         return (
-            f"statistics by tiles of {schedule.TOKENS} tokens by {self.blocks.columns} columns in {chosen.pieces} "
-            f"pieces of the vocabulary; gradients by dz of {held} columns at a time{source}"
+            f"statistics by tiles of {schedule.TOKENS} tokens by {self.blocks.columns} columns in {pieces} "
+            f"pieces of the vocabulary; gradients by dz of {columns} columns at a time{source}"
         )
 
     def saved_bytes(self, itemsize: int) -> float:
-        return itemsize + 4 / schedule.SLICE  # with its part of a float32 reference
+        return itemsize + 4 / schedule.SLICE  # an exponential, and its part of a float32 reference
 
     @first_order(4)
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:

@@ -32,8 +32,8 @@ class Blocks(NamedTuple):
     columns: int = 256  # of the vocabulary in a tile of logits
     depth: int = 64  # of D in a block of the ring
     stages: int = 4  # blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory
-    programs: int | None = None  # that run at once, one for each multiprocessor; None: those of the device
-    chunk: int = 8192  # columns of dz that the backward pass holds at a time, at most
+    programs: int | None = None  # that run at once, one for each multiprocessor; by default those of the device
+    chunk: int = 8192  # columns of dz that the backward pass has in memory at a time, at most
 
 
 class Schedule(NamedTuple):
@@ -69,10 +69,10 @@ class Schedule(NamedTuple):
 
 
 def chunk_size(tokens: int, vocab_size: int, blocks: Blocks, saved: bool) -> int:
-    """Columns of dz that are held at a time, in whole tiles: 8,192, or as many as take 512 MiB; `saved`: 1 GiB.
+    """Columns of dz in memory at a time, in whole tiles: at most 8,192, and 512 MiB; with `saved` at most 1 GiB.
 
-    For each chunk W and dW are copied and dh is read and written in float32. From saved exponentials, where no kernel
-    of ours runs beside them, that is 8% of the time.
+    For each chunk W and dW are copied and dh is read and written in float32: 8% of the time from saved exponentials,
+    where no kernel runs at the same time.
     """
     limit = (2 if saved else 1) * _DZ_BYTES // (2 * max(tokens, 1))
     columns = min(limit, vocab_size) if saved else min(blocks.chunk, limit, vocab_size)
@@ -80,7 +80,7 @@ def chunk_size(tokens: int, vocab_size: int, blocks: Blocks, saved: bool) -> int
 
 
 def multiprocessors(device_kind: str) -> int:
-    """Returns the number of multiprocessors of a Hopper GPU, by the name that its driver reports."""
+    """The number of multiprocessors of a Hopper GPU, by the name that its driver reports."""
     if "PCIe" in device_kind:
         return 114
     return 78 if "H20" in device_kind.split() else 132

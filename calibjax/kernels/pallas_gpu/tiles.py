@@ -84,8 +84,8 @@ def _multiply(ring: Refs, schedule: Schedule, warpgroup: Array, first_step: Arra
         def product(step):
             slot = jax.lax.rem(step, blocks.stages)
             plgpu.barrier_wait(ring.full.at[slot])
-            own = ring.hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-            plgpu.wgmma(accumulator, own, ring.weights_ring.at[slot].transpose((1, 0)))
+            rows = ring.hidden_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(accumulator, rows, ring.weights_ring.at[slot].transpose((1, 0)))
 
         def release(step):
             plgpu.barrier_arrive(ring.empty.at[jax.lax.rem(step, blocks.stages)])
@@ -111,7 +111,7 @@ def _kernel(body: Callable[..., None], refs: Refs, schedule: Schedule) -> None:
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def walk(unit) -> Array:
-        """The steps of the ring after `unit(token tile, piece, first tile, last tile + 1, step)` of all our units."""
+        """Calls `unit(token tile, piece, first tile, last tile + 1, step)` for this program's units; the last step."""
 
         def run(info, carry):
             return unit(*schedule.unit(info.index[0]), carry)
@@ -123,7 +123,7 @@ def _kernel(body: Callable[..., None], refs: Refs, schedule: Schedule) -> None:
         plgpu.set_max_registers(24, action="decrease")
         total = walk(lambda tokens, _, start, end, step: _fill(refs, schedule, tokens, start, end, step))
 
-        # Nobody leaves before all of its blocks were taken.
+        # The loader stays until all of its blocks were taken.
         @pl.loop(jnp.maximum(total - blocks.stages, 0), total)
         def _(step):
             plgpu.barrier_wait(refs.empty.at[jax.lax.rem(step, blocks.stages)])
@@ -175,20 +175,20 @@ def over_tiles(
         name: plgpu.SMEM((blocks.stages, rows, blocks.depth), hidden.dtype, transforms=TRANSFORMS)
         for name, rows in (("hidden_ring", TOKENS), ("weights_ring", blocks.columns))
     }
-    own = {
+    memory = {
         **scratch,
         **rings,
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
     }
-    names = ("hidden", "weights", *arguments, *results, *own)
+    names = ("hidden", "weights", *arguments, *results, *memory)
 
     def kernel(*references: Any) -> None:
         _kernel(body, Refs(zip(names, references, strict=True)), schedule)
 
     outputs = plgpu.kernel(
-        lambda *given: pl.run_scoped(
-            lambda *scoped: kernel(*given, *scoped), *own.values(), collective_axes="warpgroup"
+        lambda *operands: pl.run_scoped(
+            lambda *scoped: kernel(*operands, *scoped), *memory.values(), collective_axes="warpgroup"
         ),
         out_type=list(results.values()),
         grid=(schedule.programs,),

@@ -201,9 +201,10 @@ def _kernel(
     `sizes`: N, D and V. With `saved` [columns, tokens] there is no `z`, and of the operands only the one that passes.
     Without `sums` the `gradient` is float32 and starts as `before`.
     """
-    (tokens, width, vocab_size), unit, for_hidden = sizes, blocks.unit, kind == "d_hidden"
+    tokens, width, vocab_size = sizes
+    unit, for_hidden = blocks.unit, kind == "d_hidden"
     step, steps = pl.program_id(1), pl.num_programs(1)
-    axes, whole = common.Axes.of(vocab_size, width), slice(None)
+    axes = common.Axes.of(vocab_size, width)
     sums = refs.gradient if refs.sums is None else refs.sums
 
     pl.when(step == 0)(lambda: _begin(refs, sums))
@@ -213,7 +214,7 @@ def _kernel(
     def unit_at(c: int) -> tuple[Any, Any]:
         """The columns and the tokens of a unit."""
         part = pl.ds(c * unit, unit)
-        return (part, whole) if for_hidden else (whole, part)
+        return (part, slice(None)) if for_hidden else (slice(None), part)
 
     def multiply(c: int):
         if refs.saved is not None:
@@ -312,16 +313,18 @@ def gradients(
     sizes: tuple[Blocks, int, int],
     interpret: Any,
 ) -> Gradients:
-    """By the kernel `kind`: dh of "d_hidden", in the dtype of the hidden states, or of "d_unembedding" dW and db.
+    """The gradients of the kernel `kind`: "d_hidden": dh, in the dtype of the hidden states; "d_unembedding": dW, db.
 
     dW and db are added to `into`, dW then in float32. `sizes`: the blocks, how many columns share one reference of
     the saved exponentials, and how often a block of `into` is on the chip.
     """
     blocks, unit_saved, buffers = sizes
-    (tokens, width), vocab_size, dtype = inputs.hidden.shape, inputs.unembedding.shape[0], inputs.hidden.dtype
-    saved, for_hidden, unit = cotangents.saved, kind == "d_hidden", blocks.unit
-    least = unit if for_hidden else LANES
-    columns = min(blocks.columns, round_up(vocab_size, least))
+    tokens, width = inputs.hidden.shape
+    vocab_size, dtype = inputs.unembedding.shape[0], inputs.hidden.dtype
+    saved = cotangents.saved
+    for_hidden = kind == "d_hidden"
+    unit = blocks.unit
+    columns = min(blocks.columns, round_up(vocab_size, unit if for_hidden else LANES))
     block = blocks.tokens if for_hidden else round_up(blocks.tokens, unit)
     blocks = blocks._replace(columns=columns, tokens=block)
     values, places = packed(options, inputs, cotangents)
@@ -331,7 +334,8 @@ def gradients(
     if saved is None:
         scratch["z"] = pltpu.VMEM(unit_shape, jnp.float32)
 
-    axes, outputs = common.Axes.of(vocab_size, width), {}
+    axes = common.Axes.of(vocab_size, width)
+    outputs = {}
     spec: Any = axes.block(columns, width, lambda j, i: j)
     result = axes.ordered(inputs.unembedding)
     if for_hidden:
@@ -352,7 +356,7 @@ def gradients(
     in_place = "before" in operands and not (interpret and vocab_size % columns)
     static = {"kind": kind, "options": options, "blocks": blocks, "unit_saved": unit_saved, "places": places}
     grid = (pl.cdiv(tokens, block), pl.cdiv(vocab_size, columns))
-    held, passing, passes = (tokens, vocab_size, grid[0]) if for_hidden else (vocab_size, tokens, grid[1])
+    resident, passing, passes = (tokens, vocab_size, grid[0]) if for_hidden else (vocab_size, tokens, grid[1])
     results = common.pallas(
         functools.partial(_kernel, sizes=(tokens, width, vocab_size), **static),
         operands,
@@ -364,7 +368,7 @@ def gradients(
         grid=grid if for_hidden else grid[::-1],
         interpret=interpret,
         cost_estimate=common.cost(
-            options, inputs, 2 if saved is None else 1, 2 * held + passes * passing, saved is not None
+            options, inputs, 2 if saved is None else 1, 2 * resident + passes * passing, saved is not None
         ),
     )
     if for_hidden:

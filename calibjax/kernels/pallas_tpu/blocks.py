@@ -9,7 +9,7 @@ LANES = 128
 SLICE = 768  # columns of D that one accumulation into [rows, D] takes at a time; bounds the product's temporary
 
 UNPLANNED = 4 * 2**20
-"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans, an eighth of which it may take too:
+"""Bytes on chip that a kernel may take beyond what `vmem_bytes` plans and an eighth of that:
 temporaries of the arithmetic on logits, the transposed bias, spilled registers. The compiler took up to 3.3 MiB more.
 """
 
@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
     tokens: int  # rows of hidden states, a multiple of 128
     columns: int  # rows of the unembedding, an even multiple of `unit` in the statistics kernel
-    unit: int  # rows of the streamed operand whose product runs beside the arithmetic on the one before
+    unit: int  # rows of the streamed operand: the product of one unit runs with the arithmetic on the one before
 
 
 Preferences = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -83,8 +83,8 @@ def vmem_bytes(
 ) -> int:
     """On-chip bytes of a kernel. Operands and results are there twice: fetched or written while the last are in use.
 
-    `saved`: it writes or reads saved exponentials. `count`: scales of "curves". `before`: how often "d_unembedding"
-    holds the sums of earlier tokens that it starts from, with `saved`.
+    `saved`: it writes or reads saved exponentials. `count`: scales of "curves". `before`: copies of the sums of earlier
+    tokens that "d_unembedding" starts from, with `saved`.
     """
     tokens, columns, unit = blocks
     x = tokens * width * itemsize  # hidden states [tokens, D]
@@ -108,7 +108,7 @@ def vmem_bytes(
     elif kernel == "rows":
         parts += [
             x,
-            3 * w,  # the block before, too
+            3 * w,  # with the block before
             tokens * width * itemsize,  # the result
             tokens * width * 4,  # its sums
             4 * tokens * min(SLICE, width),  # a product before it is added
@@ -140,9 +140,9 @@ def capacity(device_kind: str) -> int:
 
 
 def buffers(device_kind: str) -> int:
-    """How often the kernel of dW holds a block of earlier sums: twice, fetched while the last is used.
+    """Copies of a block of earlier sums that the kernel of dW has on chip: two, one fetched while the other is used.
 
-    On a chip with little memory once: waiting for it is some 15% of the kernel's time, half as many columns cost more.
+    One on a chip with little memory: waiting for it is some 15% of the kernel's time, half as many columns cost more.
     """
     return 2 if capacity(device_kind) > 2**26 else 1
 
@@ -157,14 +157,15 @@ def choose(
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
 
-    `sizes`: N, D and the bytes of an entry; `saved`, `count`: as of `vmem_bytes`. A float32 product takes six passes
+    `sizes`: N, D and the bytes of an entry; `saved`, `count`: as in `vmem_bytes`. A float32 product takes six passes
     of the matrix units: small blocks keep them as busy, and large ones take minutes to compile. Raises
     NotImplementedError where none fits.
     """
     tokens, width, itemsize = sizes
-    among = (*(preferences.get(f"{kernel}, saved", ()) if saved else ()), *preferences[kernel])
-    needs, limit = 0, capacity(device_kind)
-    for blocks in (Blocks(*x) for x in among):
+    tried_first = preferences.get(f"{kernel}, saved", ()) if saved else ()
+    limit = capacity(device_kind)
+    needs = 0
+    for blocks in (Blocks(*sizes) for sizes in (*tried_first, *preferences[kernel])):
         needs = vmem_bytes(kernel, blocks, width, itemsize, saved=saved, before=buffers(device_kind), count=count)
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
         if small and needs <= limit:

@@ -38,7 +38,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, width: int) -> "Axes":
-        """Those of the array in memory: a kernel has the last axis along lanes, and else W would be copied for it.
+        """The axes as the array lies in memory: a kernel has the last axis along lanes, and XLA would copy other W.
 
         XLA stores [V, D] with the vocabulary along lanes where that takes less padding in tiles of 8 by 128.
         """
@@ -91,7 +91,7 @@ def softcap_in_units(options: Options, z: Array) -> Array:
 
 
 def without_infinities(z: Array, has_bias: bool) -> Array:
-    """Logits with the −inf of a bias replaced by a number whose exponential is 0 too."""
+    """Logits with the −inf of a bias replaced by a finite number whose exponential is 0."""
     return jnp.maximum(z, stats.FLOOR) if has_bias else z
 
 
@@ -121,16 +121,15 @@ def pallas(
     outputs: Operands,
     scratch: Mapping[str, Any],
     vmem: int,
-    split: bool = True,
     aliases: Mapping[str, str] | None = None,
     **call: Any,
 ) -> dict[str, Array]:
     """The outputs of `kernel`, the program of a grid step, by name.
 
-    The kernel takes the references of inputs, outputs and scratch (name -> memory on chip) by their names; those called
-    "state_..." are also the dictionary `state`. `vmem`: planned bytes on chip. `split`: the first grid dimension may be
-    divided over the cores of a chip (v5p has two). `aliases`: input -> the output that takes its place. `call`: further
-    arguments of `pl.pallas_call`.
+    The kernel takes the references of inputs, outputs and scratch (name -> memory on chip) by their names; `state` is a
+    dictionary of those called "state_...". The first grid dimension may be divided over the cores of a chip (v5p has
+    two). `vmem`: planned bytes on chip. `aliases`: input -> the output that takes its place. `call`: further arguments
+    of `pl.pallas_call`.
     """
 
     def run(*references: Any) -> None:
@@ -139,16 +138,16 @@ def pallas(
         kernel(refs)
 
     names = (*inputs, *outputs, *scratch)
-    order = {name: place for operands in (inputs, outputs) for place, name in enumerate(operands)}
+    places = {name: place for operands in (inputs, outputs) for place, name in enumerate(operands)}
     results = pl.pallas_call(
         run,
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
         out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=list(scratch.values()),
-        input_output_aliases={order[a]: order[b] for a, b in (aliases or {}).items()},
+        input_output_aliases={places[a]: places[b] for a, b in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if split else "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
         ),
         **call,
@@ -159,7 +158,7 @@ def pallas(
 def cost(
     options: Options, inputs: Inputs, products: int, rows: int, saved: bool, exponentials: int = 1
 ) -> pl.CostEstimate:
-    """Of a kernel of some products N·D·V that moves `rows` of D entries and, with `saved`, all exponentials."""
+    """Cost of a kernel of some products N·D·V that moves `rows` of D entries and, with `saved`, all exponentials."""
     (tokens, width), vocab_size = inputs.hidden.shape, inputs.unembedding.shape[0]
     return pl.CostEstimate(
         flops=2 * products * tokens * width * vocab_size,

@@ -29,14 +29,16 @@ def moments(
 ) -> tuple[Moments, Exponentials | None]:
     """The moments of the whole vocabulary by the kernel `kind`, a key of `blocks.PREFERENCES`.
 
-    With `save`, of "statistics" only, also the `Exponentials` of all logits.
+    With `save`, for "statistics" only, the second result has the `Exponentials` of all logits.
     """
     inputs = inputs.masked() if save else inputs  # NaN would be saved
     hidden, unembedding, bias, scale, targets, _ = inputs
-    (tokens, width), vocab_size, itemsize = hidden.shape, unembedding.shape[0], hidden.dtype.itemsize
+    tokens, width = hidden.shape
+    vocab_size = unembedding.shape[0]
     columns = min(blocks.columns, round_up(vocab_size, 2 * blocks.unit))
     blocks = blocks._replace(columns=columns)
-    block, in_logits = blocks.tokens, softcap_unit(options.softcap)
+    block = blocks.tokens
+    in_logits = softcap_unit(options.softcap)
     powers = tuple(s * (LOG2_E * in_logits) for s in options.scales or ())
     values = [scale * (LOG2_E * in_logits), *([] if targets is None else [common.pack_ids(targets)])]
     count = pl.cdiv(vocab_size, columns)
@@ -71,13 +73,13 @@ def moments(
         references_shape = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
         outputs["references"] = (references_shape, pl.BlockSpec((height, block), lambda i, j: (j, i)))
     kernel: Any = {"statistics": statistics.kernel, "rows": rows.kernel, "curves": statistics.at_scales}[kind]
-    own: dict[str, Any] = {"powers": powers} if kind == "curves" else {"blocks": blocks}
+    sizes: dict[str, Any] = {"powers": powers} if kind == "curves" else {"blocks": blocks}
     results = common.pallas(
-        functools.partial(kernel, options=options, vocab_size=vocab_size, **own),
+        functools.partial(kernel, options=options, vocab_size=vocab_size, **sizes),
         operands,
         outputs,
         _scratch(kind, needed, blocks, w_spec.block_shape, hidden.dtype, targets is not None, len(powers)),
-        vmem_bytes(kind, blocks, width, itemsize, saved=save, count=max(len(powers), 1)),
+        vmem_bytes(kind, blocks, width, hidden.dtype.itemsize, saved=save, count=max(len(powers), 1)),
         name=f"calibjax_{kind}",
         grid=grid,
         interpret=interpret,
@@ -103,7 +105,8 @@ def _scratch(
 ) -> dict[str, Any]:
     """Memory on chip of a kernel."""
     block, columns, unit = blocks
-    names, state = statistics.running(needed), (block, LANES) if kind == "rows" else (8, block)
+    names = statistics.running(needed)
+    state = (block, LANES) if kind == "rows" else (8, block)
     if kind == "statistics":
         scratch = {"z": pltpu.VMEM((2, unit, block), jnp.float32)}
     elif kind == "curves":

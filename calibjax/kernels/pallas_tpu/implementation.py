@@ -10,7 +10,7 @@ from calibjax.kernels.stats import Moments
 
 
 class PallasTpu(Implementation):
-    """Kernels that `pl.pallas_call` interprets with `interpret`, with blocks among `preferences`."""
+    """Kernels with blocks among `preferences`; with `interpret`, `pl.pallas_call` interprets them."""
 
     rows_first = True
     accumulates = True
@@ -43,14 +43,16 @@ class PallasTpu(Implementation):
         return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
 
     def saved_bytes(self, itemsize: int) -> float:
-        return itemsize + 0.125  # of the references, which take 32 bytes for 256 columns
+        return itemsize + 0.125  # an exponential, and its part of the references: 32 bytes for 256 columns
 
     @first_order(4)
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
-        # Not above: Mosaic takes as long to import as all else of the kernels.
+        # Imported here: Mosaic takes as long to import as the rest of the kernels.
         from calibjax.kernels.pallas_tpu import forward
 
-        kernel = "curves" if options.scales else "rows" if "rows" in needed else "statistics"
+        kernel = "rows" if "rows" in needed else "statistics"
+        if options.scales:
+            kernel = "curves"
         size = self._blocks(kernel, inputs, platform().device_kind, save, len(options.scales or (1,)))
         return forward.moments(options, needed, save, inputs, kernel, size, self.interpret)
 
@@ -67,11 +69,14 @@ class PallasTpu(Implementation):
             sizes = (self._blocks(kernel, inputs, kind, saved), unit, blocks.buffers(kind))
             return backward.gradients(kernel, options, wanted, inputs, cotangents, into, sizes, self.interpret)
 
-        hidden, rest = None, wanted - {"hidden"}
-        if "hidden" in wanted:
-            closed = cotangents.hidden_is_closed(options)
-            hidden = closed_form_hidden(inputs, cotangents) if closed else run("d_hidden", wanted - rest, None).hidden
-        return (run("d_unembedding", rest, into) if rest else Gradients())._replace(hidden=hidden)
+        hidden = None
+        rest = wanted - {"hidden"}
+        if "hidden" in wanted and cotangents.hidden_is_closed(options):
+            hidden = closed_form_hidden(inputs, cotangents)
+        elif "hidden" in wanted:
+            hidden = run("d_hidden", wanted - rest, None).hidden
+        gradients = run("d_unembedding", rest, into) if rest else Gradients()
+        return gradients._replace(hidden=hidden)
 
 
 IMPLEMENTATION = PallasTpu()

@@ -2,7 +2,7 @@
 
 Tokens lie along sublanes, as the second product e·W wants; running values are [tokens, 128].
 
-A grid step forms the logits of one block of the vocabulary, and beside them the exponentials and sums of the block
+A grid step forms the logits of one block of the vocabulary, and in the same code the exponentials and sums of the block
 before, whose rows of W stay on the chip; there is one step more than there are blocks. So the largest logits of a block
 are known before its exponentials.
 
@@ -86,7 +86,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             refs.sums[:, part] += options.product(refs.e[c % 2], w, (1, axes.vocab))
 
     def walk(before: Array | int, count: int):
-        """The logits of a block with `count` columns, beside the sums of the block before it, which has `before`."""
+        """The logits of a block with `count` columns, and the sums of the block before it, which has `before`."""
         for c in range(columns // unit):
             absorb(c, before)
             if c * unit < count:
@@ -94,7 +94,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             accumulate(c)
         refs.previous[...] = common.existing(refs.unembedding[...], count, axes.vocab)
         near = (state["best"][...] - state["top"][...]) * refs.scale[...] <= FAR
-        refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN too, which must not hide another token's
+        refs.far[0] = jnp.max(jnp.where(near, 0.0, 1.0))  # 1 for NaN, which must not hide another token's
 
     pl.when(step == 0)(lambda: _begin(refs))
     pl.when(step == 1)(lambda: _begin_sums(refs))

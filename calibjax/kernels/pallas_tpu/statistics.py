@@ -1,14 +1,14 @@
 """TPU kernels of the statistics with the vocabulary along sublanes and tokens along lanes.
 
 A running value [8, tokens] takes eight rows of logits [columns, tokens] at a time by elementwise operations, and only
-at the end are its eight sublanes merged, by `stats.merge`'s rule. `running` and what follows it are also the running
-values [tokens, 128] of `rows`.
+at the end are its eight sublanes merged, by `stats.merge`'s rule. `rows` uses the functions from `running` to
+`add_pieces` for its running values [tokens, 128].
 
 `at_scales` sums at K scales that all tokens have: three sums per scale, of one logit each. The vector unit is the
 limit: six operations for a logit and scale, 97% of its slots on v6e. A loop over groups of tokens forms the logits of
-one block of the vocabulary beside the sums of the block before. With scales in octaves (`stats.octaves`) an exponential
-is the square of the one an octave below, and the sums of one chain of octaves stay in registers while the columns of
-the block pass.
+one block of the vocabulary and, in the same code, the sums of the block before. With scales in octaves
+(`stats.octaves`) an exponential is the square of the one an octave below, and the sums of one chain of octaves stay in
+registers while the columns of the block pass.
 """
 
 import functools
@@ -35,7 +35,7 @@ def running(needed: frozenset[str]) -> tuple[str, ...]:
 
 
 def dtype(name: str) -> Any:
-    """Of a running value."""
+    """The dtype of a running value."""
     return jnp.int32 if name == "argmax" else jnp.float32
 
 
@@ -45,8 +45,9 @@ def initial(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def with_best(state, pieces, places, start):
-    """`state` after the maximum, and its index, of `pieces` of logits; arguments as of `add_pieces`."""
-    best, updated = state["best"], {}
+    """`state` after the maximum of `pieces` of logits, and its index; arguments as in `add_pieces`."""
+    best = state["best"]
+    updated = {}
     if "argmax" in state:
         place = jnp.full(best.shape, common.NEVER, jnp.int32)
         for z, k in zip(pieces, places, strict=True):
@@ -79,7 +80,8 @@ def add_pieces(state, pieces, raw, places, scale, target, reference):
         target: index of the target's logit, relative to the block's first column and to the sublane or lane.
         reference: logit that is subtracted before the exponential.
     """
-    new, weights = dict(state), []
+    new = dict(state)
+    weights = []
     for z, addend, k in zip(pieces, raw, places, strict=True):
         shifted = z - reference
         e = jnp.exp2(shifted * scale)
@@ -146,8 +148,8 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             scale = jnp.broadcast_to(refs.tokens[0:1, lanes], (8, LANES))
             target = None
             if "target" in state:
-                wanted = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32)
-                target = wanted - sublane - step * columns
+                ids = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32)
+                target = ids - sublane - step * columns
             pieces, raw, places = [], [], []
             for k in range(0, min(count, unit), 8):
                 z = common.softcap_in_units(options, refs.z[slot, k : k + 8, lanes])
@@ -175,7 +177,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
         absorb(last % 2, last * unit, count - last * unit)
 
     def walk(count: int):
-        """A block with `count` columns: each unit's product beside the arithmetic on the logits before it."""
+        """A block with `count` columns: the product of each unit together with the arithmetic on the unit before."""
         multiply(0)
         if not save:
             absorb((units - 1) % 2, -unit, unit, ghost=True)
