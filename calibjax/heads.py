@@ -228,14 +228,9 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     heads = config.num_heads or fitting[-1]
     if size % heads or (size // heads) % 2:
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
-    block = BlockConfig(
-        hidden_size=size,
-        intermediate_size=config.intermediate_size or 4 * size,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size // heads,
-        norm_eps=1e-6,
-    )
+    wide = config.intermediate_size or 4 * size
+    of_heads: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
+    block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **of_heads)
     return TransformerHead(block, **_shared(config))
 
 

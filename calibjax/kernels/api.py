@@ -421,7 +421,7 @@ def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
 
 
 def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
-    """Products N·D·V of the forward and the backward pass; see `operator`."""
+    """Products N·D·V of the forward and the backward pass."""
     rows = d_hidden and operator.takes_rows(call, alone=not d_unembedding)
     gradients = (d_hidden and not rows) + d_unembedding
     if call.implementation.is_dense or call.options.save_logits:

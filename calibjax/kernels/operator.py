@@ -1,20 +1,14 @@
 """The operator with its derivative, written once for all implementations (`calibjax.kernels.contract`).
 
-From what is differentiated follows which passes over the vocabulary run. With z = softcap(h Wᵀ + b), p = softmax(s·z),
-c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the statistics,
+With z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the
+statistics,
 
     dz_v = p_v (s g_lse + g_expected (1 + s (z_v − E_p[z]))) + [v=y] g_target + [v=argmax] g_max + g_mean/V,
     dh = Σ_v c_v dz_v W_v,   dW_v = c_v dz_v h,   db_v = c_v dz_v,
     ds = g_lse E_p[z] + g_expected Var_p[z].
 
-| differentiated | products N·D·V (2 N·D·V flop each), forward + backward |
-|---|---|
-| nothing, or the scale alone | 1 + 0 |
-| hidden (and scale), W and b frozen | 2 + 0: Σ_v p_v c_v W_v comes out of the forward pass (`has_rows`) |
-| the same, with `expected_logit`, or with `mean_logit` under a soft-cap | 1 + 2: the rows have a second weight |
-| unembedding or bias alone | 1 + 2 |
-| hidden and unembedding | 1 + 3 (or 2 + 2: `Implementation.rows_first`), or 1 + 2 with `save_logits` |
-| the same with `rows_first`, with `expected_logit`, or a soft-cap and `mean_logit` | 1 + 4 |
+What is differentiated decides which passes over the vocabulary run. Each product takes 2 N·D·V flop: `explain` lists
+those of a call (`api._products`), and `takes_rows` decides whether dh comes out of the forward pass.
 """
 
 import functools
@@ -86,7 +80,8 @@ _NEEDED = {
 def takes_rows(call: Call, alone: bool) -> bool:
     """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen.
 
-    With saved logits one product in the backward pass does the same, and each product has its kernel.
+    Not where `expected_logit`, or `mean_logit` under a soft-cap, gives the rows Σ_v p_v c_v W_v a second weight. With
+    saved logits one product in the backward pass does the same, and each product has its kernel.
     """
     implementation, options = call.implementation, call.options
     second_weight = "expected_logit" in call.wanted or (options.softcap is not None and "mean_logit" in call.wanted)

@@ -12,7 +12,7 @@ At a D that is no multiple of 128, as 2,880, XLA stores W with the vocabulary al
 then have Wᵀ and form dWᵀ. XLA copies hidden states and dh, and W once where it gathers the rows of the targets.
 
 Memory beyond inputs and outputs: 32 bytes a token for the statistics, and with `save_logits` 2.1·N·V bytes in bfloat16
-for the exponentials. `operator` has a table of the products; `rows_first` holds.
+for the exponentials.
 """
 
 from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
