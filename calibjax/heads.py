@@ -228,9 +228,9 @@ def _build_transformer(config: "HeadConfig") -> nn.Module:
     heads = config.num_heads or fitting[-1]
     if size % heads or (size // heads) % 2:
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
-    wide = config.intermediate_size or 4 * size
+    inner_size = config.intermediate_size or 4 * size
     of_heads: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
-    block = BlockConfig(hidden_size=size, intermediate_size=wide, norm_eps=1e-6, **of_heads)
+    block = BlockConfig(hidden_size=size, intermediate_size=inner_size, norm_eps=1e-6, **of_heads)
     return TransformerHead(block, **_shared(config))
 
 
@@ -255,7 +255,7 @@ else:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The configuration of a head, stored beside its parameters. Hashable: a static argument of `jax.jit`.
+    """The configuration of a head, stored with its parameters. Hashable: a static argument of `jax.jit`.
 
     Attributes:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".

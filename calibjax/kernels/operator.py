@@ -133,7 +133,7 @@ def _statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
 def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[Any, Residuals | None]]:
     # symbolic_zeros marks what is differentiated: what is frozen is neither stored nor computed.
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
-    inputs = Inputs(*(None if x is None else x.value for x in primals))
+    inputs = Inputs._make(None if x is None else x.value for x in primals)
     rows = perturbed[0] and takes_rows(call, alone=not any(perturbed[1:]))
     wanted = set(call.wanted)
     if primals.scale.perturbed:

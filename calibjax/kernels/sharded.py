@@ -6,11 +6,11 @@ shards, for N local tokens:
 
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
-| forward | all-gather of the `Moments`, 2 to 6 numbers a token (`argmax` apart), for `stats.merge` | up to 24 N S |
+| forward | all-gathers of the `Moments`, 2 to 6 numbers a token, and of `argmax`, for `stats.merge` | up to 24 N S |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
-Where W is frozen, each shard keeps its term of `Moments.rows` for the backward pass, whose one psum sums it too. dh has
-4 N D bytes on every device, so that nothing that sums it moves less.
+Where W is frozen, each shard keeps its term of `Moments.rows` until the psum of dh in the backward pass, which includes
+it. dh has 4 N D bytes on every device: no sum of it moves less.
 
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
 """
@@ -44,13 +44,13 @@ class VocabSharding:
     """The mesh axes over which tokens, vocabulary and width are split: each field has none, one or several axes.
 
     Several axes split in the order given. Tokens and vocabulary need not divide: tokens are padded with ones that do
-    not count, and every device takes the last V mod S rows of W besides its V // S.
+    not count, and every device takes the last V mod S rows of W in addition to its V // S rows.
 
     Attributes:
         mesh: of devices, or abstract. Results over axes of type Explicit are sharded as the hidden states are.
         tokens: axes over which the tokens N are split.
         vocab: axes over which the rows of `unembedding` (and the bias) are split.
-        width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split too, as in fully
+        width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split, as in fully
             sharded data parallelism; D must divide. W is gathered along D in pieces of some 16 MiB, each while the
             previous one is in use, and dW is reduced and scattered back in the same pieces: W is never whole on a
             device.
@@ -302,9 +302,9 @@ def _gather(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Moments:
-    """The moments of the whole vocabulary, on every device, from those of its shards; of `rows` this shard's term.
+    """The moments of the whole vocabulary, on every device, from those of its shards; `rows` is this shard's term.
 
-    Those of all shards are summed in the backward pass, together with the rest of dh.
+    The terms of all shards are summed in the backward pass, together with the rest of dh.
     """
     if not sharding.vocab:
         return mine

@@ -62,7 +62,7 @@ class VocabStats(NamedTuple):
         logit_variance: Var_p[z] = ∂ expected_logit / ∂s. Constant under differentiation.
         correct: bool, argmax = y.
         valid: bool, the token counts.
-        scale: s as given (1 where none was given).
+        scale: s; 1 if the caller gave none.
     """
 
     log_normalizer: Float[Array, "..."] | None
@@ -267,7 +267,7 @@ def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array,
 
 
 def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
-    """Σe ("weight"), Σeu ("first") and Σeu² ("second") where given, relative to a reference higher by −`delta`.
+    """Those of Σe ("weight"), Σeu ("first") and Σeu² ("second") in `sums`, for a reference higher by −`delta`.
 
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe) with r = exp(s δ), `ratio`.
     """

@@ -299,7 +299,7 @@ def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Ma
 def _layer_contexts(
     config: DecoderConfig, positions: Array, segment_ids: Array | None, start: Array | None, until: Array | None
 ) -> _Contexts:
-    """Rotary table and mask for all layers; where some are local and some not, those of global, then of local ones."""
+    """Rotary table and mask for all layers; if only some layers are local: one for global, then one for local ones."""
     unlimited = sequence_context(config, positions, segment_ids, start=start, until=until)
     if not any(config.local_layers):
         return (unlimited,)

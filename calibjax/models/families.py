@@ -228,7 +228,7 @@ _ROPE_TYPES = {
 
 
 def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
-    """The rotary positions of `parameters`, those of one kind of layer, or of the whole configuration.
+    """The rotary positions of `parameters`, which are those of one kind of layer; by default of the configuration.
 
     `partial`: whether the family reads `partial_rotary_factor`.
     """

@@ -1,7 +1,7 @@
 """Low-rank adapters: W + (alpha / rank) A B (Hu et al. 2021, arXiv 2106.09685), in training and in files of PEFT.
 
-In training, qwix adds them: it intercepts the products of the selected linen modules and stores A and B beside each
-kernel. Those of files (`adapter_config.json`, `adapter_model.safetensors`) are merged into a model's weights.
+In training, qwix adds them: it intercepts the products of the selected linen modules and stores A and B next to each
+kernel. Adapters in files (`adapter_config.json`, `adapter_model.safetensors`) are merged into a model's weights.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 def restore_params(
     folder: Path, description: Mapping[str, Any], config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None
 ) -> dict[str, jax.Array]:
-    """Reads the parameters of a checkpoint one after another, each process its own part; returns them by dotted path.
+    """Reads the parameters of a checkpoint one by one, in each process the part it needs; returns them by dotted path.
 
     Raises:
         UserError: the checkpoint is damaged or not finite, or config.json has changed.

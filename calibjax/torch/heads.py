@@ -259,7 +259,7 @@ def to_onnx(path: str | Path) -> bytes:
     """
     head = load_head(path).eval()
     axes = {0: torch.export.Dim("B"), 1: torch.export.Dim("T")}
-    logging.disable(logging.WARNING)  # it describes its own workings
+    logging.disable(logging.WARNING)  # the exporter logs its steps
     try:
         with warnings.catch_warnings(action="ignore"):
             program = torch.onnx.export(

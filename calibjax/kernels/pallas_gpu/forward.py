@@ -25,8 +25,8 @@ from calibjax.kernels.platforms import platform
 from calibjax.kernels.stats import FLOOR, Moments, softcap_unit, softcapped
 
 _NO_COLUMN = 2**30
-# Of every 8 columns a thread holds the same 2 (wgmma): the statistics of such parts, put together only at the end of a
-# unit, need nothing of other threads.
+# A thread has the same 2 of every 8 columns (wgmma): statistics of such parts, which are merged only at the end of a
+# unit, need nothing from other threads.
 _PART = 8
 
 

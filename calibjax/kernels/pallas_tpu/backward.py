@@ -127,7 +127,7 @@ def write_dz(
     references: Any = None,
     unit: int = 0,
 ) -> None:
-    """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] where given.
+    """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] if not None.
 
     The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. With
     `references`, of `unit` columns each, `z_ref` has `Exponentials.values`.
