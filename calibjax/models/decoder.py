@@ -21,15 +21,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from calibjax.kernels.stats import softcapped
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig, adapters_of
-from calibjax.nn.blocks import (
-    Block,
-    Past,
-    SequenceContext,
-    choose_context,
-    make_norm,
-    segment_positions,
-    sequence_context,
-)
+from calibjax.nn.attention import Past
+from calibjax.nn.blocks import Block, SequenceContext, choose_context, make_norm, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import constrain_batch, lookup
