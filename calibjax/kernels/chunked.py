@@ -206,7 +206,7 @@ class Chunked(Implementation):
                     assert cotangents.expected_logit is not None
                     # The floor keeps 0·(z − E) = 0 where a bias of −inf removes an entry.
                     centred = jnp.maximum(z - cotangents.expected_logit[:, None], stats.FLOOR)
-                    factor = stats.finite(factor + cotangents.centred[:, None] * centred)
+                    factor = stats.clip_infinities(factor + cotangents.centred[:, None] * centred)
                 dz = dz + factor * p
             if cotangents.uniform is not None:
                 dz = dz + cotangents.uniform[:, None]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from calibjax.kernels.platforms import Platform
-from calibjax.kernels.stats import FLOOR, Moments, finite, slope_in_units, softcap_unit
+from calibjax.kernels.stats import FLOOR, Moments, clip_infinities, slope_in_units, softcap_unit
 
 
 class Options(NamedTuple):
@@ -127,7 +127,7 @@ def dz_of_logits(
     dz = None
     if softmax is not None:
         if centred is not None:
-            softmax = finite(softmax + centred * jnp.maximum(z - value("expected"), FLOOR))
+            softmax = clip_infinities(softmax + centred * jnp.maximum(z - value("expected"), FLOOR))
         p = jnp.exp2(z * value("scale") - value("log_normalizer")) if p is None else p
         dz = p * softmax
     if uniform is not None:

@@ -245,7 +245,7 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
     return weight, first, second
 
 
-def finite(x: Array) -> Array:
+def clip_infinities(x: Array) -> Array:
     """±infinity replaced by the largest finite numbers, so that 0 times it is 0; NaN stays."""
     largest = jnp.finfo(x.dtype).max
     return jnp.clip(x, -largest, largest)
