@@ -219,7 +219,7 @@ def _shared(config: "HeadConfig") -> dict[str, Any]:
     return {name: getattr(config, name) for name in _SHARED}
 
 
-def _build_transformer(config: "HeadConfig") -> nn.Module:
+def _transformer(config: "HeadConfig") -> nn.Module:
     size = config.hidden_size
     # Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D.
     fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % n == 0 and (size // n) % 2 == 0]
@@ -241,9 +241,7 @@ HEADS: dict[str, HeadEntry] = {
         lambda config: MLPHead(config.intermediate_size or config.hidden_size, config.normalize, **_shared(config)),
         ("features", "intermediate_size", "normalize", *_SHARED),
     ),
-    "transformer": HeadEntry(
-        _build_transformer, ("features", "intermediate_size", "num_heads", *_SHARED), attends=True
-    ),
+    "transformer": HeadEntry(_transformer, ("features", "intermediate_size", "num_heads", *_SHARED), attends=True),
 }
 """Kind of head -> how it is built, and what it reads of its configuration."""
 

@@ -218,9 +218,9 @@ def _by_blocks(
         return (total + value, added, d_scale), None
 
     per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    in_float32 = "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4
+    sums_in_float32 = "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4
     size = choose_block_size(tokens, vocab_size, per_logit)
-    if call.options.save_logits or prefers_one_block(tokens, size, per_logit, 4 * width if in_float32 else 0):
+    if call.options.save_logits or prefers_one_block(tokens, size, per_logit, 4 * width if sums_in_float32 else 0):
         size = tokens
     one_block = 0 < tokens <= size
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
