@@ -222,11 +222,11 @@ def _shared(config: "HeadConfig") -> dict[str, Any]:
 def _transformer(config: "HeadConfig") -> nn.Module:
     size = config.hidden_size
     # Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D.
-    fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % n == 0 and (size // n) % 2 == 0]
+    fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % (2 * n) == 0]
     if not fitting:
         raise UserError(f"a transformer head needs an even hidden_size, got {size}.")
     heads = config.num_heads or fitting[-1]
-    if size % heads or (size // heads) % 2:
+    if size % (2 * heads):
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
     inner_size = config.intermediate_size or 4 * size
     of_heads: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}

@@ -91,7 +91,7 @@ def takes_rows(call: Call, alone: bool) -> bool:
 
 def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
     """`x` [..., K] or [...] where `valid` [...], else `filler`."""
-    return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, jnp.asarray(filler, x.dtype))
+    return jnp.where(jax.lax.expand_dims(valid, range(valid.ndim, x.ndim)), x, jnp.asarray(filler, x.dtype))
 
 
 def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> dict[str, Array]:

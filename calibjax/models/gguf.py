@@ -329,9 +329,10 @@ def _adapt_olmo2(settings: Settings, file: GgufFile) -> None:
     if settings["sliding_window"] is None:
         return
     pattern = file.metadata.get("olmo2.attention.sliding_window_pattern")
-    layers = range(settings["num_hidden_layers"])
+    if pattern is None:
+        pattern = [(layer + 1) % 4 != 0 for layer in range(settings["num_hidden_layers"])]
     settings["model_type"] = "olmo3"
-    _set_local(settings, [(layer + 1) % 4 != 0 for layer in layers] if pattern is None else list(map(bool, pattern)))
+    _set_local(settings, list(map(bool, pattern)))
     _set_local_rope(settings, settings["rope_theta"])
 
 

@@ -265,13 +265,12 @@ def rotate(
     """
     cos, sin = table
     pairs = cos.shape[-1]
+    channels, rest = jnp.split(x.astype(jnp.float32), (2 * pairs,), axis=-1)
+    first, second = (channels[..., ::2], channels[..., 1::2]) if interleaved else jnp.split(channels, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
     if interleaved:
-        turned, rest = jnp.split(x.astype(jnp.float32), (2 * pairs,), axis=-1)
-        first, second = turned[..., ::2], turned[..., 1::2]
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)
-        return jnp.concatenate([turned, rest], axis=-1).astype(x.dtype)
-    first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+        turned = (jnp.stack(turned, axis=-1).reshape(channels.shape),)
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
 
 
 def _last_axis(vector: Float[Array, " D"], like: Array) -> Array:

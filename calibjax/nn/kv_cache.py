@@ -60,10 +60,9 @@ def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Ar
 
 def fill(cache: Cache, new: KeysValues) -> Cache:
     """Stores keys and values of the tokens that `reserve` was last called for, in their columns."""
-    shared_columns = cache.segment_ids.shape[1] - cache.keys.shape[-2]
+    start = cache.length - (cache.segment_ids.shape[1] - cache.keys.shape[-2])
 
     def update(old: Array, x: Array) -> Array:
-        start = cache.length - shared_columns
         return constrain_cache(jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=old.ndim - 2))
 
     keys, values = update(cache.keys, new[0]), update(cache.values, new[1])
