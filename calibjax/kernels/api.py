@@ -15,7 +15,7 @@ from calibjax.kernels.operator import Call
 from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
-from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.arrays import AnyArray, as_indices, round_up
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_tpu": pallas_tpu.IMPLEMENTATION,
@@ -145,8 +145,8 @@ def hold_logits(
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)
-        wanted = dispatch._replace(wanted=frozenset(statistics))
-        values, valid = _run_on_auto_axes(wanted, arrays, scale, -100, with_logits)
+        at_scale = dispatch._replace(statistics=frozenset(statistics))
+        values, valid = _run_on_auto_axes(at_scale, arrays, scale, -100, with_logits)
         return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
 
     return stats
@@ -155,7 +155,7 @@ def hold_logits(
 def run_call(
     dispatch: "Dispatch", arrays: Arrays, scale: Array, ignore_index: int
 ) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
-    """Runs a checked call: the wanted statistics by name, of the leading shape of `hidden`, and which tokens count."""
+    """Runs a checked call: its statistics by name, of the leading shape of `hidden`, and which tokens count."""
     sharding = dispatch.sharding
     if sharding is None or not sharding.explicit_axes:
         return _run_on_auto_axes(dispatch, arrays, scale, ignore_index)
@@ -183,14 +183,14 @@ def _run_on_auto_axes(
         values = operator.compute(call, inputs)
     else:  # not through `compute`: an implementation that holds traced arrays cannot be a static argument
         call = call._replace(implementation=with_logits)
-        values, _, _ = operator.forward(call, operator.with_dtypes(inputs), call.wanted)
+        values, _, _ = operator.forward(call, operator.with_dtypes(inputs), call.statistics)
     values = {name: x[: valid.size].reshape(*valid.shape, *x.shape[1:]) for name, x in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
         values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
-    if "correct" in dispatch.wanted:
+    if "correct" in dispatch.statistics:
         values["correct"] = values["argmax"] == arrays.targets
-    values = {name: value for name, value in values.items() if name in dispatch.wanted}
+    values = {name: value for name, value in values.items() if name in dispatch.statistics}
     return operator.masked_statistics(values, valid), valid
 
 
@@ -214,13 +214,13 @@ def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs
 
 
 class Dispatch(NamedTuple):
-    """A checked call of an implementation, by its name or None, for the `wanted` fields of `VocabStats`.
+    """A checked call of an implementation, by its name or None, for some `statistics`: fields of `VocabStats`.
 
     `shapes` are `jax.ShapeDtypeStruct` of the inputs that the implementation receives.
     """
 
     implementation: str | None
-    wanted: frozenset[str]
+    statistics: frozenset[str]
     options: Options
     shapes: Inputs
     sharding: VocabSharding | None
@@ -254,9 +254,10 @@ class Dispatch(NamedTuple):
 
     def call(self, name: str | None = None) -> Call:
         """The call of the implementation `name`; None chooses."""
-        needs_argmax = {"argmax"} if "correct" in self.wanted else set()
-        wanted = frozenset((self.wanted - {"correct"}) | needs_argmax)
-        return Call(self.over_mesh(name or self.choose()), wanted, self.options)
+        statistics = self.statistics
+        if "correct" in statistics:
+            statistics = (statistics - {"correct"}) | {"argmax"}
+        return Call(self.over_mesh(name or self.choose()), statistics, self.options)
 
 
 def prepare(
@@ -282,27 +283,25 @@ def prepare(
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
     if options.precision is None and dtype == jnp.float32:
         options = options._replace(precision=jax.lax.Precision.HIGHEST)
-    tokens = math.prod(hidden.shape[:-1])
-    padding = 0
+    tokens = length = math.prod(hidden.shape[:-1])
     if sharding is not None:
         sharding.check_shape(*unembedding.shape)
-        padding = -tokens % sharding.count(sharding.tokens)
-    tokens += padding
-    masked = targets is not None or where is not None or padding > 0
+        length = round_up(tokens, sharding.count(sharding.tokens))
+    masked = targets is not None or where is not None or length > tokens
     shape: Any = jax.ShapeDtypeStruct
     shapes = Inputs(
-        hidden=shape((tokens, hidden.shape[-1]), dtype),
+        hidden=shape((length, hidden.shape[-1]), dtype),
         unembedding=shape(unembedding.shape, dtype),
         bias=None if bias is None else shape(bias.shape, jnp.float32),
-        scale=shape((tokens,), jnp.float32),
-        targets=None if targets is None else shape((tokens,), jnp.int32),
-        valid=shape((tokens,), bool) if masked else None,
+        scale=shape((length,), jnp.float32),
+        targets=None if targets is None else shape((length,), jnp.int32),
+        valid=shape((length,), bool) if masked else None,
     )
-    wanted = _wanted(statistics, targets)
-    return Dispatch(execution.get("implementation"), wanted, options, shapes, sharding), arrays
+    names = _check_statistics(statistics, targets)
+    return Dispatch(execution.get("implementation"), names, options, shapes, sharding), arrays
 
 
-def _wanted(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
+def _check_statistics(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
     names = DEFAULT_STATISTICS if statistics is None else tuple(statistics)
     unknown = sorted(set(names) - set(STATISTICS))
     if unknown:

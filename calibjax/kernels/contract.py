@@ -169,8 +169,8 @@ class Implementation:
         """How a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
         raise NotImplementedError
 
-    def compute(self, options: Options, wanted: frozenset[str], inputs: Inputs) -> dict[str, Array]:
-        """The statistics that `wanted` names, where `is_dense`; see `operator.compute`."""
+    def compute(self, options: Options, statistics: frozenset[str], inputs: Inputs) -> dict[str, Array]:
+        """The `statistics` by name, where `is_dense`; see `operator.compute`."""
         raise NotImplementedError
 
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:

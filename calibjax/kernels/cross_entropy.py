@@ -186,8 +186,8 @@ def _by_blocks(
     vocab_size, width = inputs.unembedding.shape
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
-    wanted = call.wanted | ({"expected_logit"} if "scale" in differentiated else set())
-    call = call._replace(wanted=wanted)
+    if "scale" in differentiated:
+        call = call._replace(statistics=call.statistics | {"expected_logit"})
     flags = tuple(() if name in differentiated else None for name in Gradients._fields)
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
@@ -199,7 +199,7 @@ def _by_blocks(
         unembedding, bias = inputs.unembedding, inputs.bias
         block = jax.tree.map(block_rows, inputs._replace(unembedding=None, bias=None))
         block = block._replace(unembedding=unembedding, bias=bias)
-        outputs, _rows, saved = operator.forward(call, block, wanted, save=True)
+        outputs, _rows, saved = operator.forward(call, block, call.statistics, save=True)
 
         def reduced(outputs: dict[str, Array], s: Array) -> Array:
             target_logit = jnp.where(block_rows(broken), jnp.nan, outputs["target_logit"])

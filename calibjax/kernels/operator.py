@@ -23,10 +23,10 @@ from calibjax.kernels.stats import times_slope
 
 
 class Call(NamedTuple):
-    """Static part of a call: `wanted` names statistics."""
+    """Static part of a call: `statistics` are fields of `VocabStats`."""
 
     implementation: Implementation
-    wanted: frozenset[str]
+    statistics: frozenset[str]
     options: Options
 
 
@@ -46,12 +46,12 @@ class Residuals(NamedTuple):
 
 
 def compute(call: Call, inputs: Inputs) -> dict[str, Array]:
-    """The statistics in `call.wanted` in float32; see `VocabStats`. Any value for invalid tokens.
+    """The statistics in `call.statistics` in float32; see `VocabStats`. Any value for invalid tokens.
 
     With `Options.scales` log_normalizer and expected_logit are relative to the largest logit, as in `VocabCurves`.
     """
     if call.implementation.is_dense:
-        return call.implementation.compute(call.options, call.wanted, inputs)
+        return call.implementation.compute(call.options, call.statistics, inputs)
     return _statistics(call, with_dtypes(inputs))
 
 
@@ -84,7 +84,9 @@ def takes_rows(call: Call, alone: bool) -> bool:
     saved logits one product in the backward pass does the same, and each product has its kernel.
     """
     implementation, options = call.implementation, call.options
-    second_weight = "expected_logit" in call.wanted or (options.softcap is not None and "mean_logit" in call.wanted)
+    second_weight = "expected_logit" in call.statistics or (
+        options.softcap is not None and "mean_logit" in call.statistics
+    )
     first = alone or (implementation.rows_first and not options.save_logits)
     return implementation.has_rows and first and not second_weight
 
@@ -101,10 +103,10 @@ def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> di
 
 
 def forward(
-    call: Call, inputs: Inputs, wanted: frozenset[str], rows: bool = False, save: bool = False
+    call: Call, inputs: Inputs, statistics: frozenset[str], rows: bool = False, save: bool = False
 ) -> tuple[dict[str, Array], Array | None, Any]:
-    """The statistics in `wanted` by name, `Moments.rows` if `rows`, and what is saved for the backward pass."""
-    needed = frozenset().union(*(_NEEDED.get(name, ()) for name in wanted))
+    """These statistics by name, `Moments.rows` if `rows`, and what is saved for the backward pass."""
+    needed = frozenset().union(*(_NEEDED.get(name, ()) for name in statistics))
     if rows:
         needed |= {"rows"}
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
@@ -119,7 +121,7 @@ def forward(
         "expected_logit": shift if shift is None or relative else moments.max_logit + shift,
         "logit_variance": variance,
     }
-    outputs = {name: x for name, x in outputs.items() if x is not None and name in wanted}
+    outputs = {name: x for name, x in outputs.items() if x is not None and name in statistics}
     if inputs.valid is not None:
         outputs = {name: masked(inputs.valid, x) for name, x in outputs.items()}
     return outputs, moments.rows, saved
@@ -127,7 +129,7 @@ def forward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(call: Call, inputs: Inputs) -> dict[str, Array]:
-    return forward(call, inputs, call.wanted)[0]
+    return forward(call, inputs, call.statistics)[0]
 
 
 def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[Any, Residuals | None]]:
@@ -135,26 +137,26 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
     inputs = Inputs._make(None if x is None else x.value for x in primals)
     rows = perturbed[0] and takes_rows(call, alone=not any(perturbed[1:]))
-    wanted = set(call.wanted)
+    statistics = set(call.statistics)
     if primals.scale.perturbed:
-        wanted.add("expected_logit")
-        if "expected_logit" in call.wanted:
-            wanted.add("logit_variance")
+        statistics.add("expected_logit")
+        if "expected_logit" in call.statistics:
+            statistics.add("logit_variance")
     if any(perturbed):
-        wanted |= {"log_normalizer", "max_logit"}
-        if "max_logit" in call.wanted:
-            wanted.add("argmax")
+        statistics |= {"log_normalizer", "max_logit"}
+        if "max_logit" in call.statistics:
+            statistics.add("argmax")
         if rows and inputs.targets is not None:
-            wanted.add("target_logit")
+            statistics.add("target_logit")
     second_pass = any(perturbed[1:]) or (perturbed[0] and not rows)
     save = call.options.save_logits and second_pass
-    outputs, rows_of_w, saved = forward(call, inputs, frozenset(wanted), rows, save)
+    outputs, rows_of_w, saved = forward(call, inputs, frozenset(statistics), rows, save)
     residuals = None
     if any(perturbed):
         residuals = Residuals(inputs, outputs, rows_of_w, saved, tuple(() if x else None for x in perturbed))
     names = ("expected_logit", "logit_variance")
     d_scale = tuple(outputs.get(name) if primals.scale.perturbed else None for name in names)
-    return {name: x for name, x in outputs.items() if name in call.wanted}, (d_scale, residuals)
+    return {name: x for name, x in outputs.items() if name in call.statistics}, (d_scale, residuals)
 
 
 def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotangents: dict[str, Any]) -> tuple[Inputs]:

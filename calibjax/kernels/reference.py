@@ -27,14 +27,14 @@ class Reference(Implementation):
             raise NotImplementedError("it is dense and takes no chunk_size, save_logits or sharding.")
         return "dense, several [N, V] arrays in memory"
 
-    def compute(self, options: Options, wanted: frozenset[str], inputs: Inputs) -> dict[str, Array]:
+    def compute(self, options: Options, statistics: frozenset[str], inputs: Inputs) -> dict[str, Array]:
         hidden, unembedding, bias, scale, targets, _ = inputs.masked()
         dtype = jnp.promote_types(jnp.float32, jnp.promote_types(hidden.dtype, unembedding.dtype))
         z = jnp.matmul(hidden.astype(dtype), unembedding.astype(dtype).T, precision=options.precision)
         if bias is not None:
             z = z + bias.astype(dtype)[None, :]
         values = dense_values(softcapped(z, options.softcap), scale.astype(dtype), targets, options.scales)
-        return {name: values[name] for name in wanted}
+        return {name: values[name] for name in statistics}
 
 
 IMPLEMENTATION = Reference()

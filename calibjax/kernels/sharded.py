@@ -33,7 +33,7 @@ from calibjax.kernels import stats
 from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options, padded
 from calibjax.kernels.platforms import Platform
 from calibjax.kernels.stats import Moments
-from calibjax.runtime.arrays import ceil_div
+from calibjax.runtime.arrays import ceil_div, round_up
 
 _GATHERED_BYTES = 16 * 2**20  # of one piece of W gathered along D; two are held at a time
 _NARROW = 128  # rows of W under which a piece is not worth a collective
@@ -253,7 +253,7 @@ def sum_over_vocab(
     sharding.check_shape(*inputs.unembedding.shape)
     sharding = sharding.without_trivial_axes()
     tokens = inputs.hidden.shape[0]
-    length = tokens + -tokens % sharding.count(sharding.tokens)
+    length = round_up(tokens, sharding.count(sharding.tokens))
     inputs = inputs._replace(hidden=padded(inputs.hidden, length), scale=padded(inputs.scale, length))
     per_token = padded(per_token, length)
     head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
