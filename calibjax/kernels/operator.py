@@ -111,14 +111,14 @@ def forward(
         needed |= {"rows"}
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
     log_weight, shift, variance = moments.cumulants()
-    relative = call.options.scales is not None
+    is_relative = call.options.scales is not None
     outputs = {
-        "log_normalizer": log_weight if relative else inputs.scale * moments.max_logit + log_weight,
+        "log_normalizer": log_weight if is_relative else inputs.scale * moments.max_logit + log_weight,
         "target_logit": moments.target,
         "mean_logit": None if moments.total is None else moments.total / inputs.unembedding.shape[0],
         "max_logit": moments.max_logit,
         "argmax": moments.argmax,
-        "expected_logit": shift if shift is None or relative else moments.max_logit + shift,
+        "expected_logit": shift if shift is None or is_relative else moments.max_logit + shift,
         "logit_variance": variance,
     }
     outputs = {name: x for name, x in outputs.items() if x is not None and name in statistics}

@@ -55,8 +55,8 @@ def dense_values(
         log_weight, shift, variance = dense_cumulants(difference, s)
         log_weight, shift = s * m + log_weight, m + shift
     else:
-        every = jax.lax.map(functools.partial(dense_cumulants, difference), jnp.asarray(scales, z.dtype))
-        log_weight, shift, variance = (jnp.moveaxis(x, 0, -1) for x in every)
+        at_scales = jax.lax.map(functools.partial(dense_cumulants, difference), jnp.asarray(scales, z.dtype))
+        log_weight, shift, variance = (jnp.moveaxis(x, 0, -1) for x in at_scales)
     everything = {
         "log_normalizer": log_weight,
         "mean_logit": jnp.mean(z, axis=-1),

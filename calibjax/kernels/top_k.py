@@ -100,8 +100,8 @@ def _top_ids(
             return best.ids
         first = jax.lax.axis_index(sharding.vocab) * unembedding.shape[0]
         best = best._replace(ids=best.ids + first)
-        every = jax.tree.map(lambda x: jax.lax.all_gather(x, sharding.vocab, axis=1, tiled=True), best)
-        return _largest(k, every).ids
+        candidates = jax.tree.map(lambda x: jax.lax.all_gather(x, sharding.vocab, axis=1, tiled=True), best)
+        return _largest(k, candidates).ids
 
     specs = (P(sharding.tokens), P(sharding.vocab, sharding.width), P(sharding.vocab))
     mapped = jax.shard_map(local, mesh=sharding.mesh, in_specs=specs, out_specs=P(sharding.tokens), check_vma=False)

@@ -503,9 +503,9 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
             if tensor is None:
                 continue
             target = rule.targets[0]
-            rotated = architecture.interleaved and target.startswith(("layers.attention.q.", "layers.attention.k."))
+            is_rotated = architecture.interleaved and target.startswith(("layers.attention.q.", "layers.attention.k."))
             storage = _Storage(
-                pairs=config.head_dim // 2 if rotated else None,
+                pairs=config.head_dim // 2 if is_rotated else None,
                 shift=architecture.norm_shift if target.endswith("norm.scale") else 0.0,
                 swapped=name == "gpt2" and target.endswith(".kernel"),
             )

@@ -151,10 +151,11 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     tokenizer.add_tokens(added)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}
-    with_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _WITH_BOS
-    begins = file.get(f"{_PREFIX}add_bos_token", bool, with_bos) and "bos_token" in special
-    ends = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
-    first, last = [special["bos_token"]] if begins else [], [special["eos_token"]] if ends else []
+    has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _WITH_BOS
+    adds_bos = file.get(f"{_PREFIX}add_bos_token", bool, has_bos) and "bos_token" in special
+    adds_eos = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
+    first = [special["bos_token"]] if adds_bos else []
+    last = [special["eos_token"]] if adds_eos else []
     if first or last:
         level = tokenizer.post_processor or processors.ByteLevel(trim_offsets=False)
         ids = [(token, vocabulary[token]) for token in (*first, *last)]
@@ -228,10 +229,10 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
     tokenizer = Tokenizer(
         _bpe(file, models.BPE, vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True)
     )
-    prefixed = file.get(f"{_PREFIX}add_space_prefix", bool, True)
-    steps = [normalizers.Prepend("\u2581")] if prefixed else []
+    has_prefix = file.get(f"{_PREFIX}add_space_prefix", bool, True)
+    steps = [normalizers.Prepend("\u2581")] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-    last = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )

@@ -107,8 +107,8 @@ def attend(
         past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
         mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
         return attend_by_blocks(query, past, mask, scale=scale, softcap=softcap, sinks=sinks)
-    suits = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
-    implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits else "xla"
+    suits_cudnn = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
+    implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits_cudnn else "xla"
     # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(

@@ -102,8 +102,8 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options)
             config = get_config()
-            others = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
-            if others and not calibrates_sampling:
+            bypasses_sampler = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
+            if bypasses_sampler and not calibrates_sampling:
                 raise HeadError(
                     f"{LOGITS}=unchanged needs vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no "
                     f"speculative decoding. Use {LOGITS}=calibrated."

@@ -58,14 +58,14 @@ class PallasGpu(Implementation):
     def backward(
         self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
-        closed = "hidden" in wanted and cotangents.hidden_is_closed(options)
-        rest = wanted - {"hidden"} if closed else wanted
+        is_closed = "hidden" in wanted and cotangents.hidden_is_closed(options)
+        rest = wanted - {"hidden"} if is_closed else wanted
         gradients = into or Gradients()
         if rest:
             from calibjax.kernels.pallas_gpu import backward
 
             gradients = backward.gradients(options, rest, inputs, cotangents, into, self.blocks, self.interpret)
-        return gradients._replace(hidden=closed_form_hidden(inputs, cotangents)) if closed else gradients
+        return gradients._replace(hidden=closed_form_hidden(inputs, cotangents)) if is_closed else gradients
 
 
 IMPLEMENTATION = PallasGpu()
