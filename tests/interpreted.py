@@ -8,8 +8,9 @@ import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from calibjax.kernels import api, pallas_tpu
+from calibjax.kernels import api
 from calibjax.kernels.pallas_tpu.blocks import Blocks
+from calibjax.kernels.pallas_tpu.implementation import PallasTpu
 
 NAME = "pallas_tpu_interpreted"
 WITH_ITS_BLOCKS = "pallas_tpu_interpreted_with_its_blocks"
@@ -26,9 +27,9 @@ SMALL = {
 # Of two units of saved exponentials each is read in two blocks.
 _APART = SMALL | {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}
 IMPLEMENTATIONS = {
-    NAME: pallas_tpu.PallasTpu(PARAMS, SMALL),
-    WITH_ITS_BLOCKS: pallas_tpu.PallasTpu(PARAMS),
-    APART: pallas_tpu.PallasTpu(PARAMS, _APART),
+    NAME: PallasTpu(PARAMS, SMALL),
+    WITH_ITS_BLOCKS: PallasTpu(PARAMS),
+    APART: PallasTpu(PARAMS, _APART),
 }
 
 _threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")

@@ -20,7 +20,8 @@ import pytest
 from interpreted import compile_threads_once
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from calibjax.kernels import api, pallas_gpu
+from calibjax.kernels import api
+from calibjax.kernels.pallas_gpu.implementation import PallasGpu
 from calibjax.kernels.pallas_gpu.schedule import Blocks
 
 NAME = "pallas_gpu_interpreted"
@@ -43,7 +44,7 @@ _BLOCKS = {
     BY_CHUNKS: Blocks(columns=64, stages=2, programs=1, chunk=64),
     WITH_ITS_BLOCKS: Blocks() if ON_GPU else Blocks(programs=1),
 }
-IMPLEMENTATIONS = {name: pallas_gpu.PallasGpu(None if ON_GPU else PARAMS, blocks) for name, blocks in _BLOCKS.items()}
+IMPLEMENTATIONS = {name: PallasGpu(None if ON_GPU else PARAMS, blocks) for name, blocks in _BLOCKS.items()}
 
 
 def _zeros_outside(found, full_shape, shape, dtype, *_):

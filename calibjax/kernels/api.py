@@ -9,19 +9,22 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.kernels import chunked, operator, pallas_gpu, pallas_tpu, reference, sharded
+from calibjax.kernels import chunked, operator, sharded
 from calibjax.kernels.contract import Implementation, Inputs, Options, padded
 from calibjax.kernels.operator import Call
+from calibjax.kernels.pallas_gpu.implementation import PallasGpu
+from calibjax.kernels.pallas_tpu.implementation import PallasTpu
 from calibjax.kernels.platforms import Platform, platform
+from calibjax.kernels.reference import Reference
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
 from calibjax.runtime.arrays import AnyArray, as_indices, round_up
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas_tpu": pallas_tpu.IMPLEMENTATION,
-    "pallas_gpu": pallas_gpu.IMPLEMENTATION,
-    "chunked": chunked.IMPLEMENTATION,
-    "reference": reference.IMPLEMENTATION,
+    "pallas_tpu": PallasTpu(),
+    "pallas_gpu": PallasGpu(),
+    "chunked": chunked.Chunked(),
+    "reference": Reference(),
 }
 """Name -> implementation, best first.
 

@@ -37,9 +37,6 @@ class Reference(Implementation):
         return {name: values[name] for name in statistics}
 
 
-IMPLEMENTATION = Reference()
-
-
 def dense_values(
     z: Float[Array, "... V"],
     s: Float[Array, "..."],

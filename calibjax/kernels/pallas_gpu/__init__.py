@@ -10,6 +10,3 @@
 A chunk is 8,192 columns, or fewer, so that the dz of all tokens takes at most 512 MiB; from saved exponentials as many
 as take 1 GiB. dh is summed in float32. Times on an H200: `kernels/HOPPER.md`.
 """
-
-from calibjax.kernels.pallas_gpu.implementation import IMPLEMENTATION as IMPLEMENTATION
-from calibjax.kernels.pallas_gpu.implementation import PallasGpu as PallasGpu

@@ -66,6 +66,3 @@ class PallasGpu(Implementation):
 
             gradients = backward.gradients(options, rest, inputs, cotangents, into, self.blocks, self.interpret)
         return gradients._replace(hidden=closed_form_hidden(inputs, cotangents)) if is_closed else gradients
-
-
-IMPLEMENTATION = PallasGpu()

@@ -14,6 +14,3 @@ then have Wᵀ and form dWᵀ. XLA copies hidden states and dh, and W once where
 Memory beyond inputs and outputs: 32 bytes a token for the statistics, and with `save_logits` 2.1·N·V bytes in bfloat16
 for the exponentials.
 """
-
-from calibjax.kernels.pallas_tpu.implementation import IMPLEMENTATION as IMPLEMENTATION
-from calibjax.kernels.pallas_tpu.implementation import PallasTpu as PallasTpu

@@ -77,6 +77,3 @@ class PallasTpu(Implementation):
             hidden = run("d_hidden", wanted - rest, None).hidden
         gradients = run("d_unembedding", rest, into) if rest else Gradients()
         return gradients._replace(hidden=hidden)
-
-
-IMPLEMENTATION = PallasTpu()
