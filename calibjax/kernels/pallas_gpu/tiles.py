@@ -25,8 +25,6 @@ TRANSFORMS = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(2 * TILE[1]))
 
 Fold = Callable[[Array, Array, list[Any]], Sequence[Any]]
 """(first column, [64, columns] of h Wᵀ, state) -> state."""
-Tiles = Callable[[Fold, Sequence[Any]], list[Any]]
-"""(fold, first state) -> the state after all tiles of the unit."""
 
 
 def whole_tiles(x: Array) -> Array:
@@ -168,7 +166,8 @@ def over_tiles(
 
     `body(refs, rows=, piece=, tiles=)` is traced once, with the references of arguments (in the memory of the GPU),
     results and scratch (shared memory) by name. It runs in a warpgroup for each unit of work: 64 tokens, `rows`, and a
-    piece of the vocabulary. It calls `tiles` once. The kernel has its name. `hidden` and `unembedding` have 16 bits.
+    piece of the vocabulary. It calls `tiles(fold, first state)` once, for the state after all tiles of the unit. The
+    kernel has its name. `hidden` and `unembedding` have 16 bits.
     """
     blocks = schedule.blocks
     rings = {
