@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,9 @@ def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
             data = evaluator.probe_data(missing)
             questions = len(data[missing[0]][1])
             for name in missing:
-                fit = folder / f"{name}.fit"
-                params = fit_probe(
-                    *data[name], context=dataclasses.replace(saved, directory=fit), identity=[name, fingerprint]
-                )
+                params = fit_probe(*data[name])
                 notes = {"task": task, "questions": questions}
                 save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
-                on_first(functools.partial(shutil.rmtree, fit, ignore_errors=True))
             context.log(f"task {task}: fitted on {questions:,} calibration questions: {', '.join(missing)}")
         return {name: load_probe(folder / name, fingerprint) for name in evaluator.probe_names}
 

@@ -5,27 +5,20 @@ is a proper score for a fraction as for 0 and 1, so one objective serves all.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from safetensors.numpy import load_file, save
 
-from calibjax.data import batches
-from calibjax.runtime.arrays import round_up
+from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.checksums import read_checksums, write_directory
-from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
-from calibjax.runtime.sharding import batch_shards, local_rows, replicated
-from calibjax.train.loop import train
-from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
-_STEPS, _BATCH = 400, 256
 _WEIGHTS, _DESCRIPTION = "probe.safetensors", "probe.json"
 _REMEDY = "Remove this directory to fit the probe again."
 
@@ -33,48 +26,26 @@ ProbeParams = dict[str, np.ndarray]
 """weights `[F]` and bias, a scalar; float32."""
 
 
-def probe_loss(
-    params: Mapping[str, Array], frozen: None, batch: Mapping[str, Array], hyper: Mapping[str, Array]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The `Objective`: cross-entropy −y log q − (1 − y) log(1 − q) of q = sigmoid(w·x + b), and for each row its part
-    F‖w‖²/2N of a normal prior with variance 1/F, under which the log-odds of features of variance 1 have variance 1."""
-    log_odds = batch["features"] @ params["weights"] + params["bias"]
-    loss = jnp.sum(jax.nn.softplus(log_odds) - batch["target"] * log_odds)
-    count = jnp.float32(len(log_odds))
-    return loss + count * hyper["penalty"] * jnp.sum(jnp.square(params["weights"])), count
+def _loss(params, rows, penalty):
+    """Cross-entropy −y log q − (1 − y) log(1 − q) of q = sigmoid(w·x + b), and penalty ‖w‖², for each row."""
+    features, target = rows
+    log_odds = features @ params["weights"] + params["bias"]
+    return jax.nn.softplus(log_odds) - target * log_odds + penalty * jnp.sum(jnp.square(params["weights"]))
 
 
-def fit_probe(
-    features: Float[np.ndarray, "N F"], target: Float[np.ndarray, " N"], *, context: RunContext, identity: Any
-) -> ProbeParams:
-    """Fits a probe on finite features and targets in [0, 1], by the training loop; a killed fit resumes.
+def fit_probe(features: Float[np.ndarray, "N F"], target: Float[np.ndarray, " N"]) -> ProbeParams:
+    """Fits a probe to finite features and targets in [0, 1], by L-BFGS in float64.
 
-    Features are standardised, and mean and deviation then folded into the parameters. `context`: its directory holds
-    the checkpoints; `identity`: JSON-able description of the fit.
+    Features are standardised, and mean and deviation then folded into the parameters. The prior of a weight is normal
+    with variance 1/F, under which the log-odds of features of variance 1 have variance 1: a penalty of F‖w‖²/2N.
     """
-    mean, deviation = features.mean(axis=0), np.maximum(features.std(axis=0), 1e-6)
+    mean = features.mean(axis=0)
+    deviation = np.maximum(features.std(axis=0), 1e-6)
+    standardised = ((features - mean) / deviation).astype(np.float32)
     count, width = features.shape
-    arrays = {
-        "features": ((features - mean) / deviation).astype(np.float32),
-        "target": target.astype(np.float32),
-        "where": np.ones(count, bool),
-    }
-    base = np.clip(target.mean(), 0.5 / count, 1 - 0.5 / count)
-    config = OptimizerConfig(learning_rate=2e-2)
-    optimizer, shards = config.build(_STEPS), batch_shards(context.mesh)
-    batch_size = round_up(min(count, _BATCH), shards)
-    start = {"weights": jnp.zeros(width), "bias": jnp.float32(np.log(base / (1 - base)))}
-    state = train(
-        make_train_step(probe_loss, optimizer, clip_norm=config.clip_norm),
-        jax.device_put(create_state(start, optimizer), replicated(context.mesh)),
-        None,
-        {"penalty": jnp.float32(width / (2 * count))},
-        batches(arrays, batch_size, seed=context.seed, steps=_STEPS, part=local_rows(context.mesh, batch_size)),
-        steps=_STEPS,
-        context=context.silent(),
-        identity={"probe": identity},
-    )
-    params = jax.tree.map(np.asarray, jax.device_get(state.params))
+    base_rate = np.clip(target.mean(), 0.5 / count, 1 - 0.5 / count)
+    start = {"weights": np.zeros(width), "bias": np.log(base_rate / (1 - base_rate))}
+    params, _ = minimize(_loss, start, (standardised, target.astype(np.float32)), width / (2 * count))
     weights = (params["weights"] / deviation).astype(np.float32)
     bias = np.asarray(params["bias"] - weights.astype(np.float64) @ mean, np.float32)
     return {"weights": weights, "bias": bias}
