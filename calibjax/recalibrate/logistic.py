@@ -7,7 +7,6 @@ hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 
 confidences, with ε = .01.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.special import expit
 
 from calibjax.recalibrate.contract import FitReport
 from calibjax.recalibrate.optimize import Minimum, lbfgs
@@ -75,21 +73,32 @@ def _value_and_grad(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) 
 
 
 def regression(
-    columns: Callable[[np.ndarray], np.ndarray], data: tuple[np.ndarray, np.ndarray], start: Any, low: Any, high: Any
+    columns: Callable[[np.ndarray], np.ndarray],
+    data: tuple[np.ndarray, np.ndarray],
+    start: Any,
+    low: Any,
+    high: Any,
+    ridge: float = 0.0,
 ) -> Minimum:
-    """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p).
+    """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p), plus ridge Σ_{p<P} x_p².
 
     Args:
         columns: maps n of the predictors to z `[P, n]`, float64.
-        data: predictors and targets, `[N]` each; targets in [0, 1].
+        data: predictors `[N]` or `[N, C]` and targets `[N]`; targets in [0, 1].
         start: initial x, `[P]`.
         low, high: bounds, `[P]` or scalars.
+        ridge: weight of the penalty, >= 0.
     """
     predictors, targets = data
     pieces = ceil_div(len(targets), _BLOCK)
     split = zip(np.array_split(predictors, pieces), np.array_split(targets, pieces), strict=True)
     blocks = [(columns(predictor), target.astype(np.float64)) for predictor, target in split]
-    objective = functools.partial(_value_and_grad, blocks)
+    penalty = np.append(np.full(len(start) - 1, ridge), 0.0)
+
+    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
+        loss, gradient = _value_and_grad(blocks, x)
+        return loss + penalty @ np.square(x), gradient + 2 * penalty * x
+
     best = lbfgs(objective, np.array(start), low, high)
     if not best.converged:
         # The line search failed, because saturated scores have no curvature. Scores of 0 have the largest.
@@ -223,39 +232,31 @@ def fit_stacking(confidences: Float[np.ndarray, "N C"], correct: Float[np.ndarra
     λ‖w‖² is the one among 0, .001, .01, .1 with the least log loss in five-fold cross-validation over the rows.
     Confidences are clipped to [.01, .99], so that consistencies of exactly 0 and 1 do not dominate.
     """
-    c = np.clip(confidences.astype(np.float64), _STACKING_CLIP, 1 - _STACKING_CLIP)
-    y = correct.astype(np.float64)
-    z = np.column_stack([np.log(c) - np.log1p(-c), np.ones(len(c))])
-    fold = np.random.default_rng(0).permutation(len(y)) % _FOLDS
-    folds = range(min(_FOLDS, len(y))) if len(y) > 1 else ()
+    fold = np.random.default_rng(0).permutation(len(correct)) % _FOLDS
+    folds = range(min(_FOLDS, len(correct))) if len(correct) > 1 else ()
+
+    def fit(rows: np.ndarray, ridge: float) -> Minimum:
+        data = (confidences[rows], correct[rows])
+        start = np.zeros(confidences.shape[1] + 1)
+        return regression(_stacking_columns, data, start, -_LIMIT, _LIMIT, ridge)
 
     def held_out_loss(ridge: float) -> float:
         total = 0.0
         for k in folds:
-            x = _ridge_regression(z[fold != k], y[fold != k], ridge).x
-            total += _losses(x, z[fold == k], y[fold == k]).sum()
+            score = fit(fold != k, ridge).x @ _stacking_columns(confidences[fold == k])
+            total += (np.logaddexp(0.0, score) - correct[fold == k] * score).sum()
         return total
 
     ridge = min(_RIDGES, key=held_out_loss)
-    best = _ridge_regression(z, y, ridge)
+    best = fit(np.full(len(correct), True), ridge)
     *weights, intercept = best.x.astype(np.float32)
     return StackingState(np.array(weights), np.asarray(intercept), np.asarray(ridge, np.float32), best.report())
 
 
-def _losses(x: np.ndarray, z: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Log loss of each row, `[N]`."""
-    return np.logaddexp(0.0, z @ x) - y * (z @ x)
-
-
-def _ridge_regression(z: np.ndarray, y: np.ndarray, ridge: float) -> Minimum:
-    """The x `[C + 1]` of the least mean log loss + ridge ‖x without its last‖²."""
-    penalty = np.append(np.full(z.shape[1] - 1, ridge), 0.0)
-
-    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        value = _losses(x, z, y).mean() + (penalty * x * x).sum()
-        return value, (expit(z @ x) - y) @ z / len(y) + 2 * penalty * x
-
-    return lbfgs(objective, np.zeros(z.shape[1]), -_LIMIT, _LIMIT)
+def _stacking_columns(confidences: Float[np.ndarray, "n C"]) -> Float[np.ndarray, "C+1 n"]:
+    """The log-odds of each confidence, clipped, and 1; float64."""
+    c = np.clip(confidences.astype(np.float64), _STACKING_CLIP, 1 - _STACKING_CLIP)
+    return np.vstack([(np.log(c) - np.log1p(-c)).T, np.ones(len(c))])
 
 
 def apply_stacking(state: StackingState, confidences: Float[Array, "N C"]) -> Float[Array, " N"]:
