@@ -88,11 +88,6 @@ def area(score, loss):
     return (np.cumsum(expected) / np.arange(1, len(loss) + 1)).mean()
 
 
-def ause(c, y):
-    loss = (c - y) ** 2
-    return (area(c, loss) - area(-loss, loss)) / loss.mean()
-
-
 def prediction_rejection_ratio(c, y):
     loss = 1 - y
     gain = loss.mean() - area(y, loss)

@@ -43,15 +43,12 @@ from calibjax.metrics.local import grouping_loss as grouping_loss
 from calibjax.metrics.local import local_calibration_error as local_calibration_error
 from calibjax.metrics.ranking import aurc as aurc
 from calibjax.metrics.ranking import auroc as auroc
-from calibjax.metrics.ranking import ause as ause
 from calibjax.metrics.ranking import excess_aurc as excess_aurc
 from calibjax.metrics.ranking import prediction_rejection_ratio as prediction_rejection_ratio
 from calibjax.metrics.scores import BrierParts as BrierParts
-from calibjax.metrics.scores import ConfidenceParts as ConfidenceParts
 from calibjax.metrics.scores import brier_parts as brier_parts
 from calibjax.metrics.scores import brier_score as brier_score
 from calibjax.metrics.scores import capability_error as capability_error
-from calibjax.metrics.scores import confidence_parts as confidence_parts
 from calibjax.metrics.scores import negative_log_likelihood as negative_log_likelihood
 from calibjax.metrics.scores import pass_at_k as pass_at_k
 from calibjax.metrics.scores import predicted_pass_at_k as predicted_pass_at_k

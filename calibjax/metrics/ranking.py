@@ -111,18 +111,3 @@ def prediction_rejection_ratio(confidence, correct, *, where=None):
     error_rate = data.mean(loss)
     ratio = (error_rate - _area(data, data.confidence, loss)) / (error_rate - _area(data, -loss, loss))
     return data.answer(jnp.where(differ, ratio, jnp.nan))
-
-
-@metric(counts=True)
-def ause(confidence, correct, *, where=None):
-    """Area under the sparsification error (Ilg et al. 2018), where uncertainty is 1 − confidence.
-
-    With the error (confidence − correctness)² of a point: mean over k of (mean error of the k points of highest
-    confidence − mean error of the k points of least error), divided by the mean error of all points. 0 is best, and the
-    value where the mean error is 0. For the arguments see `aurc`.
-    """
-    data = points(confidence, correct, where, counts=True)
-    loss = jnp.square(data.confidence - data.correct)
-    mean = data.mean(loss)
-    excess = _area(data, data.confidence, loss) - _area(data, -loss, loss)
-    return data.answer(jnp.where(mean > 0, excess / jnp.where(mean > 0, mean, 1.0), 0.0))

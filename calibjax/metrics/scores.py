@@ -86,34 +86,6 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     return BrierParts(reliability, resolution, uncertainty, within)
 
 
-class ConfidenceParts(NamedTuple):
-    """Mean correctness, mean confidence in correct and in incorrect answers (NaN if there is none), and the bias, mean
-    confidence − accuracy = (1 − accuracy) wrong − accuracy (1 − right); float32 scalars.
-    """
-
-    accuracy: Array
-    right: Array
-    wrong: Array
-    bias: Array
-
-
-@metric()
-def confidence_parts(confidence, correct, *, where=None):
-    """Confidence in correct and in incorrect answers, and how far each is from what it should be.
-
-    The bias of an overconfident model falls where confidence in all answers falls, and where only that in incorrect
-    ones does; the separation, right − wrong, tells which (the concern of arXiv 2106.09385).
-
-    NaN where no point counts. For the arguments see `expected_calibration_error`; a fractional correctness y counts as
-    y of a correct answer and 1 − y of an incorrect one.
-    """
-    data = points(confidence, correct, where)
-    accuracy, mean = data.mean(data.correct), data.mean(data.confidence)
-    right = data.mean(data.confidence * data.correct) / accuracy
-    wrong = data.mean(data.confidence * (1 - data.correct)) / data.mean(1 - data.correct)
-    return ConfidenceParts(accuracy, right, wrong, mean - accuracy)
-
-
 def summarise(sums: CalibrationSums) -> dict[str, float]:
     """nll, brier, accuracy, confidence, bias, ece, mce and rmsce of all points, computed in float64 on the host.
 

@@ -32,7 +32,6 @@ ORACLES = {
     "auroc": oracle.auroc,
     "aurc": lambda c, y: oracle.area(c, 1 - y),
     "excess_aurc": lambda c, y: oracle.area(c, 1 - y) - oracle.area(y, 1 - y),
-    "ause": oracle.ause,
     "prediction_rejection_ratio": oracle.prediction_rejection_ratio,
 }
 sums_of = jax.jit(metrics.calibration_sums)
@@ -42,7 +41,6 @@ COUNTED = (  # two points are more than one: weights are counts
     "debiased_calibration_error",
     "aurc",
     "excess_aurc",
-    "ause",
     "prediction_rejection_ratio",
     "grouping_loss",
 )
@@ -340,16 +338,6 @@ def test_groupwise():
     assert np.isnan(metrics.groupwise_calibration_error(c, y, np.zeros((N, 2), bool)))
     with pytest.raises(ValueError, match="groups: expected integers >= 0, got -1"):
         metrics.groupwise_calibration_error(c, y, kinds - 1)
-
-
-def test_confidence_parts():
-    c, y = metric_data.continuous()
-    parts = metrics.confidence_parts(c, y)
-    want = (y.mean(), c[y == 1].mean(), c[y == 0].mean(), c.mean() - y.mean())
-    for name, got, expected in zip(parts._fields, parts, want, strict=True):
-        assert_within(got, expected, 20 * EPS, name)
-    bias = (1 - parts.accuracy) * parts.wrong - parts.accuracy * (1 - parts.right)
-    assert_within(bias, want[-1], 20 * EPS, "bias")
 
 
 @pytest.mark.parametrize("bad", [4, -1, 2**32 + 1])
