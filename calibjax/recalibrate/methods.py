@@ -30,7 +30,11 @@ METHODS: dict[str, Method] = {
     "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),
     "g_layers": Method(networks.fit_g_layers, networks.apply_g_layers, _CLASSES),
     "ats": Method(
-        networks.fit_ats, networks.apply_ats, ("logits", "features", "labels"), keeps_argmax=True, monotone=True
+        networks.fit_mlp_temperature,
+        networks.apply_mlp_temperature,
+        ("logits", "features", "labels"),
+        keeps_argmax=True,
+        monotone=True,
     ),
     "feature_clipping": Method(features.fit_clipping, features.apply_clipping, ("features", "unembedding", "labels")),
     "confidence_temperature": Method(

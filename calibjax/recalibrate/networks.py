@@ -1,6 +1,6 @@
 """Small networks on frozen predictions, fitted by `optimize.descend`.
 
-g-layers read the logits, a temperature head (ATS) the hidden states.
+g-layers read the logits, the temperature of `ats` the hidden states.
 """
 
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def apply_g_layers(state: GLayersState, logits: Float[Array, "N K"]) -> Float[Ar
     return log_probs_of(_corrected(tuple(params), logits, mean, deviation))
 
 
-class AtsState(NamedTuple):
+class MlpTemperatureState(NamedTuple):
     """The parameters of an `MLPHead`, float32."""
 
     params: Any
@@ -82,31 +82,32 @@ def _tempered(params: Any, logits: Array, features: Array) -> Array:
     return log_softmax_at(jnp.exp(jnp.asarray(log_scale)[0])[:, None], logits)
 
 
-def _ats_loss(params, rows, extra):
+def _mlp_temperature_loss(params, rows, extra):
     logits, features, labels = rows
     return nll_of(_tempered(params, logits, features), labels)
 
 
-def fit_ats(
+def fit_mlp_temperature(
     logits: Float[np.ndarray, "N K"],
     features: Float[np.ndarray, "N D"],
     labels: Int[np.ndarray, " N"],
     *,
     units: int = 64,
     seed: int = 0,
-) -> AtsState:
-    """Adaptive temperature scaling of given predictions: softmax(s(h) z) (arXiv 2409.19817).
+) -> MlpTemperatureState:
+    """A temperature for each prediction, from its hidden state h: softmax(s(h) z), the method `ats`.
 
-    s(h) is exp of an `MLPHead` of `units` on the hidden state of each prediction, trained by cross-entropy and stopped
-    as g-layers are. It is for comparisons in which every method has the same inputs; heads that see a sequence, the
-    losses and the recipe of the paper, and training without the logits, are in `calibjax.train`. `seed`: of the start,
-    the split and the batches.
+    log s(h) is an `MLPHead` of `units` on h, trained by cross-entropy and stopped as g-layers are. It has the inputs of
+    every other method of a comparison; `calibjax.fit_ats` fits the heads of arXiv 2409.19817, which read sequences.
+    `seed`: of the start, the split and the batches.
     """
     start = _head(units).init(jax.random.key(seed), jnp.asarray(features[None, :1]))
-    params, report = descend(_ats_loss, start, (logits, features, labels), seed=seed)
-    return AtsState(params, report)
+    params, report = descend(_mlp_temperature_loss, start, (logits, features, labels), seed=seed)
+    return MlpTemperatureState(params, report)
 
 
-def apply_ats(state: AtsState, logits: Float[Array, "N K"], features: Float[Array, "N D"]) -> Float[Array, "N K"]:
+def apply_mlp_temperature(
+    state: MlpTemperatureState, logits: Float[Array, "N K"], features: Float[Array, "N D"]
+) -> Float[Array, "N K"]:
     """log softmax(s(h) z)."""
     return _tempered(state.params, logits, features)
