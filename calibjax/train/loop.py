@@ -83,11 +83,57 @@ class TrainLog:
                 self._tracker.finish()
 
 
-class Evaluation(NamedTuple):
-    """What is logged beside the loss: the scalars of the parameters, after every `every` steps."""
+class Validation(NamedTuple):
+    """Scalars of the parameters that are logged after every `every` steps and after the last one; every = 0: never."""
 
     scalars_of: Callable[[Any], dict[str, float]]
     every: int
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether the scalars are computed after `step` of `steps`."""
+        return self.every > 0 and (step == steps or step % self.every == 0)
+
+
+NO_VALIDATION = Validation(lambda params: {}, every=0)
+
+
+class _DelayedMetrics:
+    """Checks and logs the metrics of each step after the next one has started, so that the device is never idle."""
+
+    def __init__(self, log: TrainLog, bar: Any, steps: int, context: RunContext):
+        self._log = log
+        self._bar = bar
+        self._steps = steps
+        self._context = context
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._tokens = 0.0
+        self._begin = time.perf_counter()
+
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Settles the step before this one."""
+        self.settle()
+        self._pending = (step, metrics)
+
+    def settle(self) -> None:
+        """Waits for the step added last, if it is not settled; checks and logs its metrics."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        loss, count, norm = (float(x) for x in jax.device_get(metrics))
+        # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
+        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"{self._context.title}: the {name} at step {step} is {value}. Lower the learning rate or check "
+                    f"the data; checkpoints of earlier steps are in {self._context.require_directory()}/checkpoints."
+                )
+        self._tokens += count
+        rate = self._tokens / (time.perf_counter() - self._begin)
+        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+        if step % LOG_EVERY == 0 or step == self._steps:
+            self._log.write(step, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
 
 def train(
@@ -101,7 +147,7 @@ def train(
     context: RunContext,
     identity: dict[str, Any],
     checkpoint_every: int = 200,
-    evaluation: Evaluation | None = None,
+    validation: Validation = NO_VALIDATION,
 ) -> TrainState:
     """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
@@ -117,7 +163,7 @@ def train(
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.
-        evaluation: see `Evaluation`; also after the last step. None: none.
+        validation: scalars of the parameters to log.
 
     Raises:
         NonFiniteLossError: a loss or gradient was not finite; checkpoints of earlier steps are kept.
@@ -133,50 +179,27 @@ def train(
     start = int(state.step)
     log = TrainLog(directory, first_step=start, track=context.track)
     bar = context.bar(title=str(context.title), unit="step", total=steps, initial=start, mininterval=0.2)
-    tokens, begin = 0.0, time.perf_counter()
-
-    def settle(number: int, metrics: StepMetrics) -> None:
-        """Waits for a step, checks and logs its metrics. Called one step late, so that the device is never idle."""
-        nonlocal tokens
-        loss, count, norm = (float(x) for x in jax.device_get(metrics))
-        # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
-        for name, value in (("loss", loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise NonFiniteLossError(
-                    f"{context.title}: the {name} at step {number} is {value}. Lower the learning rate or check "
-                    f"the data; checkpoints of earlier steps are in {directory}/checkpoints."
-                )
-        tokens += count
-        rate = tokens / (time.perf_counter() - begin)
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
-        bar.update()
-        if number % LOG_EVERY == 0 or number == steps:
-            log.write(number, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
-
-    with finishing_steps() as stop_requested:
-        pending: tuple[int, StepMetrics] | None = None
-        with contextlib.ExitStack() as ended:
-            for close in (checkpoints.close, log.close, bar.close):
-                ended.callback(close)
-            for number in range(start + 1, steps + 1):
-                state, metrics = step_fn(state, frozen, place_rows(context.mesh, next(batches)), hyper)
-                if pending is not None:
-                    settle(*pending)
-                pending = (number, metrics)
-                last, stopping = number == steps, stop_requested(number)
-                due = evaluation is not None and (last or number % evaluation.every == 0)
-                keep = last or stopping or number % checkpoint_every == 0
-                if due or keep:
-                    settle(*pending)
-                    pending = None
-                if due and evaluation is not None:
-                    scalars = evaluation.scalars_of(state.params)
-                    log.write(number, scalars)
-                    text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
-                    if context.shows_progress:
-                        bar.write(f"{context.title}: step {number:,} of {steps:,}: {text}", file=sys.stderr)
-                if keep:
-                    checkpoints.save(state, batches.get_state(), step=number)
-                if stopping:
-                    break
+    delayed = _DelayedMetrics(log, bar, steps, context)
+    with finishing_steps() as stop_requested, contextlib.ExitStack() as ended:
+        for close in (checkpoints.close, log.close, bar.close):
+            ended.callback(close)
+        for step in range(start + 1, steps + 1):
+            batch = place_rows(context.mesh, next(batches))
+            state, metrics = step_fn(state, frozen, batch, hyper)
+            delayed.add(step, metrics)
+            stops = stop_requested(step)
+            saves = step == steps or stops or step % checkpoint_every == 0
+            validates = validation.is_due(step, steps)
+            if validates or saves:
+                delayed.settle()
+            if validates:
+                scalars = validation.scalars_of(state.params)
+                log.write(step, scalars)
+                text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
+                if context.shows_progress:
+                    bar.write(f"{context.title}: step {step:,} of {steps:,}: {text}", file=sys.stderr)
+            if saves:
+                checkpoints.save(state, batches.get_state(), step=step)
+            if stops:
+                break
     return state

@@ -29,7 +29,7 @@ from calibjax.runtime.options import (
     options_identity,
 )
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.loop import Evaluation, train
+from calibjax.train.loop import Validation, train
 from calibjax.train.step import (
     Batch,
     CarryingObjective,
@@ -193,7 +193,7 @@ def tune(
             context=context,
             identity={"options": options_identity(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
-            evaluation=Evaluation(evaluate, every=max(1, steps // options.epochs)),
+            validation=Validation(evaluate, every=max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
     context.log(
