@@ -21,11 +21,19 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
-from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, Score, nll_gain, score, shrink, within_noise_of_best
+from calibjax.train.cross_fit import (
+    SHRINKAGE,
+    SHRINKAGES_OF_SETS,
+    CandidateScore,
+    nll_gain,
+    score,
+    shrink,
+    within_noise_of_best,
+)
 from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
-from calibjax.train.solve import Design, fit_temperature, head_params, make_design, predict, solve
+from calibjax.train.solve import Design, fit_token_temperature, head_params, make_design, predict, solve
 from calibjax.train.step import OptimizerConfig, TrainStep, create_state, make_train_step
 
 _SMALL = 0.02  # of the gain over temperature scaling: a smaller one does not make another decay worth trying
@@ -139,7 +147,7 @@ def _fit(
     lm: FrozenModel, tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: list[np.ndarray], *, by_set: bool
 ) -> AtsFit:
     """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
-    fit = fit_temperature(tokens)
+    fit = fit_token_temperature(tokens)
     note = "" if fit.converged else " (no finite optimum: the bound was used)"
     context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
     temperature = FittedHead.constant(lm, fit.log_scale)
@@ -171,7 +179,7 @@ def fit_temperature_head(
     """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
     if tokens is None:
         tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
-    return FittedHead.constant(lm, fit_temperature(tokens).log_scale)
+    return FittedHead.constant(lm, fit_token_temperature(tokens).log_scale)
 
 
 class Candidate(NamedTuple):
@@ -227,7 +235,7 @@ class _Fitting:
             for decay in (self.plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
         ]
 
-    def choose(self) -> tuple[Score, dict[str, Any]]:
+    def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
         """The score of the candidate to choose, or of temperature scaling, which no head beats; and all as JSON.
 
         First the head and its decay, with the first loss: the simplest whose NLL is within noise of the lowest
@@ -235,9 +243,9 @@ class _Fitting:
         error. Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
         scaling = score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
-        tried: dict[str, Score] = {}
+        tried: dict[str, CandidateScore] = {}
 
-        def try_out(candidate: Candidate) -> Score:
+        def try_out(candidate: Candidate) -> CandidateScore:
             name = str(candidate)
             if name not in tried:
                 most = len(self.candidates()) + len(self.plan.trials) - 1
@@ -246,7 +254,7 @@ class _Fitting:
             return tried[name]
 
         for _, group in itertools.groupby(self.candidates(), lambda candidate: candidate.head):
-            scores: list[Score] = []
+            scores: list[CandidateScore] = []
             for candidate in group:
                 if not candidate.is_solved and tried and not self._is_promising(candidate, tried.values()):
                     continue
@@ -274,14 +282,14 @@ class _Fitting:
         self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
         return scaling, comparison
 
-    def _is_promising(self, candidate: Candidate, tried: Iterable[Score]) -> bool:
+    def _is_promising(self, candidate: Candidate, tried: Iterable[CandidateScore]) -> bool:
         """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
         best = min(tried, key=lambda scored: scored.mean("nll"))
         mine = self.fold == 0
         log_scale = best.log_scale.copy()
         log_scale[mine] = shrink(self._predict(candidate, 0), self._temperature_log_scale[mine], SHRINKAGE)
 
-        def on_fold(candidate: Any, log_scale: np.ndarray) -> Score:
+        def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
             scored = score(self.tokens, candidate, log_scale, refit=False)  # of all tokens, by a program that is there
             return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
 
@@ -311,10 +319,10 @@ class _Fitting:
             return np.full(len(self.fold), self.log_scale, np.float32)
         ends = np.cumsum([len(rows) for rows in self.folds])
         others = [np.setdiff1d(np.arange(ends[-1]), rows) for rows in self.folds]
-        fitted = [fit_temperature(self.tokens.take(rows)).log_scale for rows in others]
+        fitted = [fit_token_temperature(self.tokens.take(rows)).log_scale for rows in others]
         return np.array(fitted, np.float32)[self.fold]
 
-    def _cross_fit(self, candidate: Candidate) -> Score:
+    def _cross_fit(self, candidate: Candidate) -> CandidateScore:
         """Predicts each fold by a head fitted to the others; shrinks the predictions towards temperature scaling."""
         log_scale = np.zeros(len(self.fold), np.float32)
         for fold in range(len(self.folds)):

@@ -29,7 +29,7 @@ _ALLOWED = 0.1  # part of the gain over temperature scaling that a simpler head,
 _ERRORS = 2.0  # standard errors beyond which a difference is not noise
 
 
-class Score(NamedTuple):
+class CandidateScore(NamedTuple):
     """Out-of-fold predictions of one candidate, and how good they are.
 
     Attributes:
@@ -64,7 +64,7 @@ class Score(NamedTuple):
         """`nll` or `brier` per token."""
         return float(getattr(self.sums, figure).sum() / self.sums.points.sum())
 
-    def difference(self, other: "Score", figure: str) -> tuple[float, float]:
+    def difference(self, other: "CandidateScore", figure: str) -> tuple[float, float]:
         """Mean difference per token from the other's `nll` or `brier`, and its standard error over sequences."""
         count = self.sums.points
         paired = getattr(self.sums, figure) - getattr(other.sums, figure)
@@ -73,13 +73,13 @@ class Score(NamedTuple):
         spread = np.square(paired - mean * count).sum() * groups / max(groups - 1, 1)
         return float(mean), math.sqrt(spread) / float(count.sum())
 
-    def beats(self, other: "Score") -> bool:
+    def beats(self, other: "CandidateScore") -> bool:
         """Whether NLL and Brier are lower by more than two standard errors, and ECE is not higher beyond noise."""
         differences = (self.difference(other, figure) for figure in ("nll", "brier"))
         lower = all(difference < -_ERRORS * error for difference, error in differences)
         return lower and not metrics.error_comparison(self.sums, other.sums).low > 0
 
-    def as_json(self, reference: "Score") -> dict[str, Any]:
+    def as_json(self, reference: "CandidateScore") -> dict[str, Any]:
         """Its figures, and whether it beats `reference`."""
         return {
             "candidate": self.name,
@@ -94,7 +94,7 @@ class Score(NamedTuple):
 
 def score(
     tokens: TokenCurves, candidate: Any, log_scale: Float[np.ndarray, " N"], *, refit: bool, shrinkage: float = 0.0
-) -> Score:
+) -> CandidateScore:
     """Scores out-of-fold predictions that are already shrunk; `refit`: with a temperature fitted on top.
 
     The refit minimises the log loss of the most likely token: that of the target would leave the confidence biased.
@@ -103,7 +103,7 @@ def score(
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))
     sums = to_host(_sums(curves_of(tokens.arrays, tokens.scales), refitted))
     sums = metrics.CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
-    return Score(candidate, log_scale, fit, sums, shrinkage)
+    return CandidateScore(candidate, log_scale, fit, sums, shrinkage)
 
 
 def _applied(refit: recalibrate.TemperatureFit | None) -> float:
@@ -126,17 +126,17 @@ def shrink(log_scale: Any, towards: Any, shrinkage: float) -> Any:
     return np.float32((1 - shrinkage) * log_scale + shrinkage * towards)
 
 
-def nll_gain(candidate: Score, other: Score) -> float:
+def nll_gain(candidate: CandidateScore, other: CandidateScore) -> float:
     """How much lower the candidate's NLL is, per token."""
     return other.mean("nll") - candidate.mean("nll")
 
 
-def within_noise_of_best(candidates: Sequence[Score], scaling: Score) -> list[Score]:
+def within_noise_of_best(candidates: Sequence[CandidateScore], scaling: CandidateScore) -> list[CandidateScore]:
     """Those whose NLL exceeds the lowest by at most one standard error, or a tenth of its gain over `scaling`."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
     allowed = _ALLOWED * nll_gain(best, scaling)
 
-    def is_within(candidate: Score) -> bool:
+    def is_within(candidate: CandidateScore) -> bool:
         difference, error = candidate.difference(best, "nll")
         return difference <= max(error, allowed)
 

@@ -162,7 +162,7 @@ def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
     return {"output": {"kernel": kernel.astype(np.float32)[:, None], "bias": np.array([bias], np.float32)}}
 
 
-def fit_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
+def fit_token_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
     """Temperature scaling: the likelihood of the target, within the bounds of every head."""
     return recalibrate.fit_temperature(likelihood(tokens), bounds=_BOUNDS)
 

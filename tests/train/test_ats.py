@@ -101,7 +101,9 @@ def test_a_score_beats_beyond_noise_only():
 
     def scored(nll, confidence=confidence):
         sums = metrics.calibration_sums(confidence, correct, log_prob=-jnp.asarray(nll))
-        return cross_fit.Score("", np.zeros(0), None, CalibrationSums(*(np.asarray(x, np.float64) for x in sums)))
+        return cross_fit.CandidateScore(
+            "", np.zeros(0), None, CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
+        )
 
     noise = rng.normal(size=(200, 1)) * np.ones((200, 20))
     worse = scored(2 + noise, jnp.full((200, 20), 0.7))

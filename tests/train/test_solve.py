@@ -90,7 +90,7 @@ def test_features_are_standardised_and_the_head_reads_them_as_they_are(tokens):
 
 def test_temperature_scaling(tokens):
     """The best of a fine grid over the dense logits."""
-    fit = solve.fit_temperature(tokens)
+    fit = solve.fit_token_temperature(tokens)
     ones = np.ones(SEQUENCES.where.sum())
     none = np.zeros((len(ones), 0))
     arguments = (none, np.zeros(0, bool), 0.0, ones, None)
@@ -106,4 +106,4 @@ def test_constant_features_get_no_weight(tokens):
     design = solve.make_design(tokens._replace(arrays=arrays), head, -0.5)
     x = solve.solve(design, solve.Trial("cross-entropy", None), 0.0)
     np.testing.assert_allclose(x[1:], 0.0, atol=1e-6)
-    np.testing.assert_allclose(x[0], solve.fit_temperature(tokens).log_scale, atol=2e-3)
+    np.testing.assert_allclose(x[0], solve.fit_token_temperature(tokens).log_scale, atol=2e-3)
