@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from calibjax.data import Sequences, batches, concatenate, divide, eval_batches,
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.models.own import FrozenModel, place_model
+from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -36,7 +36,7 @@ from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.solve import Design, fit_token_temperature, head_params, make_design, predict, solve
 from calibjax.train.step import OptimizerConfig, TrainStep, create_state, make_train_step
 
-_SMALL = 0.02  # of the gain over temperature scaling: a smaller one does not make another decay worth trying
+_MIN_RELATIVE_GAIN = 0.02  # a decay that adds less than 2% to the gain over temperature scaling is the last one tried
 
 
 class AtsFit(NamedTuple):
@@ -125,11 +125,12 @@ def fit_ats(
 
 
 def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose: str) -> Sequences:
-    """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if they are not all."""
+    """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if some are left out."""
     fewer = limit_tokens(sequences, most, context.seed)
     if fewer is not sequences:
-        used, given = (int(x.where.sum()) for x in (fewer, sequences))
-        context.log(f"{purpose}: {used:,} of {given:,} tokens, in sequences drawn at random; --tokens for more")
+        used = int(fewer.where.sum())
+        available = int(sequences.where.sum())
+        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random; --tokens for more")
     return fewer
 
 
@@ -147,30 +148,40 @@ def _fit(
     lm: FrozenModel, tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: list[np.ndarray], *, by_set: bool
 ) -> AtsFit:
     """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
-    fit = fit_token_temperature(tokens)
-    note = "" if fit.converged else " (no finite optimum: the bound was used)"
-    context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
-    temperature = FittedHead.constant(lm, fit.log_scale)
-    report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
-    fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
+    scaling = fit_token_temperature(tokens)
+    note = "" if scaling.converged else " (no finite optimum: the bound was used)"
+    context.log(
+        f"temperature scaling: {scaling.temperature:.4f}, NLL {scaling.nll_before:.4f} -> {scaling.nll:.4f}{note}"
+    )
+    temperature = FittedHead.constant(lm, scaling.log_scale)
+    fitting = _Fitting(tokens, plan, context, folds, scaling.log_scale, by_set)
     chosen, comparison = fitting.choose() if folds else (None, None)
     candidate = fitting.candidates()[0] if chosen is None else chosen.candidate
-    report["candidate"] = str(candidate)
-    if not isinstance(candidate, Candidate):
+    report = {
+        "plan": dataclasses.asdict(plan),
+        "temperature": scaling.temperature,
+        "refit": None,
+        "candidate": str(candidate),
+    }
+    if not isinstance(candidate, Candidate):  # temperature scaling was chosen
         return AtsFit(temperature, temperature, report, comparison)
-    params, log_factor = to_host(fitting.params(candidate)), 0.0
+    params = to_host(fitting.params(candidate))
+    log_factor = 0.0
     if chosen is not None:
+        params = shrink_head(params, scaling.log_scale, chosen.shrinkage)
         log_factor = chosen.log_factor
-        params = shrink_head(params, fit.log_scale, chosen.shrinkage)
         if chosen.refit is not None:
-            factor, error, applied = math.exp(chosen.refit.log_scale), chosen.refit.standard_error, log_factor != 0.0
-            context.log(
-                f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): "
-                f"{'applied' if applied else 'not applied, within its noise'}"
-            )
-            report["refit"] = {"factor": factor, "standard_error_of_log": error, "applied": applied}
+            report["refit"] = _report_refit(chosen.refit, is_applied=log_factor != 0.0, context=context)
     head = FittedHead(candidate.head, params, lm.fingerprint, log_factor=log_factor)
     return AtsFit(head, temperature, report, comparison)
+
+
+def _report_refit(refit: TemperatureFit, *, is_applied: bool, context: RunContext) -> dict[str, Any]:
+    """The refitted factor as JSON; logs it."""
+    factor = math.exp(refit.log_scale)
+    verdict = "applied" if is_applied else "not applied, within its noise"
+    context.log(f"refit on top: scale x {factor:.4f} (standard error of its log {refit.standard_error:.4f}): {verdict}")
+    return {"factor": factor, "standard_error_of_log": refit.standard_error, "applied": is_applied}
 
 
 def fit_temperature_head(
@@ -206,8 +217,8 @@ class Candidate(NamedTuple):
 class _Fitting:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `solutions`: by head and by the fold that
-    was left out, the last solution, from which the next fit starts.
+    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `tried`: scores of candidates, by name.
+    `solutions`: by head and by the fold that was left out, the last solution, from which the next fit starts.
     """
 
     tokens: TokenCurves
@@ -218,6 +229,7 @@ class _Fitting:
     by_set: bool
     designs: dict[HeadConfig, Design] = dataclasses.field(default_factory=dict)
     solutions: dict[tuple[HeadConfig, int], np.ndarray] = dataclasses.field(default_factory=dict)
+    tried: dict[str, CandidateScore] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def fold(self) -> Int[np.ndarray, " N"]:
@@ -229,11 +241,16 @@ class _Fitting:
 
     def candidates(self) -> list[Candidate]:
         """Those with the first loss, the simplest first: heads by what they read, then falling decays."""
-        return [
-            Candidate(head, self.plan.trials[0], decay)
-            for head in self.plan.heads
-            for decay in (self.plan.decays if head.kind == "linear" and head.reads_states else (0.0,))
-        ]
+        return [candidate for head in self.plan.heads for candidate in self._candidates_of(head)]
+
+    def _candidates_of(self, head: HeadConfig) -> list[Candidate]:
+        decays = self.plan.decays if head.kind == "linear" and head.reads_states else (0.0,)
+        return [Candidate(head, self.plan.trials[0], decay) for decay in decays]
+
+    @functools.cached_property
+    def scaling(self) -> CandidateScore:
+        """The score of temperature scaling."""
+        return score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
 
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
         """The score of the candidate to choose, or of temperature scaling, which no head beats; and all as JSON.
@@ -242,62 +259,82 @@ class _Fitting:
         (`cross_fit.within_noise_of_best`). Then the loss: of those within noise, the one with the least calibration
         error. Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
-        scaling = score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
-        tried: dict[str, CandidateScore] = {}
+        for head in self.plan.heads:
+            self._try_decays(head)
+        simplest = within_noise_of_best([*self.tried.values()], self.scaling)[0]
+        best = self._best_loss(simplest.candidate)
+        chosen = self._first_to_beat_scaling(best)
+        scores = (self.scaling, *self.tried.values())
+        comparison: dict[str, Any] = {"candidates": [scored.as_json(self.scaling) for scored in scores], "chosen": []}
+        if chosen is None:
+            self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
+            return self.scaling, comparison
+        nll, scaling_nll = chosen.mean("nll"), self.scaling.mean("nll")
+        brier, scaling_brier = chosen.mean("brier"), self.scaling.mean("brier")
+        self.context.log(
+            f"chose {chosen.name}: NLL {nll:.4f} (temperature scaling {scaling_nll:.4f}), Brier {brier:.4f} "
+            f"({scaling_brier:.4f}), calibration error {chosen.calibration_error:.4f} "
+            f"({self.scaling.calibration_error:.4f})"
+        )
+        comparison["chosen"] = [self.scaling.as_json(self.scaling), chosen.as_json(self.scaling)]
+        return chosen, comparison
 
-        def try_out(candidate: Candidate) -> CandidateScore:
-            name = str(candidate)
-            if name not in tried:
-                most = len(self.candidates()) + len(self.plan.trials) - 1
-                self.context.log(f"fit {len(tried) + 1} of up to {most}: {name}")
-                tried[name] = self._cross_fit(candidate)
-            return tried[name]
+    def _try_decays(self, head: HeadConfig) -> None:
+        """Scores a head with ever smaller decays, until one hardly adds to the gain: then the best decay is near."""
+        previous = None
+        for candidate in self._candidates_of(head):
+            if not candidate.is_solved and self.tried and not self._is_promising(candidate):
+                continue
+            scored = self._try_out(candidate)
+            if previous is not None:
+                improvement = nll_gain(scored, previous)
+                gain_so_far = nll_gain(previous, self.scaling)
+                if improvement < _MIN_RELATIVE_GAIN * gain_so_far:
+                    break
+            previous = scored
 
-        for _, group in itertools.groupby(self.candidates(), lambda candidate: candidate.head):
-            scores: list[CandidateScore] = []
-            for candidate in group:
-                if not candidate.is_solved and tried and not self._is_promising(candidate, tried.values()):
-                    continue
-                scores.append(try_out(candidate))
-                if len(scores) > 1:
-                    improvement = nll_gain(scores[-1], scores[-2])
-                    gain_so_far = nll_gain(scores[-2], scaling)
-                    if improvement < _SMALL * gain_so_far:
-                        break  # the optimal decay is near
-        first = within_noise_of_best([*tried.values()], scaling)[0].candidate
-        losses = [try_out(first._replace(trial=trial)) for trial in self.plan.trials]
-        best = min(within_noise_of_best(losses, scaling), key=lambda scored: scored.calibration_error)
-        others = sorted((other for other in tried.values() if other is not best), key=lambda x: x.mean("nll"))
-        rows = [scored.as_json(scaling) for scored in (scaling, *tried.values())]
-        comparison: dict[str, Any] = {"candidates": rows, "chosen": []}
-        for chosen in (best, *others):
-            if chosen.beats(scaling) or not self.plan.auto:
-                self.context.log(
-                    f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
-                    f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
-                    f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
-                )
-                comparison["chosen"] = [scaling.as_json(scaling), chosen.as_json(scaling)]
-                return chosen, comparison
-        self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
-        return scaling, comparison
+    def _best_loss(self, candidate: Candidate) -> CandidateScore:
+        """The candidate with the loss of the least calibration error, among those whose NLL is within noise."""
+        scores = [self._try_out(candidate._replace(trial=trial)) for trial in self.plan.trials]
+        return min(within_noise_of_best(scores, self.scaling), key=lambda scored: scored.calibration_error)
 
-    def _is_promising(self, candidate: Candidate, tried: Iterable[CandidateScore]) -> bool:
+    def _first_to_beat_scaling(self, best: CandidateScore) -> CandidateScore | None:
+        """The first to beat temperature scaling: `best`, then the others by their NLL. None if none does.
+
+        It is `best` in any case where the options name the loss.
+        """
+        if not self.plan.auto:
+            return best
+        others = [scored for scored in self.tried.values() if scored is not best]
+        others.sort(key=lambda scored: scored.mean("nll"))
+        return next((scored for scored in (best, *others) if scored.beats(self.scaling)), None)
+
+    def _try_out(self, candidate: Candidate) -> CandidateScore:
+        """The score of a candidate out of fold, which is computed once."""
+        name = str(candidate)
+        if name not in self.tried:
+            most = len(self.candidates()) + len(self.plan.trials) - 1
+            self.context.log(f"fit {len(self.tried) + 1} of up to {most}: {name}")
+            self.tried[name] = self._cross_fit(candidate)
+        return self.tried[name]
+
+    def _is_promising(self, candidate: Candidate) -> bool:
         """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
-        best = min(tried, key=lambda scored: scored.mean("nll"))
-        mine = self.fold == 0
+        best = min(self.tried.values(), key=lambda scored: scored.mean("nll"))
+        in_fold = self.fold == 0
         log_scale = best.log_scale.copy()
-        log_scale[mine] = shrink(self._predict(candidate, 0), self._temperature_log_scale[mine], SHRINKAGE)
+        log_scale[in_fold] = shrink(self._predict(candidate, 0), self._temperature_log_scale[in_fold], SHRINKAGE)
 
         def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
-            scored = score(self.tokens, candidate, log_scale, refit=False)  # of all tokens, by a program that is there
+            # The score of all tokens, for which there is a program, and of its sums those of the fold.
+            scored = score(self.tokens, candidate, log_scale, refit=False)
             return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
 
-        here = on_fold(candidate, log_scale)
-        difference, error = here.difference(on_fold(best.name, best.log_scale), "nll")
+        scored = on_fold(candidate, log_scale)
+        difference, error = scored.difference(on_fold(best.name, best.log_scale), "nll")
         is_lower = difference < -error
         self.context.log(
-            f"{here.name}: on the first fold NLL {here.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "
+            f"{scored.name}: on the first fold NLL {scored.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "
             f"{best.name}: {'tried on all' if is_lower else 'left out'}"
         )
         return is_lower
@@ -342,19 +379,20 @@ class _Fitting:
     def _predict(self, candidate: Candidate, fold: int) -> Float[np.ndarray, " n"]:
         """Log s of the tokens of a fold, by a head fitted to the others."""
         if candidate.is_solved:
-            design, key = self._design(candidate.head), (candidate.head, fold)
+            design = self._design(candidate.head)
+            key = (candidate.head, fold)
             weights = (self.fold != fold).astype(np.float32)
-            start = self.solutions.get(key)
-            self.solutions[key] = solve(design, candidate.trial, candidate.decay, weights, start)
-            return predict(design, self.solutions[key])[self.fold == fold]
+            solution = solve(design, candidate.trial, candidate.decay, weights, self.solutions.get(key))
+            self.solutions[key] = solution
+            return predict(design, solution)[self.fold == fold]
         others = np.sort(np.concatenate([rows for number, rows in enumerate(self.folds) if number != fold]))
         params = self._train(candidate, self.tokens.take(others), left_out=fold)
-        held = self.tokens.take(self.folds[fold])
+        fold_tokens = self.tokens.take(self.folds[fold])
         parts = [
-            to_host(_log_scale(candidate.head, held.scales, params, batch))[:real]
-            for batch, real in eval_batches(held.arrays, self.plan.batch_size)
+            to_host(_log_scale(candidate.head, fold_tokens.scales, params, batch))[:real_rows]
+            for batch, real_rows in eval_batches(fold_tokens.arrays, self.plan.batch_size)
         ]
-        return np.concatenate(parts)[held.counted]
+        return np.concatenate(parts)[fold_tokens.counted]
 
     def _design(self, head: HeadConfig) -> Design:
         if head not in self.designs:
@@ -363,7 +401,8 @@ class _Fitting:
 
     def _train(self, candidate: Candidate, tokens: TokenCurves, *, left_out: int | None) -> Any:
         """Trains in steps on all tokens, or on those without the fold `left_out`."""
-        context, rows = self.context, len(tokens.source)
+        context = self.context
+        rows = len(tokens.source)
         if left_out is not None:
             context = context.within("folds", str(left_out))
             rows = min(len(self.tokens.source) - len(fold) for fold in self.folds)
@@ -375,8 +414,8 @@ def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
     """The parameters of the head whose log scales, before they are clipped, `shrink` makes of the given head's."""
     if "output" not in params:  # one temperature
         return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
-    kernel, bias = params["output"]["kernel"], params["output"]["bias"]
-    output = {"kernel": np.float32(1 - shrinkage) * kernel, "bias": shrink(bias, towards, shrinkage)}
+    kernel = np.float32(1 - shrinkage) * params["output"]["kernel"]
+    output = {"kernel": kernel, "bias": shrink(params["output"]["bias"], towards, shrinkage)}
     return {**params, "output": output}
 
 
@@ -391,12 +430,16 @@ class AtsObjective:
     def __call__(
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        loss, real = LOSSES[self.loss], batch["segment_ids"] > 0
+        loss = LOSSES[self.loss]
+        real = batch["segment_ids"] > 0
         curves = curves_of(batch, self.scales)
         scale = jnp.exp(_log_scale(self.head, self.scales, params, batch))
         values, counts = curve_loss(loss, curves, scale, hyper=hyper, where=batch["where"], real=real)
-        total, count = jnp.sum(values), jnp.sum(counts).astype(jnp.float32)
-        return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
+        total = jnp.sum(values)
+        count = jnp.sum(counts).astype(jnp.float32)
+        if loss.per_micro_batch:
+            return total / jnp.maximum(count, 1.0), jnp.ones(())
+        return total, count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
