@@ -11,6 +11,7 @@ from calibjax import metrics
 from calibjax.data import Sequences, check_ids
 from calibjax.eval.figures_json import row_json, subject_rows
 from calibjax.eval.layers.directions import (
+    UNEDITED,
     Recipe,
     ablate,
     choose_edit,
@@ -101,38 +102,37 @@ def evaluate_layers(
         >>> [row["layer"] for row in document["layers"]["curves"]]
         [0, 1, 2]
     """
-    context, halves = context or RunContext(), (fit, held_out)
+    context = context or RunContext()
+    halves = (fit, held_out)
     check_options(options)
     check_batch(context.mesh, options.batch_size)
     for half in halves:
         check_ids(half, lm.config.vocab_size)
-    swept, counts = options.swept(lm.config.num_layers), [int(half.where.sum()) for half in halves]
-    readout = "whole vocabulary" if letters is None else "letters only"
+    swept = options.swept(lm.config.num_layers)
+    counts = [int(half.where.sum()) for half in halves]
+    scope = "whole vocabulary" if letters is None else "letters only"
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     convention: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
     with jax.set_mesh(context.mesh):
-        read = make_readout(lm, letters)
-        outputs = layer_outputs(lm, both, read, **steps)
+        readout = make_readout(lm, letters)
+        outputs = layer_outputs(lm, both, readout, **steps)
         sets = choose_sets(options.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
-        directions = find_directions(lm, fit, read, sets, **steps)
+        directions = find_directions(lm, fit, readout, sets, **steps)
         space = null_space(lm)
         binned = {**steps, **convention}
-        on_fit, on_held_out = (
-            sweep(lm, half, read, directions, swept, options.strengths, **binned) for half in (fit, held_out)
-        )
+        on_fit = sweep(lm, fit, readout, directions, swept, options.strengths, **binned)
+        on_held_out = sweep(lm, held_out, readout, directions, swept, options.strengths, **binned)
         neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
-        ablation = ablate(lm, halves, read, neurons, space, **binned)
+        ablation = ablate(lm, halves, readout, neurons, space, **binned)
     layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
     chosen = choose_edit(on_fit)
-    before, after = (on_held_out[edit] for edit in (next(iter(on_held_out)), chosen))
+    before = on_held_out[UNEDITED]
+    after = on_held_out[chosen]
     difference = metrics.error_comparison(after, before, seed=context.seed)
-
-    methods = {
-        name: row_json(sums, closed=options.closed, seed=context.seed)
-        for name, sums in (("uncalibrated", before), ("edited", after))
-        if name == "uncalibrated" or chosen.layer
-    }
+    methods = {"uncalibrated": row_json(before, closed=options.closed, seed=context.seed)}
+    if chosen != UNEDITED:
+        methods["edited"] = row_json(after, closed=options.closed, seed=context.seed)
     fractions = space.fraction(directions.vectors)
     rows: list[dict[str, Any]] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
@@ -141,7 +141,7 @@ def evaluate_layers(
     return {
         "schema": SCHEMA,
         "held_out": {"tokens": counts[1], "unit": "tokens", "clusters": "sequences", "methods": methods},
-        "layers": {"tokens": sum(counts), "readout": readout, **layers},
+        "layers": {"tokens": sum(counts), "readout": scope, **layers},
         "subjects": subject_rows(subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
             "recipe": options.direction,

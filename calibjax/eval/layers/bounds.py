@@ -61,11 +61,14 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     if lm.unembedding_bias is not None:
         family = lm.config.family
         raise UserError(f"head bound: {name} adds a bias to its logits ({family}), which the bound leaves out.")
-    norm, width, vocab_size = dict(lm.params["final_norm"]), lm.config.hidden_size, lm.config.vocab_size
-    softcap, is_layer_norm = lm.config.logit_softcap, lm.config.norm == "layer"
+    width = lm.config.hidden_size
+    vocab_size = lm.config.vocab_size
+    softcap = lm.config.logit_softcap
+    is_layer_norm = lm.config.norm == "layer"
+    norm = dict(lm.params["final_norm"])
     norm["scale"] = norm["scale"] + lm.config.norm_offset
     gram = centred_gram(lm.unembedding)
-    largest = scipy.linalg.eigvalsh(through_final_norm(lm, gram), subset_by_index=[width - 1, width - 1])[0]
+    (largest,) = scipy.linalg.eigvalsh(through_final_norm(lm, gram), subset_by_index=[width - 1, width - 1])
     spectral_norm = math.sqrt(max(float(largest), 0.0))
     logit_norm = spectral_norm * math.sqrt(width)
     if is_layer_norm:
@@ -97,7 +100,7 @@ def _add_gram(gram: Array, rows: Array, mean: Array) -> Array:
 
 
 def through_final_norm(lm: LanguageModel, gram: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
-    """A bilinear form of hidden states after the final norm as one of residuals before it, but for their length:
+    """A bilinear form G of hidden states after the final norm, as one of residuals before it divided by their length:
     diag(γ) G diag(γ), and for a LayerNorm, which subtracts the mean, that between centred vectors; float64."""
     scale = np.asarray(lm.params["final_norm"]["scale"], np.float64) + lm.config.norm_offset
     scaled = scale[:, None] * gram * scale[None, :]
@@ -108,7 +111,7 @@ def through_final_norm(lm: LanguageModel, gram: Float[np.ndarray, "D D"]) -> Flo
 
 
 def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
-    """Σ_v (W_v − mean)(W_v − mean)ᵀ in float32, some rows at a time; so |logits − their mean|² = hᵀ G h. As float64."""
+    """G = Σ_v (W_v − mean)(W_v − mean)ᵀ, so that |logits − their mean|² = hᵀ G h; summed in float32, as float64."""
     vocab_size, width = unembedding.shape
     mean = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
     gram = jnp.zeros((width, width), jnp.float32)
@@ -142,7 +145,8 @@ def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
         "log V": cell("bound", "uniform_entropy", form=".3f"),
         "soft-cap": cell("softcap", form="g", absent="-"),
     }
-    rows, title = [bound.to_json() for bound in bounds], "bounds from the final norm and the unembedding"
+    rows = [bound.to_json() for bound in bounds]
+    title = "bounds from the final norm and the unembedding"
     tightest = max(bounds, key=lambda bound: bound.bound.log_entropy)
     print_result(
         f"{'The model with the tightest bound' if len(bounds) > 1 else 'The model'}, {tightest.model}, cannot have an "

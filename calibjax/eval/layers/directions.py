@@ -23,6 +23,7 @@ from calibjax.runtime.errors import UserError
 
 Recipe = Literal["overconfident", "wrong", "confident"]
 ENERGY = 0.01  # fraction of the squared singular values of the unembedding in its effective null space, at most
+_ACCURACY_LOSS = 0.01  # the most that the chosen edit may cost
 CONTROLS = 5  # sets of other neurons of equal norm
 _TINY = np.finfo(np.float64).tiny
 _ROWS = 16_384  # of the unembedding, in float32, at a time
@@ -81,7 +82,7 @@ def _sums_of_batch(config, dtype, params, batch):
 def find_directions(
     lm: LanguageModel,
     sequences: Sequences,
-    read: Readout,
+    readout: Readout,
     sets: tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]],
     *,
     batch_size: int = 16,
@@ -89,7 +90,7 @@ def find_directions(
 ) -> Directions:
     """The difference of the mean residuals of two sets after every block: the calibration direction of
     arXiv 2511.00280. `sets` are masks of the N predictions, in the order of `LayerOutputs`."""
-    arrays = scored_batch(sequences, read)
+    arrays = scored_batch(sequences, readout)
     for name, mask in zip(("first", "second"), sets, strict=True):
         arrays[name] = np.zeros(arrays["where"].shape, bool)
         arrays[name][arrays["where"]] = mask
@@ -127,8 +128,8 @@ class NullSpace(NamedTuple):
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
     """The effective null space of the unembedding: after the final norm its vectors change all logits alike or not.
 
-    Of (W − mean row) diag(γ), centred for a LayerNorm, the directions of the k smallest singular values whose squares
-    add up to at most `energy` of the sum of all (as in Stolfo et al. 2024, arXiv 2406.16254, section 3).
+    Its basis are the directions of the k smallest singular values of (W − mean row) diag(γ), centred for a
+    LayerNorm, whose squares add up to at most `energy` of the sum of all (Stolfo et al. 2024, arXiv 2406.16254, sec. 3).
     """
     values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
     fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), _TINY)
@@ -137,10 +138,10 @@ def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batch):
+def _edited_batch(config, dtype, bins, closed, params, readout: Readout, edit, batch):
     hidden = residual_at(config, params, batch, dtype, layers="last", edit=edit)
     statistics = ("log_normalizer", "target_logit", "max_logit", "expected_logit", "correct")
-    stats = readout_stats(config, read, dtype, hidden, batch, statistics)
+    stats = readout_stats(config, readout, dtype, hidden, batch, statistics)
     options = {"bins": bins, "closed": closed, "where": stats.valid}
     confidence, correct = stats.confidence(), stats.require("correct")
     sums = metrics.calibration_sums(confidence, correct, log_prob=stats.log_prob(), **options)
@@ -150,7 +151,7 @@ def _edited_batch(config, dtype, bins, closed, params, read: Readout, edit, batc
 def evaluate_edit(
     lm: LanguageModel,
     sequences: Sequences,
-    read: Readout,
+    readout: Readout,
     edit: Float[np.ndarray, "L D"],
     *,
     batch_size: int = 16,
@@ -162,8 +163,8 @@ def evaluate_edit(
     One group per sequence, float64. All edits share one compiled program; zeros are no edit.
     """
     parts, order = [], []
-    for batch, rows in batches_by_length(scored_batch(sequences, read), batch_size):
-        args = (lm.params, read, jnp.asarray(edit), batch)
+    for batch, rows in batches_by_length(scored_batch(sequences, readout), batch_size):
+        args = (lm.params, readout, jnp.asarray(edit), batch)
         outputs = to_host(_edited_batch(lm.config, lm.dtype, bins, closed, *args))
         parts.append(jax.tree.map(lambda x, rows=rows: np.asarray(x[: len(rows)], np.float64), outputs))
         order.extend(rows)
@@ -178,18 +179,22 @@ class Edit(NamedTuple):
     strength: float
 
 
+UNEDITED = Edit(0, 0.0)
+
+
 def edit_array(directions: Directions, edit: Edit) -> Float[np.ndarray, "L D"]:
     """The array that the decoder adds: row l − 1 is strength · (mean length there) · v_l, the others zero."""
-    rows, index = np.zeros_like(directions.vectors), edit.layer - 1
+    rows = np.zeros_like(directions.vectors)
     if edit.layer:
-        rows[index] = edit.strength * directions.length[index] * directions.vectors[index]
+        block = edit.layer - 1
+        rows[block] = edit.strength * directions.length[block] * directions.vectors[block]
     return rows
 
 
 def sweep(
     lm: LanguageModel,
     sequences: Sequences,
-    read: Readout,
+    readout: Readout,
     directions: Directions,
     layers: Sequence[int],
     strengths: Sequence[float],
@@ -198,16 +203,16 @@ def sweep(
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
     """The sums of `evaluate_edit`, for the unedited model, and for every layer with every strength."""
-    edits = [Edit(0, 0.0), *(Edit(layer, c) for layer in layers for c in strengths if c)]
+    edits = [UNEDITED, *(Edit(layer, c) for layer in layers for c in strengths if c)]
     bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
-    return {edit: evaluate_edit(lm, sequences, read, edit_array(directions, edit), **options)[0] for edit in bar}
+    return {edit: evaluate_edit(lm, sequences, readout, edit_array(directions, edit), **options)[0] for edit in bar}
 
 
-def choose_edit(sums: dict[Edit, CalibrationSums], accuracy_loss: float = 0.01) -> Edit:
-    """The edit with the smallest ECE among those that lose no more than `accuracy_loss` of the accuracy."""
-    rows = {edit: metrics.summarise(own) for edit, own in sums.items()}
-    least = rows[Edit(0, 0.0)]["accuracy"] - accuracy_loss
-    errors = {edit: row["ece"] for edit, row in rows.items() if row["accuracy"] >= least}
+def choose_edit(sums: dict[Edit, CalibrationSums]) -> Edit:
+    """The edit with the smallest ECE among those that lose no more than 0.01 of the accuracy."""
+    figures = {edit: metrics.summarise(edit_sums) for edit, edit_sums in sums.items()}
+    least = figures[UNEDITED]["accuracy"] - _ACCURACY_LOSS
+    errors = {edit: row["ece"] for edit, row in figures.items() if row["accuracy"] >= least}
     return min(errors, key=errors.__getitem__)
 
 
@@ -234,8 +239,8 @@ def entropy_neurons(
 
     With w = diag(γ) w_out (centred for a LayerNorm), the direct effect of a neuron is Var_v (W_v · w / (|W_v| |w|)),
     the variance over the vocabulary: a constant added to all logits changes no probability (Stolfo et al., 2024,
-    arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). Of the fraction `largest` by |w| of each MLP,
-    the `count` with the smallest variance, in each of the last `layers` blocks.
+    arXiv 2406.16254, section 3; Gurnee et al., 2024, arXiv 2401.12181). In each of the last `layers` blocks, the
+    candidates are the fraction `largest` of the neurons by |w|; the `count` with the smallest variance are returned.
     """
     if lm.config.mixture is not None:
         raise UserError(f"entropy neurons: {lm.config.family} is a mixture of experts; choose a model with one MLP.")
@@ -290,7 +295,7 @@ def _unit_rows(vectors: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n D"]:
 def ablate(
     lm: LanguageModel,
     halves: tuple[Sequences, Sequences],
-    read: Readout,
+    readout: Readout,
     neurons: Sequence[Neuron],
     space: NullSpace,
     *,
@@ -306,27 +311,28 @@ def ablate(
     """
     fit, held_out = halves
     depth, width = lm.config.num_layers, lm.config.hidden_size
-    own = np.array([neuron.index for neuron in neurons if neuron.layer == depth])
+    entropy_indices = np.array([neuron.index for neuron in neurons if neuron.layer == depth])
     written = output_weights(lm, depth - 1)
     nothing = np.zeros((depth, width), np.float32)
     batch_size = options.get("batch_size", 16)
-    mean = _mean_output(lm, fit, read, batch_size)
+    mean = _mean_output(lm, fit, readout, batch_size)
 
     def without(indices: Int[np.ndarray, " n"]) -> tuple[LanguageModel, Float[np.ndarray, "L D"]]:
         zeroed = _with_rows(lm, indices, np.zeros((len(indices), width)))
         edit = nothing.copy()
-        edit[-1] = mean - _mean_output(zeroed, fit, read, batch_size)
+        edit[-1] = mean - _mean_output(zeroed, fit, readout, batch_size)
         return zeroed, edit
 
-    changed = {"none": lambda: (lm, nothing), "mean-ablated": lambda: without(own)}
+    changed = {"none": lambda: (lm, nothing), "mean-ablated": lambda: without(entropy_indices)}
     if lm.config.norm_placement == "pre":
-        changed["rotated"] = lambda: (_with_rows(lm, own, rotated(written[own], space)), nothing)
-    for number, indices in enumerate(equal_norm(np.linalg.norm(written, axis=1), own)):
+        rows_outside = rotated(written[entropy_indices], space)
+        changed["rotated"] = lambda: (_with_rows(lm, entropy_indices, rows_outside), nothing)
+    for number, indices in enumerate(equal_norm(np.linalg.norm(written, axis=1), entropy_indices)):
         changed[f"equal norm {number + 1}"] = functools.partial(without, indices)
     rows: list[dict[str, Any]] = []
     for name in (context or RunContext()).bar(list(changed), title="ablation", unit="set"):
         model, edit = changed[name]()
-        sums, entropy = evaluate_edit(model, held_out, read, edit, **options)
+        sums, entropy = evaluate_edit(model, held_out, readout, edit, **options)
         figures = metrics.summarise(sums)
         row = {"name": name, "entropy": float(entropy.sum() / sums.points.sum())}
         row |= {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}
@@ -342,13 +348,13 @@ def rotated(written: Float[np.ndarray, "n D"], space: NullSpace) -> Float[np.nda
     return np.where(norm > 1e-9 * np.abs(written).max(), outside * scale, 0.0)
 
 
-def equal_norm(norms: Float[np.ndarray, " N"], own: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " n"]]:
-    """Up to `CONTROLS` disjoint sets of n other neurons, each the nearest in norm to one of `own` that is left."""
-    left = np.delete(np.arange(len(norms)), own)
+def equal_norm(norms: Float[np.ndarray, " N"], neurons: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " n"]]:
+    """Up to `CONTROLS` disjoint sets of n other neurons: for each of `neurons` the one left that is nearest in norm."""
+    left = np.delete(np.arange(len(norms)), neurons)
     sets = []
-    for _ in range(min(CONTROLS, len(left) // max(len(own), 1))):
+    for _ in range(min(CONTROLS, len(left) // max(len(neurons), 1))):
         chosen = []
-        for index in own:
+        for index in neurons:
             nearest = np.argmin(np.abs(norms[left] - norms[index]))
             chosen.append(left[nearest])
             left = np.delete(left, nearest)
@@ -365,10 +371,10 @@ def _with_rows(lm: LanguageModel, indices: Int[np.ndarray, " n"], rows: Float[np
     return dataclasses.replace(lm, params={**lm.params, "layers": {**layers, "mlp": mlp}})
 
 
-def _mean_output(lm: LanguageModel, sequences: Sequences, read: Readout, batch_size: int) -> Float[np.ndarray, " D"]:
+def _mean_output(lm: LanguageModel, sequences: Sequences, readout: Readout, batch_size: int) -> Float[np.ndarray, " D"]:
     """Mean residual after the last block, float64."""
     total = np.zeros(lm.config.hidden_size)
-    for batch, _ in batches_by_length(scored_batch(sequences, read), batch_size):
+    for batch, _ in batches_by_length(scored_batch(sequences, readout), batch_size):
         total += to_host(_residual_sum(lm.config, lm.dtype, lm.params, batch))
     return total / sequences.where.sum()
 

@@ -40,24 +40,24 @@ def make_readout(lm: LanguageModel, letters: tuple[int, ...] | None = None) -> R
     return Readout(lm.unembedding[ids], None if bias is None else bias[ids], ids)
 
 
-def readout_stats(config, read: Readout, dtype, hidden, batch, statistics) -> VocabStats:
+def readout_stats(config, readout: Readout, dtype, hidden, batch, statistics) -> VocabStats:
     """Statistics of the distribution over the rows of the readout at hidden states after the final norm."""
     return vocab_stats(
         hidden,
-        read.unembedding.astype(dtype),
+        readout.unembedding.astype(dtype),
         batch["targets"],
-        bias=read.bias,
+        bias=readout.bias,
         softcap=config.logit_softcap,
         where=batch["where"],
         statistics=statistics,
-        sharding=readout_sharding(config, read),
+        sharding=readout_sharding(config, readout),
     )
 
 
-def readout_sharding(config: DecoderConfig, read: Readout) -> VocabSharding | None:
+def readout_sharding(config: DecoderConfig, readout: Readout) -> VocabSharding | None:
     """The sharding of the operator over the current mesh (`jax.set_mesh`), if any; letters alone are not sharded."""
     sharding = vocab_sharding(config)
-    whole = read.unembedding.shape[0] == config.vocab_size
+    whole = readout.unembedding.shape[0] == config.vocab_size
     return sharding if sharding is None or whole else dataclasses.replace(sharding, vocab=(), width=())
 
 
@@ -80,7 +80,7 @@ class LayerOutputs(NamedTuple):
     group: Int[np.ndarray, " N"]
 
 
-def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
+def scored_batch(sequences: Sequences, readout: Readout) -> dict[str, np.ndarray]:
     """The arrays of a batch that is read at its scored positions alone: `[S, K]`, K the most in one sequence.
 
     `index` are the positions, `where` marks those of the K that exist, `targets` are rows of the readout.
@@ -89,15 +89,16 @@ def scored_batch(sequences: Sequences, read: Readout) -> dict[str, np.ndarray]:
     index = np.argsort(~sequences.where, axis=1, kind="stable")[:, :most].astype(np.int32)
     where = np.take_along_axis(sequences.where, index, axis=1)
     targets = np.take_along_axis(sequences.targets, index, axis=1)
-    if read.ids is not None:
-        order = np.argsort(read.ids)
-        targets = order[np.searchsorted(read.ids[order], np.where(where, targets, read.ids[0]))].astype(np.int32)
-    given = {name: getattr(sequences, name) for name in ("tokens", "segment_ids", "positions")}
-    return {**given, "index": index, "where": where, "targets": targets}
+    if readout.ids is not None:
+        order = np.argsort(readout.ids)
+        ids = np.where(where, targets, readout.ids[0])
+        targets = order[np.searchsorted(readout.ids[order], ids)].astype(np.int32)
+    inputs = {name: getattr(sequences, name) for name in ("tokens", "segment_ids", "positions")}
+    return {**inputs, "index": index, "where": where, "targets": targets}
 
 
 def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
-    """Parts of the arrays of `scored_batch`, and the numbers of their rows; those that fill up the last have none.
+    """Parts of the arrays of `scored_batch`, each with the numbers of its rows; rows that fill up the last have none.
 
     Rows are of similar length, longest first, without the columns after the last scored position; widths are powers of
     two from 64, for few compiled programs.
@@ -122,12 +123,12 @@ def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layers_of_batch(config, dtype, params, read: Readout, batch):
+def _layers_of_batch(config, dtype, params, readout: Readout, batch):
     residual = residual_at(config, params, batch, dtype, layers="residual")
     states = decoder.final_norm(config, params, residual, dtype)
 
     def read_layer(hidden):
-        stats = readout_stats(config, read, dtype, hidden, batch, _STATISTICS)
+        stats = readout_stats(config, readout, dtype, hidden, batch, _STATISTICS)
         argmax, correct, normalizer = map(stats.require, ("argmax", "correct", "log_normalizer"))
         return stats.confidence(), argmax, correct, stats.log_prob(), stats.entropy(), normalizer
 
@@ -135,18 +136,23 @@ def _layers_of_batch(config, dtype, params, read: Readout, batch):
     kl = kl_divergences(
         states[-1],
         states[:-1],
-        read.unembedding.astype(dtype),
+        readout.unembedding.astype(dtype),
         log_normalizer=normalizer[-1],
         other_log_normalizers=normalizer[:-1],
-        bias=read.bias,
+        bias=readout.bias,
         softcap=config.logit_softcap,
-        sharding=readout_sharding(config, read),
+        sharding=readout_sharding(config, readout),
     )
     return (*outputs, jnp.concatenate([kl, jnp.zeros_like(kl[:1])]))
 
 
 def layer_outputs(
-    lm: LanguageModel, sequences: Sequences, read: Readout, *, batch_size: int = 16, context: RunContext | None = None
+    lm: LanguageModel,
+    sequences: Sequences,
+    readout: Readout,
+    *,
+    batch_size: int = 16,
+    context: RunContext | None = None,
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
@@ -154,10 +160,11 @@ def layer_outputs(
     p_L is the model's own prediction (arXiv 2511.00280; nostalgebraist 2020). The logits of a layer are never stored.
     Runs on the current mesh. M is L + 1; with letters, targets must be among them.
     """
-    arrays, parts, order = scored_batch(sequences, read), [], []
+    arrays = scored_batch(sequences, readout)
+    parts, order = [], []
     bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
     for batch, rows in batches_by_length(arrays, batch_size):
-        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, read, batch))
+        outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, readout, batch))
         parts.append([x[:, : len(rows)] for x in outputs])
         order.extend(rows)
         bar.update(len(rows))
@@ -196,8 +203,9 @@ def correction_phase(
 ) -> Phase:
     """Detects the phase of arXiv 2511.00280 (abstract and figure 1): layers after accuracy has settled, in which the
     calibration error rises and falls again. `sums` are of each layer, over the same groups, `[G, bins]`."""
-    settled, last = settled_layer(agreement, fraction), len(sums) - 1
-    errors = [float(metrics.ece_from_sums(metrics.total(own))) for own in sums]
+    settled = settled_layer(agreement, fraction)
+    last = len(sums) - 1
+    errors = [float(metrics.ece_from_sums(metrics.total(layer_sums))) for layer_sums in sums]
     peak = settled + int(np.argmax(errors[settled:]))
     correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
     p_value = correction_test(sums[settled:], seed=seed)
@@ -232,23 +240,23 @@ def layers_json(
     A row holds accuracy, confidence, ece, mce, nll, entropy and kl, each as `interval_figures` has it, over sequences,
     and `agreement`, the fraction of predictions equal to the last layer's.
     """
-    groups, correct = outputs.group, outputs.correct.astype(np.float32)
+    options: dict[str, Any] = {"groups": outputs.group, "bins": bins, "closed": closed, "seed": seed}
+    correct = outputs.correct.astype(np.float32)
 
-    def layer_sums(layer: int, log_prob: np.ndarray) -> CalibrationSums:
-        pairs = outputs.confidence[layer], correct[layer]
-        return metrics.pooled_sums(*pairs, log_prob=log_prob, groups=groups, bins=bins, closed=closed, seed=seed)
+    def sums_of(layer: int, log_prob: np.ndarray) -> CalibrationSums:
+        return metrics.pooled_sums(outputs.confidence[layer], correct[layer], log_prob=log_prob, **options)
 
-    sums = [layer_sums(layer, log_prob) for layer, log_prob in enumerate(outputs.log_prob)]
+    sums = [sums_of(layer, log_prob) for layer, log_prob in enumerate(outputs.log_prob)]
     agreement = (outputs.argmax == outputs.argmax[-1:]).mean(axis=1)
     rows: list[dict[str, Any]] = []
-    for layer, own in enumerate(sums):
+    for layer, layer_sums in enumerate(sums):
         row = {
             "layer": layer,
             "agreement": float(agreement[layer]),
-            **interval_figures(own, ("accuracy", "confidence", "nll", "ece", "mce"), seed),
+            **interval_figures(layer_sums, ("accuracy", "confidence", "nll", "ece", "mce"), seed),
         }
         for name, values in (("entropy", outputs.entropy), ("kl", outputs.kl)):
-            row[name] = interval_figures(layer_sums(layer, -values[layer]), ("nll",), seed)["nll"]
+            row[name] = interval_figures(sums_of(layer, -values[layer]), ("nll",), seed)["nll"]
         rows.append(row)
     phase = correction_phase(sums, agreement, settled_fraction, seed=seed)
     phase_json = {**phase._asdict(), "correction": phase.correction._asdict(), "settled_fraction": settled_fraction}
@@ -257,7 +265,8 @@ def layers_json(
 
 def interval_figures(sums: CalibrationSums, names: Sequence[str], seed: int = 0) -> dict[str, dict[str, float]]:
     """Figures of `metrics.summarise`, each as `{"value", "low", "high"}` with its 95% interval over groups."""
-    values, drawn = metrics.summarise(sums), draws_of(sums, seed)
+    values = metrics.summarise(sums)
+    drawn = draws_of(sums, seed)
     figures = {}
     for name in names:
         if name in ("ece", "mce"):
