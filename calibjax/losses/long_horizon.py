@@ -51,15 +51,6 @@ class Horizon:
     kl_weight: float = 0.0
     average: Literal["token", "sequence"] = "token"
 
-    def check(self) -> None:
-        """Raises `UserError` for a value out of range."""
-        if self.horizon is not None and self.horizon < 1:
-            raise UserError(f"horizon: expected at least 1, got {self.horizon}.")
-        if self.clip is not None and math.isnan(self.clip):
-            raise UserError(f"clip: expected a number, got {self.clip}.")
-        if not 0 <= self.kl_weight < math.inf:
-            raise UserError(f"kl_weight: expected at least 0, got {self.kl_weight}.")
-
 
 MODES: dict[Mode, Horizon] = {
     "paper": Horizon(),

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +71,19 @@ def _inside(values: Any) -> Any:
     return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
 
 
-def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metric], Metric]:
+def metric(
+    *static: str,
+    rank: int = 1,
+    counts: bool = False,
+    from_sums: Callable | None = None,
+    norm: Literal["l1", "l2", "max"] | None = None,
+) -> Callable[[Metric], Metric]:
     """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 
     Under an outer `jax.jit`, an invalid point of positive weight makes the result NaN. `static`: arguments that are not
-    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers.
+    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers. Resampling reads two
+    attributes of the metric: `from_sums`, the same metric of `CalibrationSums`, so that its cost per resample does not
+    grow with the number of points; and the `norm` of a binned error, whose interval is that of `error_interval`.
     """
 
     def wrap(function: Metric) -> Metric:
@@ -86,11 +94,12 @@ def metric(*static: str, rank: int = 1, counts: bool = False) -> Callable[[Metri
         def checked(*args, **kwargs):
             args = tuple(map(_plain_array, args))
             kwargs = {name: _plain_array(value) for name, value in kwargs.items()}
-            given = signature.bind(*args, **kwargs).arguments
+            values = signature.bind(*args, **kwargs).arguments
             first, second, *_ = signature.parameters
-            check({name: given[name] for name in (first, second)}, given.get("where"), rank, counts)
-            return jitted(*args, **kwargs) if len(given[first]) else jnp.float32(jnp.nan)
+            check({name: values[name] for name in (first, second)}, values.get("where"), rank, counts)
+            return jitted(*args, **kwargs) if len(values[first]) else jnp.float32(jnp.nan)
 
+        vars(checked).update(from_sums=from_sums, norm=norm)
         return cast(Metric, checked)
 
     return wrap

@@ -19,30 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from calibjax.metrics import errors, scores
 from calibjax.metrics._points import check
-from calibjax.metrics.errors import Norm, ece_from_sums
+from calibjax.metrics.errors import Norm, ece_from_sums, error_of_norm
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
 
 POOLS = 10_000
 _DRAWS = 2**22  # largest number of draws and weights held at once
-
-# Metrics that follow from the sums of pools: their cost per resample does not grow with the number of points.
-_FROM_SUMS: dict[Callable, Callable] = {
-    errors.expected_calibration_error: ece_from_sums,
-    errors.maximum_calibration_error: errors.mce_from_sums,
-    errors.root_mean_square_calibration_error: errors.rmsce_from_sums,
-    errors.calibration_bias: errors.bias_from_sums,
-    scores.brier_score: lambda sums: sums.brier / sums.points,
-    scores.negative_log_likelihood: lambda sums: sums.nll / sums.points,
-}
-_NORM_OF: dict[Callable, Norm] = {
-    errors.expected_calibration_error: "l1",
-    errors.adaptive_calibration_error: "l1",
-    errors.root_mean_square_calibration_error: "l2",
-    errors.maximum_calibration_error: "max",
-}
 
 
 def _pool_of_group(groups: int, seed: int) -> np.ndarray:
@@ -90,7 +73,8 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
     ordered = np.sort(values)
     bounds = []
     for place in (len(values) - 1) * np.array(ends):
-        below, above, t = ordered[int(np.floor(place))], ordered[int(np.ceil(place))], place % 1
+        below, above = ordered[int(np.floor(place))], ordered[int(np.ceil(place))]
+        t = place % 1
         bounds.append(float(below if below == above else (1 - t) * below + t * above))
     low, high = bounds
     return low, high
@@ -162,9 +146,10 @@ def resample_metric(
         ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
     confidence, correct, groups = _select(confidence, correct, groups, where)
-    if metric in _FROM_SUMS:
+    statistic = getattr(metric, "from_sums", None)
+    if statistic is not None:
         norm = options.pop("norm", None)
-        statistic = _FROM_SUMS[metric] if norm is None else errors.error_of_norm(norm)
+        statistic = statistic if norm is None else error_of_norm(norm)
         sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
         return resample_sums(sums, statistic, resamples=resamples, seed=seed)
 
@@ -214,14 +199,19 @@ def _error_sums(
     closed: Closed = "right",
     norm: Norm | None = None,
 ) -> tuple[CalibrationSums, dict[str, Any]]:
-    """Sums per pool for a metric of `_NORM_OF`, and the options of `error_interval`."""
+    """Sums per pool for a binned error, and the options of `error_interval`."""
     c, y, labels = _select(confidence, correct, groups, where)
-    if metric is errors.adaptive_calibration_error:
+    if getattr(metric, "from_sums", None) is None:  # its bins depend on the points
         index = equal_mass_index(jnp.asarray(c, jnp.float32), jnp.ones(len(c)), bins)
     else:
         index = bin_index(jnp.asarray(c), bins, closed)
     sums = _sums_of_pools(_pool_of_point(len(c), labels, seed), np.asarray(index), c, y, bins)
-    return sums, {"norm": _NORM_OF[metric] if norm is None else norm, "resamples": resamples, "seed": seed}
+    return sums, {"norm": _norm_of(metric) if norm is None else norm, "resamples": resamples, "seed": seed}
+
+
+def _norm_of(metric: Callable) -> Norm | None:
+    """The norm of a binned error; None for other metrics."""
+    return getattr(metric, "norm", None)
 
 
 def pooled_sums(
@@ -290,9 +280,9 @@ def metric_interval(
         >>> value, 0.1 < low < value < high < 0.3
         (0.1875, True)
     """
-    if metric in _NORM_OF:
-        sums, drawing = _error_sums(metric, confidence, correct, **options)
-        _, low, high, _ = error_interval(sums, level=level, **drawing)
+    if _norm_of(metric) is not None:
+        sums, error_options = _error_sums(metric, confidence, correct, **options)
+        _, low, high, _ = error_interval(sums, level=level, **error_options)
     else:
         low, high = percentile_interval(resample_metric(metric, confidence, correct, **options), level)
     value = _on_all_points(metric, (confidence, correct), options)
@@ -300,8 +290,8 @@ def metric_interval(
 
 
 def _on_all_points(metric: Callable, arrays: tuple[Any, Any], options: dict[str, Any]) -> float:
-    own = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
-    return float(metric(*map(jnp.asarray, arrays), **own))
+    metric_options = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
+    return float(metric(*map(jnp.asarray, arrays), **metric_options))
 
 
 def compare_resamples(
@@ -314,7 +304,8 @@ def compare_resamples(
     with np.errstate(invalid="ignore"):
         values = first - second  # NaN, which is ignored, where both are infinite
     values = values[~np.isnan(values)]
-    below, above, count = (values < 0).sum(), (values > 0).sum(), len(values)
+    below, above = (values < 0).sum(), (values > 0).sum()
+    count = len(values)
     equal = count - below - above
     rarer = min(below + equal, above + equal)
     return PairedDifference(
@@ -342,10 +333,13 @@ def paired_comparison(
     shapes = [np.shape(arrays[0]) for arrays in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"paired comparison: expected the same points, got shapes {shapes[0]} and {shapes[1]}.")
-    one, other = (_on_all_points(metric, arrays, options) for arrays in (first, second))
-    if metric in _NORM_OF:
-        (sums, drawing), (others, _) = (_error_sums(metric, *arrays, **options) for arrays in (first, second))
-        compared, value = error_comparison(sums, others, level=level, **drawing), one - other
-        return compared._replace(difference=value, low=min(compared.low, value), high=max(compared.high, value))
-    drawn, others = (resample_metric(metric, *arrays, **options) for arrays in (first, second))
-    return compare_resamples(one - other, drawn, others, level)
+    difference = _on_all_points(metric, first, options) - _on_all_points(metric, second, options)
+    if _norm_of(metric) is not None:
+        first_sums, error_options = _error_sums(metric, *first, **options)
+        second_sums, _ = _error_sums(metric, *second, **options)
+        compared = error_comparison(first_sums, second_sums, level=level, **error_options)
+        low, high = min(compared.low, difference), max(compared.high, difference)
+        return compared._replace(difference=difference, low=low, high=high)
+    first_values = resample_metric(metric, *first, **options)
+    second_values = resample_metric(metric, *second, **options)
+    return compare_resamples(difference, first_values, second_values, level)

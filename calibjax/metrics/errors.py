@@ -95,7 +95,7 @@ def error_of_norm(norm: Norm):
     return _NORMS[norm]
 
 
-@metric("bins", "norm", "closed")
+@metric("bins", "norm", "closed", from_sums=ece_from_sums, norm="l1")
 def expected_calibration_error(
     confidence: Float[AnyArray, " N"],
     correct: AnyArray,
@@ -130,19 +130,19 @@ def expected_calibration_error(
     return _equal_width(confidence, correct, bins, closed, where, error_of_norm(norm))
 
 
-@metric("bins", "closed")
+@metric("bins", "closed", from_sums=mce_from_sums, norm="max")
 def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
     """Maximum calibration error, max_b |mean confidence_b − accuracy_b|; see `expected_calibration_error`."""
     return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
 
 
-@metric("bins", "closed")
+@metric("bins", "closed", from_sums=rmsce_from_sums, norm="l2")
 def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
     """Root-mean-square error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½; see `expected_calibration_error`."""
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
-@metric("bins", "norm", counts=True)
+@metric("bins", "norm", counts=True, norm="l1")
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
     """ECE over bins of equal mass (Nguyen and O'Connor 2015), see `equal_mass_index`.
 
@@ -163,7 +163,7 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
 
 
-@metric()
+@metric(from_sums=bias_from_sums)
 def calibration_bias(confidence, correct, *, where=None):
     """Mean confidence − accuracy: positive if overconfident, negative if underconfident.
 

@@ -15,7 +15,7 @@ from calibjax.metrics.sums import CalibrationSums, total
 from calibjax.runtime.arrays import AnyArray
 
 
-@metric()
+@metric(from_sums=lambda sums: sums.brier / sums.points)
 def brier_score(confidence, correct, *, where=None):
     """Brier score of the top prediction, mean (confidence − correctness)²: float32 scalar in [0, 1].
 
@@ -25,7 +25,7 @@ def brier_score(confidence, correct, *, where=None):
     return data.mean(jnp.square(data.confidence - data.correct))
 
 
-@metric()
+@metric(from_sums=lambda sums: sums.nll / sums.points)
 def negative_log_likelihood(confidence, correct, *, where=None):
     """Log loss of correctness y under confidence c, mean −[y log c + (1 − y) log(1 − c)], nats.
 

@@ -148,27 +148,21 @@ def _fit(
     lm: FrozenModel, tokens: TokenCurves, plan: AtsPlan, context: RunContext, folds: list[np.ndarray], *, by_set: bool
 ) -> AtsFit:
     """`fit_ats` from the curves: chooses among the candidates of `plan` out of fold, and fits the chosen one to all."""
-    scaling = fit_token_temperature(tokens)
-    note = "" if scaling.converged else " (no finite optimum: the bound was used)"
-    context.log(
-        f"temperature scaling: {scaling.temperature:.4f}, NLL {scaling.nll_before:.4f} -> {scaling.nll:.4f}{note}"
-    )
-    temperature = FittedHead.constant(lm, scaling.log_scale)
-    fitting = _Fitting(tokens, plan, context, folds, scaling.log_scale, by_set)
+    fit = fit_token_temperature(tokens)
+    note = "" if fit.converged else " (no finite optimum: the bound was used)"
+    context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
+    temperature = FittedHead.constant(lm, fit.log_scale)
+    fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
     chosen, comparison = fitting.choose() if folds else (None, None)
     candidate = fitting.candidates()[0] if chosen is None else chosen.candidate
-    report = {
-        "plan": dataclasses.asdict(plan),
-        "temperature": scaling.temperature,
-        "refit": None,
-        "candidate": str(candidate),
-    }
+    report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
+    report["candidate"] = str(candidate)
     if not isinstance(candidate, Candidate):  # temperature scaling was chosen
         return AtsFit(temperature, temperature, report, comparison)
     params = to_host(fitting.params(candidate))
     log_factor = 0.0
     if chosen is not None:
-        params = shrink_head(params, scaling.log_scale, chosen.shrinkage)
+        params = shrink_head(params, fit.log_scale, chosen.shrinkage)
         log_factor = chosen.log_factor
         if chosen.refit is not None:
             report["refit"] = _report_refit(chosen.refit, is_applied=log_factor != 0.0, context=context)
@@ -269,12 +263,11 @@ class _Fitting:
         if chosen is None:
             self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
             return self.scaling, comparison
-        nll, scaling_nll = chosen.mean("nll"), self.scaling.mean("nll")
-        brier, scaling_brier = chosen.mean("brier"), self.scaling.mean("brier")
+        scaling = self.scaling
         self.context.log(
-            f"chose {chosen.name}: NLL {nll:.4f} (temperature scaling {scaling_nll:.4f}), Brier {brier:.4f} "
-            f"({scaling_brier:.4f}), calibration error {chosen.calibration_error:.4f} "
-            f"({self.scaling.calibration_error:.4f})"
+            f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
+            f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
+            f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
         )
         comparison["chosen"] = [self.scaling.as_json(self.scaling), chosen.as_json(self.scaling)]
         return chosen, comparison

@@ -86,7 +86,6 @@ class LhtsOptions(TuningOptions):
         super().check(mesh)
         if not self.temperatures:
             raise UserError("--temperatures: expected at least one.")
-        self.objective.check()
 
     @classmethod
     def unset_value(cls, name: str) -> Any:

@@ -128,8 +128,8 @@ class NullSpace(NamedTuple):
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
     """The effective null space of the unembedding: after the final norm its vectors change all logits alike or not.
 
-    Its basis are the directions of the k smallest singular values of (W − mean row) diag(γ), centred for a
-    LayerNorm, whose squares add up to at most `energy` of the sum of all (Stolfo et al. 2024, arXiv 2406.16254, sec. 3).
+    Its basis are the directions of the k smallest singular values of (W − mean row) diag(γ), centred for a LayerNorm.
+    Their squares add up to at most `energy` of the sum of all (Stolfo et al. 2024, arXiv 2406.16254, section 3).
     """
     values, vectors = np.linalg.eigh(through_final_norm(lm, centred_gram(lm.unembedding)))
     fraction = np.cumsum(np.maximum(values, 0.0)) / max(values.sum(), _TINY)
