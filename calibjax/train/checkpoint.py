@@ -16,7 +16,7 @@ from calibjax.runtime.files import check_orbax_path, check_plain_files
 from calibjax.train.step import TrainState
 
 _DATE = "a chat template that writes the date gives others every day"
-_NAMES = {  # in the identities of runs
+_DESCRIPTIONS = {  # of the entries of a run's identity
     "sequences": f"the sequences of the data; {_DATE}",
     "tokens": f"tokens of the model and the sequences; {_DATE}",
 }
@@ -76,7 +76,7 @@ class Checkpoints:
                 continue
             if (stored := items["run"]) != self._run:
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
-                different = sorted(str(_NAMES.get(key, key)) for key in changed)
+                different = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
                 raise UserError(
                     f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
                     "Choose another output directory, or remove this one."
@@ -120,9 +120,9 @@ class Checkpoints:
         return values
 
     def _read_state(self, step: int, state: TrainState, digests: dict[str, Any]) -> TrainState:
-        wanted = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+        template = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
         try:
-            restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=wanted))["state"])
+            restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=template))["state"])
         except Exception as error:  # Orbax raises bare Exception for damaged files
             raise UserError(f"state: cannot be read: {first_line(error)}") from error
         if different := different_arrays(array_digests(restored), digests):
@@ -136,5 +136,5 @@ class Checkpoints:
 
 
 def first_line(error: Exception) -> str:
-    """Of the message of an exception of Orbax."""
+    """The first line of the message of an exception that Orbax raised, or its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -99,16 +99,16 @@ class LhtsOptions(TuningOptions):
     @property
     def objective(self) -> Horizon:
         """The objective of the mode, with the given options replaced."""
-        given = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
-        return dataclasses.replace(MODES[self.mode], **{name: x for name, x in given.items() if x is not None})
+        values = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
+        return dataclasses.replace(MODES[self.mode], **{name: x for name, x in values.items() if x is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LhtsObjective:
     """The `CarryingObjective` of LHTS: the student's weighted likelihood, and running means of the scorer's. Hashable.
 
-    Beside the inputs of a decoder, a batch holds `temperature` [B] and, if the parameters hold a table `condition`
-    [K, D], its row for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: these vectors need
+    A batch holds the inputs of a decoder, `temperature` [B] and, if the parameters hold a table `condition` [K, D], its
+    row for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: these vectors need
     larger steps than weights. In the next-token form a temperature of 1 gives weights of 1, plain likelihood, which the
     baseline `partition` trains with.
     """
@@ -229,7 +229,7 @@ def fit_lhts(
         context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
             sequences and the validation part.
         method: `lhts` or `partition`.
-        samples_directory: directory of the sampled text, which several fits can share; None: `context.directory`.
+        samples_directory: directory of the sampled text, which several fits can share; default: `context.directory`.
 
     Raises:
         UserError: inconsistent options, no valid token, or a directory that holds another run.
@@ -268,11 +268,10 @@ def fit_lhts(
         )
         if method == "partition":
             return _fit_partition(lm, data, options, context)
-        # The long-horizon temperature of each sequence, drawn evenly.
-        drawn = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
-        condition = drawn % np.int32(conditions)
-        temperature = np.asarray(options.temperatures, np.float32)[condition]
-        per_sequence: dict[str, np.ndarray] = {"temperature": temperature}
+        # Each sequence has one of the long-horizon temperatures, in equal numbers.
+        order = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
+        condition = order % np.int32(conditions)
+        per_sequence = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
         if conditions > 1:
             per_sequence["condition"] = condition
         params, scale, report = _fit_student(lm, options.objective, per_sequence, data, options, context, method)
@@ -283,25 +282,28 @@ def fit_lhts(
 def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions, context: RunContext) -> LhtsFit:
     """The baseline; its report has the mean log-likelihood under the scorer of the text of every round."""
     objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
-    pool, added, means, params = sequences, sequences, [], lm.params
+    pool = sequences
+    added = sequences
+    params = lm.params
+    means = []
     for number in range(1, options.partition_rounds + 1):
-        at = context if number == 1 else context.within(f"round-{number}")
+        round_context = context if number == 1 else context.within(f"round-{number}")
         if number > 1:
             added = mix_samples(
                 lm.with_params(params),
                 sequences,
                 1.0,
-                directory=at.require_directory(),
+                directory=round_context.require_directory(),
                 prompt_tokens=options.prompt,
                 batch_size=options.batch_size,
-                context=at,
+                context=round_context,
             )
             pool = Sequences(*map(np.concatenate, zip(pool, added, strict=True)))
         means.append(float(_mean_log_probs(lm, added, options).mean()))
         context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")
         condition = likelihood_quantiles(_mean_log_probs(lm, pool, options), options.quantiles)
         per_sequence = {"temperature": np.ones(len(condition), np.float32), "condition": condition}
-        student, scale, report = _fit_student(lm, objective, per_sequence, pool, options, at, "partition")
+        student, scale, report = _fit_student(lm, objective, per_sequence, pool, options, round_context, "partition")
         params = conditioned(student, options.quantiles - 1, scale)
     return LhtsFit({"partition": params}, {**report, "mean_log_prob": means})
 

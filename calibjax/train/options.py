@@ -49,14 +49,14 @@ class AtsOptions:
             and joint for a few alpha, and chooses by sequences that the fit never saw: of the losses whose NLL exceeds
             the lowest by at most one standard error, the one with the least calibration error. Where no head has a
             lower NLL and Brier score than temperature scaling beyond noise, the head is temperature scaling. Log scales
-            are moved a quarter of the way to temperature scaling; of several sets, by the fraction up to three quarters
-            that lowers NLL most.
+            are moved a quarter of the way to temperature scaling; with several sets, by the fraction up to three
+            quarters that lowers NLL most.
         alpha: main weight of the loss ({ALPHAS}). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
         tokens: most tokens of each set to fit on, and to evaluate on: sequences are drawn with the seed.
-        folds: parts of the fitting sequences. A head trained without a part predicts it, for the choice and the refit.
-            Of several sets, each set is a part.
+        folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
+            With several sets, each set is one fold.
         epochs: of mlp and transformer heads: passes over the fitting sequences.
         batch_size: sequences per step.
         accumulate: micro-batches per step.
@@ -102,11 +102,15 @@ class AtsOptions:
 
 def describe_alphas() -> str:
     """`--alpha` of each loss that has it, for the help."""
-    names: dict[Hyperparameter, list[str]] = {}
+    losses: dict[Hyperparameter, list[str]] = {}
     for name, loss in LOSSES.items():
-        if (weight := loss.weight()) is not None:
-            names.setdefault(weight, []).append(name)
-    return "; ".join(f"{', '.join(of)}: {w.meaning}, {w.limits}, by default {w.default:g}" for w, of in names.items())
+        weight = loss.weight()
+        if weight is not None:
+            losses.setdefault(weight, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)}: {weight.meaning}, {weight.limits}, by default {weight.default:g}"
+        for weight, names in losses.items()
+    )
 
 
 AtsOptions.__doc__ = (
@@ -199,8 +203,9 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """
     check_options(options)
     recipe = RECIPES[options.recipe]
-    given = {name: value for name in recipe if (value := getattr(options, name, None)) is not None}
-    chosen = SimpleNamespace(**{**recipe, **given})
+    named_options = {name: getattr(options, name, None) for name in recipe}
+    set_options = {name: value for name, value in named_options.items() if value is not None}
+    chosen = SimpleNamespace(**{**recipe, **set_options})
     trials = _trials(chosen.loss, options.alpha)
     _check_head_options(options, chosen.head)
     solved = chosen.head == "linear" and options.pooling == "token" and not chosen.random_start
@@ -236,8 +241,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
             "leave it out."
         )
     stepwise = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
-    in_steps = built[-1][0] == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
-    if stepwise and solved and not in_steps:
+    trains_in_steps = heads[-1].kind == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
+    if stepwise and solved and not trains_in_steps:
         raise UserError(f"{', '.join(stepwise)}: a linear head is solved at once, not in steps; leave it out.")
     decays = DECAYS if penalised else (0.0,)
     return AtsPlan(
@@ -267,14 +272,14 @@ def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
         raise UserError(f"head: expected one of {', '.join(HEADS)}, got {kind!r}.")
     if isinstance(options.features, str):
         raise UserError(f"features: expected a tuple of names, got the text {options.features!r}.")
-    given = {
+    is_given = {
         "features": options.features is not None,
         "pooling": options.pooling != AtsOptions.pooling,
         "identity_start": bool(options.random_start),
         "normalize": options.normalize is not None,
     }
     names = {"identity_start": "random_start"}
-    unread = [names.get(name, name) for name in given if given[name] and name not in HEADS[kind].options]
+    unread = [names.get(name, name) for name in is_given if is_given[name] and name not in HEADS[kind].options]
     if unread:
         them = "it" if len(unread) == 1 else "them"
         raise UserError(f"{', '.join(unread)}: a {kind} head does not read {them}; leave {them} out.")
@@ -284,8 +289,11 @@ def _trials(loss: LossName, alpha: float | None) -> tuple[Trial, ...]:
     if loss != "auto":
         return (Trial(loss, checked_alpha(loss, alpha)),)
     grid = ALPHA_GRID if alpha is None else (alpha,)
-    given = ((name, value) for name in AUTO for value in (grid if LOSSES[name].alpha is not None else (None,)))
-    return tuple(Trial(name, checked_alpha(name, value)) for name, value in given)
+    trials = []
+    for name in AUTO:
+        values = (None,) if LOSSES[name].alpha is None else grid
+        trials += [Trial(name, checked_alpha(name, value)) for value in values]
+    return tuple(trials)
 
 
 def checked_alpha(loss: str, alpha: float | None) -> float | None:

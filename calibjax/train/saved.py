@@ -119,9 +119,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         else:
             with ocp.StandardCheckpointer() as checkpointer:
                 params = checkpointer.restore(directory.absolute() / "params", on_host)
-        shapes, expected = (jax.tree.map(np.shape, tree) for tree in (params, on_host))
-        if shapes != expected:  # onto the host, Orbax does not look
-            raise ValueError(f"expected arrays of the shapes {expected}, found {shapes}")
+        _check_shapes(params, on_host)  # onto the host, Orbax does not look
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
             raise ValueError("they are not finite")
         if different := different_arrays(array_digests(params), digests):
@@ -133,8 +131,15 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
     return FittedHead(config, params, fingerprint if lm is None else lm.fingerprint, log_factor=log_factor)
 
 
+def _check_shapes(params: Any, like: Any) -> None:
+    """Raises `ValueError` if the arrays of two trees have other shapes."""
+    shapes, expected = jax.tree.map(np.shape, params), jax.tree.map(np.shape, like)
+    if shapes != expected:
+        raise ValueError(f"expected parameters of the shapes {expected}, found {shapes}")
+
+
 def head_notes(path: str | Path) -> dict[str, Any]:
-    """What `save_head` was given as notes: of `calibjax train ats`, the report of the fit. Raises as `load_head`."""
+    """The notes of `save_head`; those of `calibjax train ats` are the report of the fit. Raises as `load_head`."""
     file = _head_file(path)
     try:
         return dict(read_json(file)["notes"])
@@ -223,28 +228,25 @@ def _read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
     if lm is None:
         raise UserError(f"{directory}: the authors' heads do not know their base model: give load_head(path, lm).")
     try:
-        given, size = read_json(directory / "config.json"), lm.config.hidden_size
-        names = str(given.get("feature_key", "hidden_states")).split("+")
-        kind, heads = str(given["calibration_type"]), given.get("num_attention_heads", 32)
-        if given.get("normalize_logits") or (
-            kind == "transformer" and (names != ["hidden_states"] or given.get("num_key_value_heads", 32) != heads)
-        ):
+        authors = read_json(directory / "config.json")
+        names = str(authors.get("feature_key", "hidden_states")).split("+")
+        kind = str(authors["calibration_type"])
+        heads = authors.get("num_attention_heads", 32)
+        is_grouped = authors.get("num_key_value_heads", 32) != heads
+        if authors.get("normalize_logits") or (kind == "transformer" and (names != ["hidden_states"] or is_grouped)):
             raise ValueError("normalize_logits, grouped attention, and a transformer of other features: not supported")
         config = HeadConfig(
             kind="constant" if kind == "temperature" else kind,
-            hidden_size=size,
+            hidden_size=lm.config.hidden_size,
             features=tuple(_AUTHORS_FEATURES[name] for name in names),
-            intermediate_size=given.get("intermediate_size", 11008) if kind in ("mlp", "transformer") else None,
+            intermediate_size=authors.get("intermediate_size", 11008) if kind in ("mlp", "transformer") else None,
             num_heads=heads if kind == "transformer" else None,
             normalize=False,
             min_scale=NO_MIN_SCALE,
         )
         tensors = {name: np.asarray(x, np.float32) for name, x in load_any(directory / _AUTHORS).items()}
         params = _AUTHORS_PARAMS[kind](tensors)
-        trees = params, jax.eval_shape(config.init, jax.random.key(0))
-        shapes, expected = (jax.tree.map(np.shape, tree) for tree in trees)
-        if shapes != expected:
-            raise ValueError(f"expected parameters of the shapes {expected}, found {shapes}")
+        _check_shapes(params, jax.eval_shape(config.init, jax.random.key(0)))
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise UserError(f"{directory}: cannot be read as a head of the authors' code ({error!r}).") from error
     return FittedHead(config, params, lm.fingerprint)

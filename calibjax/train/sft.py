@@ -123,29 +123,31 @@ class SftObjective:
     def __call__(
         self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        own, lora = self.options, self.options.lora
+        options = self.options
+        lora = options.lora
         if lora is not None:
             # Adapters are float32; their products are added to those of the kernels, in the compute dtype.
             params = lora.join(frozen, jax.tree.map(lambda x: x.astype(self.dtype), params))
-        hidden = batch_states(self.model, params, batch, dtype=self.dtype, remat=own.remat, lora=lora)
-        inputs = self.model, params, hidden, batch
-        scale = None if own.temperature == 1 else 1 / own.temperature
-        if own.loss in ("label-smoothing", "cross-entropy"):
-            smoothing = own.label_smoothing if own.loss == "label-smoothing" else 0.0
-            options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": own.z_loss, "reduction": "sum"}
-            total = over_vocabulary(linear_cross_entropy, *inputs, scale=scale, **options)
+        hidden = batch_states(self.model, params, batch, dtype=self.dtype, remat=options.remat, lora=lora)
+        inputs = (self.model, params, hidden, batch)
+        scale = None if options.temperature == 1 else 1 / options.temperature
+        if options.loss in ("label-smoothing", "cross-entropy"):
+            beta = options.label_smoothing if options.loss == "label-smoothing" else 0.0
+            loss = functools.partial(linear_cross_entropy, label_smoothing=beta, z_loss=options.z_loss, reduction="sum")
+            total = over_vocabulary(loss, *inputs, scale=scale)
         else:
-            loss = functools.partial(linear_loss, LOSSES[own.loss])
-            weight = {} if own.alpha is None else {"alpha": own.alpha}
-            total = jnp.sum(over_vocabulary(loss, *inputs, scale=scale, hyper=weight)[0])
+            loss = functools.partial(linear_loss, LOSSES[options.loss])
+            hyper = {} if options.alpha is None else {"alpha": options.alpha}
+            values, _ = over_vocabulary(loss, *inputs, scale=scale, hyper=hyper)
+            total = jnp.sum(values)
         return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
     def likelihood(self) -> "SftObjective":
         """The objective that evaluates the same model by its negative log-likelihood."""
-        plain = dataclasses.replace(
+        likelihood_options = dataclasses.replace(
             self.options, loss="cross-entropy", alpha=None, z_loss=0.0, temperature=1.0, remat="none"
         )
-        return dataclasses.replace(self, options=plain)
+        return dataclasses.replace(self, options=likelihood_options)
 
 
 class SftFit(NamedTuple):
@@ -207,14 +209,17 @@ def fit_sft(
         raise UserError(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
         )
-    config, lora = options.configure(lm.config), options.lora
+    config = options.configure(lm.config)
+    lora = options.lora
     objective = SftObjective(model=config, options=options, dtype=lm.dtype)
 
     def place() -> decoder.Params:
         return jax.device_put(lm.params, param_shardings(mesh, lm.params))
 
-    frozen, initial_params = None, place
-    if lora is not None:
+    if lora is None:
+        frozen = None
+        initial_params = place
+    else:
         frozen = place()
         initial_params = functools.partial(decoder.init_adapters, config, lora, jax.random.key(context.seed))
     with context.with_directory() as context:

@@ -29,7 +29,7 @@ from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, pl
 from calibjax.train.curves import TokenCurves, curves_of, features_of
 from calibjax.train.options import Trial
 
-_SUM = 512  # tokens that are added in float32; the rest of a sum is in float64
+_BLOCK = 512  # tokens that are added in float32; the sums of blocks are added in float64
 _RIDGE = 1e-6  # of the mean curvature: for features that are constant, or depend on others
 _FREE_DECAY = 1e-3  # of the statistics of the logits
 _BOUNDS = (math.log(MIN_SCALE), math.log(MAX_SCALE))
@@ -37,7 +37,7 @@ _LBFGS = {"maxiter": 60, "maxfun": 120, "maxcor": 20, "ftol": 1e-8, "gtol": 3e-5
 
 
 class Design(NamedTuple):
-    """The N tokens of a fit, padded to a multiple of `_SUM`, and their standardised features, on the devices."""
+    """The N tokens of a fit, padded to a multiple of `_BLOCK`, and their standardised features, on the devices."""
 
     features: Float[Array, "N F"]
     mean: Float[np.ndarray, " F"]
@@ -53,29 +53,31 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     """The tokens that count and what `head` reads, standardised; `start`: log s of temperature scaling on them."""
     arrays = tokens.flat([*tokens.arrays])
     count = len(arrays["valid"])
-    fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
     features = np.asarray(to_host(_features(head, arrays, tokens.scales)), np.float32)
     mean = features.mean(axis=0, dtype=np.float64)
     features = features - mean.astype(np.float32)
     deviation = np.sqrt(np.square(features).mean(axis=0, dtype=np.float64))
-    deviation = np.where((deviation > 1e-6 * np.abs(mean)) & (deviation > 0), deviation, 1.0)
+    varies = (deviation > 1e-6 * np.abs(mean)) & (deviation > 0)
+    deviation = np.where(varies, deviation, 1.0)
     features /= deviation.astype(np.float32)
-    widths = [(FEATURES[name].width is None, FEATURES[name].width or head.hidden_size) for name in head.features]
-    decayed = np.repeat([wide for wide, _ in widths], [width for _, width in widths])
-    placed = _place({"features": features, **{name: x for name, x in arrays.items() if name in fields}})
+    widths = [FEATURES[name].width for name in head.features]  # None: that of the model
+    decayed = np.repeat([width is None for width in widths], [width or head.hidden_size for width in widths])
+    fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
+    curve_arrays = {name: x for name, x in arrays.items() if name in fields}
+    placed = _place({"features": features, **curve_arrays})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
     return Design(features, mean, deviation, decayed, curves, curvature, start, count)
 
 
-_features = jax.jit(features_of, static_argnums=(0, 2))  # one program: each operation alone would be compiled, too
+_features = jax.jit(features_of, static_argnums=(0, 2))  # one program, where each operation would be compiled alone
 
 
 def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The arrays, padded to a multiple of `_SUM` and of the devices, with their rows divided over the current mesh."""
+    """The arrays, padded to a multiple of `_BLOCK` and of the devices, and divided by rows over the current mesh."""
     mesh = context_mesh()
-    multiple = math.lcm(_SUM, batch_shards(mesh))
+    multiple = math.lcm(_BLOCK, batch_shards(mesh))
     count = len(next(iter(arrays.values())))
     padding = -count % multiple
     part = local_rows(mesh, count + padding)
@@ -100,11 +102,12 @@ def _gram(features: Float[Array, "N F"], curves: VocabCurves, log_scale: Float[A
 def _value_and_slope(
     loss: str, hyper: dict[str, Float[Array, ""]], x: Float[Array, " G"], features, curves: VocabCurves, weights
 ):
-    """Sums of the loss over `_SUM` tokens at a time, and the gradient of their sum, at bias and weights x."""
+    """Sums of the loss over `_BLOCK` tokens at a time, and the gradient of their sum, at bias and weights x."""
 
     def total(x: Array) -> tuple[Array, Array]:
         values, _ = curve_loss(LOSSES[loss], curves, jnp.exp(_log_scale(x, features)), hyper=hyper)
-        sums = jnp.sum(jnp.where(weights > 0, weights * values, 0.0).reshape(-1, _SUM), axis=1)
+        weighted = jnp.where(weights > 0, weights * values, 0.0)
+        sums = jnp.sum(weighted.reshape(-1, _BLOCK), axis=1)
         return jnp.sum(sums), sums
 
     (_, sums), slope = jax.value_and_grad(total, has_aux=True)(x)
@@ -126,7 +129,8 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    `weights`: of tokens; None: 1. `start`: first iterate, such as a solution for more decay; None: temperature scaling.
+    `weights`: of tokens, default 1. `start`: first iterate, such as a solution for more decay; default: temperature
+    scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights
@@ -163,7 +167,7 @@ def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
 
 
 def fit_token_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
-    """Temperature scaling: the likelihood of the target, within the bounds of every head."""
+    """Temperature scaling of tokens by the likelihood of the target, within the bounds of every head."""
     return recalibrate.fit_temperature(likelihood(tokens), bounds=_BOUNDS)
 
 
@@ -172,18 +176,18 @@ def likelihood(
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
     """The likelihood as a function of a factor e^u on the scale of every token, in sums of each sequence.
 
-    `log_scale`: of the tokens that count; None: 0. `top_label`: see `recalibrate.likelihood_sums`.
+    `log_scale`: of the tokens that count, default 0. `top_label`: the likelihood that the most likely token is right.
     """
     arrays = tokens.flat()
     count = len(arrays["valid"])
     sequence = np.repeat(np.arange(len(tokens.source)), tokens.counted.sum(axis=1))
     arrays["log_scale"] = np.zeros(count, np.float32) if log_scale is None else log_scale
     placed = _place(arrays)
-    own = placed.pop("log_scale")
+    base_log_scale = placed.pop("log_scale")
     curves = curves_of(placed, tokens.scales)
 
     def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
-        sums = to_host(_likelihood(top_label, curves, own + u))
+        sums = to_host(_likelihood(top_label, curves, base_log_scale + u))
         grouped = (np.bincount(sequence, np.asarray(x[:count], np.float64), len(tokens.source)) for x in sums)
         yield recalibrate.LikelihoodSums(*grouped)
 

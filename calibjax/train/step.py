@@ -34,7 +34,7 @@ class OptimizerConfig:
         schedule: after the warm-up: cosine or linear decay to 0, or a constant rate.
         warmup_fraction: fraction of the steps, in [0, 1), in which the rate rises linearly from 0.
         weight_decay: decoupled weight decay, >= 0.
-        clip_norm: largest global norm of the gradient, > 0; None: no clipping. `make_train_step` applies it.
+        clip_norm: largest global norm of the gradient, > 0; None disables clipping. `make_train_step` applies it.
         b1, b2: decay rates of Adam's moments.
     """
 
@@ -92,7 +92,7 @@ class Objective(Protocol):
 
 
 class CarryingObjective(Protocol):
-    """An `Objective` with a state of its own: `TrainState.carry`, its last argument. It returns the new one too."""
+    """An `Objective` with a state, `TrainState.carry`: its last argument, and returned with the divisor, updated."""
 
     def __call__(
         self, params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any
@@ -108,7 +108,7 @@ class StepMetrics(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Of a micro-batch, or summed over several: loss, its divisor and the gradients; and the objective's last state."""
+    """Loss, divisor and gradients of a micro-batch, or their sums over several, and the objective's last state."""
 
     loss: Float[Array, ""]
     divisor: Float[Array, ""]
@@ -127,7 +127,7 @@ def make_train_step(
     reduction: Literal["mean", "sum"] = "mean",
     clip_norm: float | None = None,
 ) -> TrainStep:
-    """Returns the jitted step `(state, frozen, batch, hyper) -> (state, metrics)`, which donates the given state.
+    """The jitted step `(state, frozen, batch, hyper) -> (state, metrics)`, which donates its state.
 
     Args:
         objective: an `Objective`; or, where `TrainState.carry` holds arrays, a `CarryingObjective`, whose state the
@@ -137,7 +137,7 @@ def make_train_step(
             over the whole batch, whatever the numbers of tokens in the micro-batches.
         reduction: "sum" takes the gradient of the sum instead of the mean. `StepMetrics.loss` is the mean in both
             cases.
-        clip_norm: largest global norm of the gradient, > 0. None: no clipping.
+        clip_norm: largest global norm of the gradient, > 0; None disables clipping.
     """
 
     def gradients(params: Any, frozen: Any, batch: Batch, hyper: Mapping[str, Array], carry: Any) -> _Gradients:

@@ -56,7 +56,7 @@ class TuningOptions:
         schedule: linear or cosine decay to 0, or constant.
         warmup_fraction: fraction of the steps in which the learning rate rises.
         weight_decay: decoupled weight decay.
-        clip_norm: largest norm of the gradient; None: no clipping.
+        clip_norm: largest norm of the gradient; None disables clipping.
         remat: what the backward pass recomputes of a block: all (full), all but its matrix products (dots), or none.
         validation_fraction: fraction of the sequences kept from training; their likelihood is logged every epoch.
         checkpoint_every: steps between checkpoints.
@@ -115,7 +115,7 @@ def batch_states(model: DecoderConfig, params: Any, batch: Batch, **options: Any
 def over_vocabulary(
     function: Any, model: DecoderConfig, params: Any, hidden: Float[Array, "B T D"], batch: Batch, **options: Any
 ) -> Any:
-    """A function as `vocab_stats` or `linear_cross_entropy` at the targets of a batch, in the dtype of `hidden`."""
+    """`vocab_stats`, `linear_cross_entropy` or a function like them, at a batch's targets, in the dtype of `hidden`."""
     return function(
         hidden,
         decoder.unembedding(model, params).astype(hidden.dtype),
@@ -153,14 +153,15 @@ def tune(
 
     `likelihood`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
     parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `consume`. `per_sequence`:
-    further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`. For the others see
-    `train`.
+    further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`. The other arguments
+    are those of `train` and `make_train_step`.
     """
     arrays = {**sequences.arrays(), **per_sequence}
-    parts = hold_back(sequences, options.validation_fraction, context.seed)
-    train_arrays, validation_arrays = ({name: x[rows] for name, x in arrays.items()} for rows in parts)
-    rows, validation = map(len, parts)
-    steps = max(1, options.epochs * rows // options.batch_size)
+    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
+    train_arrays = {name: x[train_rows] for name, x in arrays.items()}
+    validation_arrays = {name: x[validation_rows] for name, x in arrays.items()}
+    counts = {"train": len(train_rows), "validation": len(validation_rows)}
+    steps = max(1, options.epochs * counts["train"] // options.batch_size)
     optimizer = options.optimizer_config.build(steps)
 
     def start(params: Any) -> TrainState:
@@ -197,8 +198,7 @@ def tune(
         )
         final = evaluate(state.params)
     context.log(
-        f"{context.title}: {steps:,} steps on {rows:,} sequences; validation NLL {final['validation_nll']:.4f} on "
-        f"{validation:,}"
+        f"{context.title}: {steps:,} steps on {counts['train']:,} sequences; validation NLL "
+        f"{final['validation_nll']:.4f} on {counts['validation']:,}"
     )
-    counts = {"train": rows, "validation": validation}
     return state.params, {"options": options_identity(options), "steps": steps, "sequences": counts, **final}
