@@ -70,21 +70,22 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
         [0, 0, 1, 2]
     """
     values = [last_number(answer) for answer in answers]
-    return _numbered([plain_text(a) if v is None else v for v, a in zip(values, answers, strict=True)])
+    keys = [plain_text(answer) if value is None else value for value, answer in zip(values, answers, strict=True)]
+    return _numbered(keys)
 
 
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
-    """Of each item the number of the first cluster whose first member is like it, or of a new one.
+    """The cluster of each item: the first one whose first member is like the item, or a new one.
 
     Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1), so that a chain of small
     steps does not join opposite ends.
     """
     firsts, numbers = [], []
-    for own in items:
-        near = (number for number, first in enumerate(firsts) if alike(first, own))
-        numbers.append(next(near, len(firsts)))
-        if numbers[-1] == len(firsts):
-            firsts.append(own)
+    for item in items:
+        number = next((number for number, first in enumerate(firsts) if alike(first, item)), len(firsts))
+        numbers.append(number)
+        if number == len(firsts):
+            firsts.append(item)
     return numbers
 
 
@@ -115,7 +116,7 @@ def nli_clustering(path: str) -> Clustering:
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:
         texts = [f"{question} {answer}" for answer in answers]
-        return _by_first(texts, lambda first, own: entails(first, own) and entails(own, first))
+        return _by_first(texts, lambda first, text: entails(first, text) and entails(text, first))
 
     return clusters
 
@@ -129,19 +130,20 @@ CLUSTERINGS: dict[str, Clustering] = {
 
 
 def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
-    """A clustering by the cosine of the mean hidden states of the answers after the last layer, which must reach a
-    threshold with the first answer of a cluster."""
+    """A clustering by hidden states: an answer belongs to a cluster if the cosine between its mean hidden state after
+    the last layer and that of the cluster's first answer reaches `threshold`."""
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:
         ids = [lm.tokenizer.encode(text, add_special_tokens=False) or [0] for text in answers]
         width = round_up(max(map(len, ids)), _WIDTH)
         tokens, segments = np.zeros((2, len(ids), width), np.int32)
-        for row, own in enumerate(ids):
-            tokens[row, : len(own)], segments[row, : len(own)] = own, 1
+        for row, text_ids in enumerate(ids):
+            tokens[row, : len(text_ids)] = text_ids
+            segments[row, : len(text_ids)] = 1
         hidden = np.asarray(lm.hidden_states(tokens, segment_ids=segments), np.float64)
         means = (hidden * segments[..., None]).sum(axis=1) / segments.sum(axis=1, keepdims=True)
         unit = means / np.linalg.norm(means, axis=1, keepdims=True)
-        return _by_first(unit, lambda first, own: first @ own >= threshold)
+        return _by_first(unit, lambda first, vector: first @ vector >= threshold)
 
     return clusters
 

@@ -77,8 +77,9 @@ def answer_confidence(
     if method in get_args(SampleConfidence):
         return _sample_confidence(method, jnp.asarray(values))
     log_probs = jnp.asarray(values, jnp.float32)
-    there = log_probs > -jnp.inf
-    exists, count = jnp.any(there, axis=-1), jnp.maximum(jnp.sum(there, axis=-1), 1)
+    is_value = log_probs > -jnp.inf
+    exists = jnp.any(is_value, axis=-1)
+    count = jnp.maximum(jnp.sum(is_value, axis=-1), 1)
     if method == "arithmetic_mean":
         return jnp.sum(jnp.exp(log_probs), axis=-1) / count
     if method in ("margin", "negentropy"):
@@ -96,9 +97,9 @@ def answer_confidence(
     elif method == "full_vocabulary":
         log_confidence = jnp.max(log_probs, axis=-1)
     elif method == "minimum":
-        log_confidence = jnp.min(jnp.where(there, log_probs, jnp.inf), axis=-1)
+        log_confidence = jnp.min(jnp.where(is_value, log_probs, jnp.inf), axis=-1)
     else:
-        total = jnp.sum(jnp.where(there, log_probs, 0.0), axis=-1)
+        total = jnp.sum(jnp.where(is_value, log_probs, 0.0), axis=-1)
         log_confidence = total if method == "product" else total / count
     return jnp.where(exists, jnp.exp(jnp.minimum(log_confidence, 0.0)), 0.0)
 
@@ -137,23 +138,25 @@ def token_confidence(
         >>> token_confidence("token_entropy", jnp.zeros((1, 1)), jnp.concatenate([entropy, jnp.log(p)], -1)).tolist()
         [0.25]
     """
-    there, values = jnp.isfinite(tokens), jnp.asarray(distributions, jnp.float32)
-    entropy, p = values[..., 0], jnp.exp(values[..., 1:])
-    count = jnp.maximum(jnp.sum(there, axis=-1), 1)
+    is_token = jnp.isfinite(tokens)
+    count = jnp.maximum(jnp.sum(is_token, axis=-1), 1)
+    values = jnp.asarray(distributions, jnp.float32)
+    entropy = values[..., 0]
+    p = jnp.exp(values[..., 1:])
     negentropy = 1 + jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1) / jnp.log(p.shape[-1])
 
     def mean(value: Float[Array, "N T"]) -> Float[Array, " N"]:
-        return jnp.sum(jnp.where(there, value, 0.0), axis=-1) / count
+        return jnp.sum(jnp.where(is_token, value, 0.0), axis=-1) / count
 
     confidences = {
         "token_entropy": jnp.exp(-mean(entropy)),
         "mean_token_negentropy": mean(negentropy),
-        "min_token_negentropy": jnp.min(jnp.where(there, negentropy, 1.0), axis=-1),
+        "min_token_negentropy": jnp.min(jnp.where(is_token, negentropy, 1.0), axis=-1),
         "probability_margin": mean(p[..., 0] - p[..., 1]),
     }
     if method not in confidences:
         raise ValueError(f"method: expected one of {', '.join(confidences)}, got {method!r}.")
-    return jnp.where(jnp.any(there, axis=-1), jnp.clip(confidences[method], 0.0, 1.0), 0.0)
+    return jnp.where(jnp.any(is_token, axis=-1), jnp.clip(confidences[method], 0.0, 1.0), 0.0)
 
 
 def _weights(clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None) -> Float[Array, "N K"]:
@@ -202,14 +205,14 @@ def semantic_density(
 ) -> Float[Array, " N"]:
     """Density of the answer among the different texts that were sampled (Qiu and Miikkulainen 2024, arXiv 2405.13845).
 
-    (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the `distinct` samples, of those with one text one, and none with the
-    text of the answer; p is the geometric mean of the probabilities of the answer's tokens and p_k that of a sample's.
+    (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the `distinct` samples: one of each text, and none with the text of
+    the answer; p is the geometric mean of the probabilities of the answer's tokens and p_k that of a sample's.
     The paper's kernel falls with a distance of meanings; here it is 1 within a cluster.
     """
-    own = answer_confidence("length_normalised", tokens)
+    probability = answer_confidence("length_normalised", tokens)
     weights = jnp.where(distinct, jnp.exp(jnp.asarray(log_probs, jnp.float32)), 0.0)
-    same = own + jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1)
-    total = own + jnp.sum(weights, axis=-1)
+    same = probability + jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1)
+    total = probability + jnp.sum(weights, axis=-1)
     return same / jnp.where(total > 0, total, 1.0)
 
 

@@ -93,19 +93,19 @@ def decide(
     }
     categories: dict[str, Any] = {}
     for name, at in rows.items():
-        p, labels = confidence[at], correct[at]
-        own, right = p, labels
-        if p.ndim == 2:
-            own, right = p.max(axis=1), p.argmax(axis=1) == labels
+        top, is_right = confidence[at], correct[at]
+        if confidence.ndim == 2:
+            options, labels = top, is_right
+            top, is_right = options.max(axis=1), options.argmax(axis=1) == labels
         if answer is not None:
-            categories[name] = {"claims": _claims(own, right, np.asarray(answer)[at], risk)}
+            categories[name] = {"claims": _claims(top, is_right, np.asarray(answer)[at], risk)}
             continue
         categories[name] = {
-            "average": threshold_outcome(own, right, risk_threshold(own, right, risk)),
-            "answers": threshold_outcome(own, right, selective_threshold(own, right, risk, level)),
+            "average": threshold_outcome(top, is_right, risk_threshold(top, is_right, risk)),
+            "answers": threshold_outcome(top, is_right, selective_threshold(top, is_right, risk, level)),
         }
-        if p.ndim == 2:
-            categories[name] |= {kind: _options(scores(p), labels, risk) for kind, scores in SET_SCORES.items()}
+        if confidence.ndim == 2:
+            categories[name] |= {kind: _options(scores(options), labels, risk) for kind, scores in SET_SCORES.items()}
     thresholds = {"thresholds": categories[""]} if category is None else {"categories": categories}
     return {"risk": risk, "level": level, "guarantees": guarantees, **thresholds}
 
@@ -208,23 +208,25 @@ def claim_threshold(
 ) -> float:
     """The least threshold for which the expected fraction of false claims in a new answer is at most `risk`.
 
-    `answer` numbers the n answers that the M claims belong to. Of an answer the claims with confidence above t are
-    kept. The fraction of false ones among them may rise and fall with t, so it is bounded by its largest value at any
-    higher threshold, max over u >= t of false(u)/max(kept(u), 1), to which conformal risk control applies: the least t
-    with (Σ of it over n answers + 1)/(n + 1) <= risk, just above the confidence of a false claim (Angelopoulos et al.
-    2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
+    `answer` numbers the n answers that the M claims belong to. An answer keeps the claims whose confidence exceeds t.
+    The fraction of false ones among them may rise and fall with t, so it is bounded by its largest value at any higher
+    threshold, max over u >= t of false(u)/max(kept(u), 1), to which conformal risk control applies: the least t with
+    (Σ of this bound over n answers + 1)/(n + 1) <= risk, just above the confidence of a false claim (Angelopoulos et
+    al. 2024, arXiv 2208.02814, theorem 1; claims as in Mohri and Hashimoto 2024, arXiv 2402.10978).
 
     Example:
         >>> confidence, answer = np.tile([0.2, 0.6, 0.9], 40), np.arange(120) // 3
         >>> claim_threshold(confidence, (confidence > 0.5).astype(float), answer, 0.1)
         0.3
     """
-    confidence, false = np.asarray(confidence, np.float64), np.asarray(correct) < 1
+    confidence = np.asarray(confidence, np.float64)
     numbers = np.unique(answer, return_inverse=True)[1]
     order = np.lexsort((-confidence, numbers))  # each answer's claims, the most confident one first
-    score, false, numbers = confidence[order], false[order], numbers[order]
-    n, first = int(numbers[-1]) + 1, np.searchsorted(numbers, numbers)
-    total = np.cumsum(false)
+    score = confidence[order]
+    numbers = numbers[order]
+    n = int(numbers[-1]) + 1
+    first = np.searchsorted(numbers, numbers)  # of the claim's answer
+    total = np.cumsum(np.asarray(correct)[order] < 1)
     wrong = total - np.where(first > 0, total[first - 1], 0)
     # Claims of equal confidence are kept together: what counts is the fraction after the last of them.
     last = np.append((score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1]), True)
@@ -283,8 +285,8 @@ def adaptive_scores(probabilities: Float[np.ndarray, "N O"], penalty: float = 0.
     p = np.asarray(probabilities, np.float64)
     order = np.argsort(-p, axis=1, kind="stable")
     falling = np.take_along_axis(p, order, axis=1)
-    new = np.diff(falling, axis=1, prepend=np.inf) < 0
-    first = np.maximum.accumulate(np.where(new, np.arange(p.shape[1]), 0), axis=1)  # of the options as probable
+    is_lower = np.diff(falling, axis=1, prepend=np.inf) < 0
+    first = np.maximum.accumulate(np.where(is_lower, np.arange(p.shape[1]), 0), axis=1)  # of the options as probable
     before = np.take_along_axis(np.cumsum(falling, axis=1) - falling, first, axis=1)
     scores = np.empty_like(p)
     np.put_along_axis(scores, order, 1 - before - penalty * first, axis=1)

@@ -34,8 +34,8 @@ def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
         >>> string_match("Which vegetable?", "onion rings", ["Onion"])
         0.0
     """
-    given = plain_text(answer.strip().removeprefix("A:"))
-    return float(bool(given) and given in {plain_text(text) for text in right})
+    text = plain_text(answer.strip().removeprefix("A:"))
+    return float(text != "" and text in map(plain_text, right))
 
 
 def plain_text(text: str) -> str:
@@ -107,8 +107,8 @@ def find_function(option: str, name: str, known: Mapping[str, Function], contrac
     try:
         value = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        wanted = f"{', '.join(known)}, or package.module:function, {contract}"
-        raise UserError(f"{option} {name}: expected {wanted} ({error}).") from error
+        expected = f"{', '.join(known)}, or package.module:function, {contract}"
+        raise UserError(f"{option} {name}: expected {expected} ({error}).") from error
     if not callable(value):
         raise UserError(f"{option} {name}: expected a function, got {type(value).__name__}.")
     return cast(Function, value)

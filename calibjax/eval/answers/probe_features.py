@@ -18,15 +18,17 @@ from jaxtyping import Array, Float, Int
 from calibjax.models import LanguageModel, decoder
 from calibjax.runtime.distributed import to_host
 
-_LAYERS = 4
-_ROWS, _WIDTH = 16, 32  # rows a step, and what the width is a multiple of: few shapes
-_STEPS, _REACH = 5, 0.25
+_LAYERS = 4  # whose last token `layers` reads
+_ROWS = 16  # answers in a step
+_WIDTH = 32  # of which the width of a step is a multiple, for few compiled programs
+_STEPS = 5  # perturbations of a hidden state
+_REACH = 0.25  # length of the largest one, as a fraction of the state's
 Logits = Callable[[Float[Array, "*B D"]], Float[Array, "*B V"]]
 """From hidden states after the final norm to logits, float32."""
 
 
 class Places(NamedTuple):
-    """Row b's answer has the tokens from `start[b]` to `end[b]`, without the latter; and the logits of its model."""
+    """The answer of row b has the tokens `start[b]` to `end[b]` − 1; `logits` are those of the model."""
 
     start: Int[Array, " B"]
     end: Int[Array, " B"]
@@ -53,11 +55,13 @@ def _several(states: States, places: Places) -> Float[Array, "B F"]:
 
 
 def _perturbed(states: States, places: Places) -> Float[Array, "B F"]:
-    rows, counts = jnp.arange(states.shape[1]), places.end - places.start
+    rows = jnp.arange(states.shape[1])
+    counts = places.end - places.start
 
     def add(step: Array, total: Array) -> Array:
         place = jnp.minimum(places.start + step, places.end - 1)
-        features = perturbed_features(states[-1][rows, place - 1], places.tokens[rows, place], places.logits)
+        hidden = states[-1][rows, place - 1]
+        features = perturbed_features(hidden, places.tokens[rows, place], places.logits)
         return total + jnp.where((step < counts)[:, None], features, 0.0)
 
     shape = jax.eval_shape(add, jnp.int32(0), jnp.float32(0)).shape
@@ -168,7 +172,7 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
     changed = jnp.argmax(z_k, axis=-1) != best
     largest, second = _largest_two(jnp.exp(log_p_0))
     is_best = (best == tokens[None]).astype(jnp.float32)
-    own = [largest - second, jnp.std(z_0, axis=-1), hidden_norm.T, is_best]
+    only_0 = [largest - second, jnp.std(z_0, axis=-1), hidden_norm.T, is_best]
 
     fall = state_0[0] - state_k[0]
     f = jnp.concatenate([jnp.zeros_like(fall[:1]), jnp.maximum(fall, 0.0)])
@@ -182,7 +186,7 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
     for values in state_k + moves:
         for summary in (jnp.mean, jnp.std, jnp.min, jnp.max):
             summaries.append(summary(values, axis=0, keepdims=True))
-    return jnp.stack([*state_0, *own, gradient_norm.T, flip, energy, *summaries], axis=-1)[0]
+    return jnp.stack([*state_0, *only_0, gradient_norm.T, flip, energy, *summaries], axis=-1)[0]
 
 
 def _state_features(z: Float[Array, "K B V"], log_p: Float[Array, "K B V"], tokens: Int[Array, " B"]) -> list[Array]:

@@ -21,7 +21,8 @@ _FRACTION = re.compile(r"0?\.\d+|1\.0+|0\.0*", re.ASCII)
 def read_number(reply: str) -> float | None:
     """The confidence in a reply whose first line is nothing but a number; None for any other reply.
 
-    0 to 100 is per cent, also without the sign; from 0 to 1 with a decimal point a probability: "1" is 1%, "1.0" 100%.
+    A whole number from 0 to 100 is per cent, with or without the sign. A number from 0 to 1 with a decimal point is a
+    probability: "1" is 1%, "1.0" is 100%.
 
     Example:
         >>> [read_number(reply) for reply in (" 85%.", "0.7", "1.0", "1", "150", "maybe 80")]
@@ -50,7 +51,7 @@ def _first_line(reply: str) -> str:
 
 
 class TwoWay(NamedTuple):
-    """A question with two replies of which the probability is read: that for the answer, and that against it."""
+    """A question with two replies, for and against the answer, whose probabilities are read."""
 
     prompt: str
     yes: str
@@ -71,10 +72,7 @@ TWO_WAY = {
 }
 """Name of a method -> its question. `{question}` is the task's own prompt without examples."""
 STATED = {
-    "verbalised": Stated(
-        _PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:",
-        read_number,
-    ),
+    "verbalised": Stated(_PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number),
     "verbalised_words": Stated(
         _PROPOSED + f"Choose one: {', '.join(_WORDS)}.\nThat the proposed answer is right is:",
         read_words,
