@@ -88,12 +88,6 @@ def area(score, loss):
     return (np.cumsum(expected) / np.arange(1, len(loss) + 1)).mean()
 
 
-def prediction_rejection_ratio(c, y):
-    loss = 1 - y
-    gain = loss.mean() - area(y, loss)
-    return (loss.mean() - area(c, loss)) / gain if gain else np.nan
-
-
 def log_loss(c, y):
     with np.errstate(divide="ignore", invalid="ignore"):
         right, wrong = np.where(y > 0, y * np.log(c), 0.0), np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)

@@ -44,7 +44,6 @@ from calibjax.metrics.local import local_calibration_error as local_calibration_
 from calibjax.metrics.ranking import aurc as aurc
 from calibjax.metrics.ranking import auroc as auroc
 from calibjax.metrics.ranking import excess_aurc as excess_aurc
-from calibjax.metrics.ranking import prediction_rejection_ratio as prediction_rejection_ratio
 from calibjax.metrics.scores import BrierParts as BrierParts
 from calibjax.metrics.scores import brier_parts as brier_parts
 from calibjax.metrics.scores import brier_score as brier_score

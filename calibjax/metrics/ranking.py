@@ -95,19 +95,3 @@ def excess_aurc(confidence, correct, *, where=None):
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
     return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
-
-
-@metric(counts=True)
-def prediction_rejection_ratio(confidence, correct, *, where=None):
-    """How much of the possible gain from rejection the confidence gives (PRR; Malinin and Gales 2021).
-
-    (error rate − AURC)/(error rate − AURC of the best order): 1 for the best order, 0 for a random one. NaN where all
-    answers are equally right. For the arguments see `aurc`.
-    """
-    data = points(confidence, correct, where, counts=True)
-    loss = 1 - data.correct
-    counts = data.weight > 0
-    differ = jnp.max(loss, where=counts, initial=0.0) > jnp.min(loss, where=counts, initial=1.0)
-    error_rate = data.mean(loss)
-    ratio = (error_rate - _area(data, data.confidence, loss)) / (error_rate - _area(data, -loss, loss))
-    return data.answer(jnp.where(differ, ratio, jnp.nan))

@@ -32,7 +32,6 @@ ORACLES = {
     "auroc": oracle.auroc,
     "aurc": lambda c, y: oracle.area(c, 1 - y),
     "excess_aurc": lambda c, y: oracle.area(c, 1 - y) - oracle.area(y, 1 - y),
-    "prediction_rejection_ratio": oracle.prediction_rejection_ratio,
 }
 sums_of = jax.jit(metrics.calibration_sums)
 FEATURED = ("local_calibration_error", "grouping_loss")
@@ -41,7 +40,6 @@ COUNTED = (  # two points are more than one: weights are counts
     "debiased_calibration_error",
     "aurc",
     "excess_aurc",
-    "prediction_rejection_ratio",
     "grouping_loss",
 )
 SUMS = ("calibration_sums", "grid_sums", "resample_metric")
@@ -220,8 +218,7 @@ def test_nothing_to_say():
         assert all(np.isnan(float(values[name])) for values in (none, *wrong)), name
     for constant in (0, 1):
         one_class = everything(c, np.full(N, constant, np.float32), x, np.ones(N, np.float32))
-        unknown = ("auroc", "prediction_rejection_ratio")
-        assert all(np.isfinite(float(value)) != (name in unknown) for name, value in one_class.items()), one_class
+        assert all(np.isfinite(float(value)) != (name == "auroc") for name, value in one_class.items()), one_class
     assert everything._cache_size() == 1, "compiled again"
     with pytest.raises(ValueError, match=r"confidence: expected numbers in \[0, 1\], got nan at 1"):
         metrics.auroc(np.array([0.5, np.nan]), np.array([1, 0]))
