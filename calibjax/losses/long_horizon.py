@@ -35,8 +35,8 @@ class Horizon:
     """Hyper-parameters of the objective. Hashable.
 
     Attributes:
-        horizon: number of tokens of a suffix whose likelihood enters its weight, at least 1. None: all.
-        clip: upper bound of log-weights. None: no clipping.
+        horizon: number of tokens of a suffix whose likelihood enters its weight, at least 1; default: all.
+        clip: upper bound of log-weights; None disables clipping.
         baseline: of each token's log p: `none`, `scalar` (running mean of all tokens) or `position` (of each position).
         form: `suffix`: w_i weights −log q of the whole suffix, up to the horizon; `next_token`: of its first token.
             Without horizon and clipping, both have the minimiser p_T.
@@ -74,7 +74,7 @@ class RunningMean(NamedTuple):
         return cls(jnp.zeros(length), jnp.zeros(length))
 
     def update(self, log_p: Float[Array, "B T"], where: Bool[Array, "B T"]) -> "RunningMean":
-        """Returns the state with the tokens of a batch for which `where` is True."""
+        """This state and the tokens of a batch for which `where` is True."""
         total = self.total + jnp.sum(jnp.where(where, log_p.astype(jnp.float32), 0.0), axis=0)
         return RunningMean(total, self.count + jnp.sum(where, axis=0).astype(jnp.float32))
 
@@ -82,10 +82,10 @@ class RunningMean(NamedTuple):
         """Mean log p of each position, or of all positions if `kind` is "scalar"; 0 without tokens."""
         if kind == "none":
             return jnp.zeros_like(self.total)
-        total, count = self
-        if kind == "scalar":
-            total, count = jnp.broadcast_to(total.sum(), total.shape), jnp.broadcast_to(count.sum(), count.shape)
-        return total / jnp.maximum(count, 1.0)
+        if kind == "position":
+            return self.total / jnp.maximum(self.count, 1.0)
+        mean = self.total.sum() / jnp.maximum(self.count.sum(), 1.0)
+        return jnp.broadcast_to(mean, self.total.shape)
 
 
 def _suffix_sums(
@@ -136,7 +136,7 @@ def token_weights(
         objective: its horizon, clip and form are read.
         baseline: b, of each position or of all positions.
         where: False for tokens that do not count.
-        segment_ids: segments of sequences packed in a row. None: one sequence per row.
+        segment_ids: segments of sequences packed in a row; default: one sequence per row.
 
     Raises:
         UserError: a temperature that is a Python number is out of range.

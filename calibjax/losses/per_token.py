@@ -80,7 +80,8 @@ def selective_smoothing(
     right_weight = 1.0 - jnp.asarray(alpha, jnp.float32)
     wrong_weight = jnp.asarray(alpha, jnp.float32)
     if balanced:
-        n_right, n = jnp.sum(counts & right).astype(jnp.float32), jnp.sum(counts).astype(jnp.float32)
+        n = jnp.sum(counts).astype(jnp.float32)
+        n_right = jnp.sum(counts & right).astype(jnp.float32)
         n_wrong = n - n_right
         if masking == "authors":
             real = jnp.broadcast_to(True if where is None else where, counts.shape)
@@ -90,7 +91,8 @@ def selective_smoothing(
         # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
         right_factor = right_weight * n_wrong * n / jnp.maximum(m * n_right, 1e-30)
         wrong_factor = wrong_weight * n_right * n / jnp.maximum(m * n_wrong, 1e-30)
-        right_weight, wrong_weight = jnp.where(both, right_factor, 0.0), jnp.where(both, wrong_factor, 0.0)
+        right_weight = jnp.where(both, right_factor, 0.0)
+        wrong_weight = jnp.where(both, wrong_factor, 0.0)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
     wrong = stats._replace(mean_logit=jnp.where(right, 0.0, stats.require("mean_logit")))
     loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(wrong))

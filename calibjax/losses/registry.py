@@ -25,15 +25,15 @@ class Loss(NamedTuple):
     """One entry of `LOSSES`, from which `--loss`, `--alpha`, the trials of `--loss auto` and the studies follow.
 
     Attributes:
-        function: `(stats, ...) -> [...]`, per token; besides, it takes `doubled`, `top_logits` and the hyper-parameters
-            by name, where the fields below name them.
+        function: `(stats, ...) -> [...]`, per token; the further arguments are the hyper-parameters by name, and
+            `doubled` and `top_logits` where the fields below ask for them.
         statistics: what it reads of `vocab_stats(statistics=...)` at the scale s.
         hyperparameters: argument of `function` -> its default, range and meaning.
-        alpha: the argument that `--alpha` sets; None: the loss has no such weight.
+        alpha: the argument that `--alpha` sets; None if the loss has no such weight.
         doubled: what it reads of the statistics at the scale 2 s.
-        top_k: how many of the largest logits it reads; 0: none.
-        per_micro_batch: it counts the tokens of a micro-batch, ignored ones too but not the padding (where its `where`
-            is False), and micro-batches weigh alike. Otherwise a batch is averaged over the tokens that count.
+        top_k: how many of the largest logits it reads.
+        per_micro_batch: the loss normalises over its micro-batch: ignored tokens count, padding (`where` False) does
+            not, and every micro-batch has equal weight. Otherwise a batch is averaged over the tokens that count.
     """
 
     function: Callable[..., Float[Array, "..."]]
@@ -50,8 +50,10 @@ class Loss(NamedTuple):
 
     def arguments(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters by argument: from `hyper` ("alpha", or the argument's own name), else the default."""
-        given = {**hyper, self.alpha: hyper["alpha"]} if self.alpha is not None and "alpha" in hyper else hyper
-        return {name: given.get(name, parameter.default) for name, parameter in self.hyperparameters.items()}
+        values = dict(hyper)
+        if self.alpha is not None and "alpha" in hyper:
+            values[self.alpha] = hyper["alpha"]
+        return {name: values.get(name, parameter.default) for name, parameter in self.hyperparameters.items()}
 
 
 _TARGET = ("log_normalizer", "target_logit")
@@ -144,7 +146,7 @@ def linear_loss(
     Args:
         loss: an entry of `LOSSES`.
         hidden, unembedding, targets, scale, where: as in `vocab_stats`.
-        hyper: values of hyper-parameters, see `Loss.arguments`; those left out have their defaults.
+        hyper: values of hyper-parameters by argument, or "alpha" for the main one; by default those of the loss.
         real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`.
         **options: `bias`, `softcap` and `sharding` of `vocab_stats`.
 
@@ -181,7 +183,7 @@ def curve_loss(
     """A loss of `LOSSES` for a frozen model's tokens as a function of the scale, without the vocabulary.
 
     `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. The other arguments and
-    what is returned are those of `linear_loss`; it is differentiable in `scale`.
+    the result are those of `linear_loss`. The loss is differentiable in `scale`.
     """
     if where is not None:
         curves = dataclasses.replace(curves, valid=curves.valid & where)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +72,7 @@ def _inside(values: Any) -> Any:
 
 
 def metric(
-    *static: str,
-    rank: int = 1,
-    counts: bool = False,
-    from_sums: Callable | None = None,
-    norm: Literal["l1", "l2", "max"] | None = None,
+    *static: str, rank: int = 1, counts: bool = False, from_sums: Callable | None = None, norm: str | None = None
 ) -> Callable[[Metric], Metric]:
     """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 

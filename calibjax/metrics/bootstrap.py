@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from calibjax.metrics._points import check
-from calibjax.metrics.errors import Norm, ece_from_sums, error_of_norm
+from calibjax.metrics.errors import ece_from_sums, error_of_norm
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
 
@@ -187,31 +186,18 @@ def _select(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.
 
 
 def _error_sums(
-    metric: Callable,
-    confidence: ArrayLike,
-    correct: ArrayLike,
-    *,
-    groups: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    resamples: int = 1000,
-    seed: int = 0,
-    bins: int = 15,
-    closed: Closed = "right",
-    norm: Norm | None = None,
+    metric: Callable, arrays: tuple[Any, Any], groups: Any = None, where: Any = None, bins: int = 15, **options: Any
 ) -> tuple[CalibrationSums, dict[str, Any]]:
-    """Sums per pool for a binned error, and the options of `error_interval`."""
-    c, y, labels = _select(confidence, correct, groups, where)
+    """Sums per pool for a binned error of (confidence, correct), and the options of `error_interval`."""
+    confidence, correct, groups = _select(*arrays, groups, where)
+    closed = options.pop("closed", "right")
     if getattr(metric, "from_sums", None) is None:  # its bins depend on the points
-        index = equal_mass_index(jnp.asarray(c, jnp.float32), jnp.ones(len(c)), bins)
+        index = equal_mass_index(jnp.asarray(confidence, jnp.float32), jnp.ones(len(confidence)), bins)
     else:
-        index = bin_index(jnp.asarray(c), bins, closed)
-    sums = _sums_of_pools(_pool_of_point(len(c), labels, seed), np.asarray(index), c, y, bins)
-    return sums, {"norm": _norm_of(metric) if norm is None else norm, "resamples": resamples, "seed": seed}
-
-
-def _norm_of(metric: Callable) -> Norm | None:
-    """The norm of a binned error; None for other metrics."""
-    return getattr(metric, "norm", None)
+        index = bin_index(jnp.asarray(confidence), bins, closed)
+    pool = _pool_of_point(len(confidence), groups, options.get("seed", 0))
+    sums = _sums_of_pools(pool, np.asarray(index), confidence, correct, bins)
+    return sums, {"norm": getattr(metric, "norm", None), **options}
 
 
 def pooled_sums(
@@ -280,8 +266,8 @@ def metric_interval(
         >>> value, 0.1 < low < value < high < 0.3
         (0.1875, True)
     """
-    if _norm_of(metric) is not None:
-        sums, error_options = _error_sums(metric, confidence, correct, **options)
+    if getattr(metric, "norm", None) is not None:  # a binned error
+        sums, error_options = _error_sums(metric, (confidence, correct), **options)
         _, low, high, _ = error_interval(sums, level=level, **error_options)
     else:
         low, high = percentile_interval(resample_metric(metric, confidence, correct, **options), level)
@@ -334,9 +320,9 @@ def paired_comparison(
     if shapes[0] != shapes[1]:
         raise ValueError(f"paired comparison: expected the same points, got shapes {shapes[0]} and {shapes[1]}.")
     difference = _on_all_points(metric, first, options) - _on_all_points(metric, second, options)
-    if _norm_of(metric) is not None:
-        first_sums, error_options = _error_sums(metric, *first, **options)
-        second_sums, _ = _error_sums(metric, *second, **options)
+    if getattr(metric, "norm", None) is not None:  # a binned error
+        first_sums, error_options = _error_sums(metric, first, **options)
+        second_sums, _ = _error_sums(metric, second, **options)
         compared = error_comparison(first_sums, second_sums, level=level, **error_options)
         low, high = min(compared.low, difference), max(compared.high, difference)
         return compared._replace(difference=difference, low=low, high=high)

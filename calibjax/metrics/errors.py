@@ -62,7 +62,8 @@ def debiased_from_sums(sums: CalibrationSums):
 
 def variance_of_mean(count, total, squares):
     """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
-    xp, several = module_of(count), module_of(count).maximum(count, 2)
+    xp = module_of(count)
+    several = xp.maximum(count, 2)
     mean = total / several
     return xp.where(count > 1, (squares / several - mean * mean) / (several - 1), 0)
 
@@ -132,7 +133,7 @@ def expected_calibration_error(
 
 @metric("bins", "closed", from_sums=mce_from_sums, norm="max")
 def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Maximum calibration error, max_b |mean confidence_b − accuracy_b|; see `expected_calibration_error`."""
+    """Maximum calibration error, max_b |mean confidence_b − accuracy_b|: `expected_calibration_error` of norm "max"."""
     return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
 
 
@@ -191,7 +192,8 @@ def classwise_calibration_error(
         bins, closed, where: see `expected_calibration_error`.
     """
     if jnp.ndim(labels) == 1:
-        labels, classes = as_indices(labels).astype(int), jnp.shape(probabilities)[-1]  # of bool, 0 and 1
+        labels = as_indices(labels).astype(int)  # bool becomes 0 and 1
+        classes = jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes)
         labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)

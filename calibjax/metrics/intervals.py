@@ -14,11 +14,13 @@ estimate. The intervals here invert a test instead:
    the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
    observed one.
 
-The noise and the bias of a difference also depend on the sum of both errors and on the signs of the gaps. Candidates of
-a difference therefore have gaps as observed or smoothed over neighbouring bins, which corrects signs that noise has
-changed. They start from both debiased errors, or, where the models judge the same answers, from the lower and from the
-upper end of both models' own 96% intervals. The interval is the union, in the spirit of Berger and Boos (1994, JASA
-89), who take the largest p-value over a confidence set of nuisance parameters.
+The noise and the bias of a difference depend on the sum of both errors and on the signs of the gaps, which are unknown.
+Step 2 of a difference therefore has several families, and its interval is the union of theirs, in the spirit of Berger
+and Boos (1994, JASA 89), who take the largest p-value over a confidence set of nuisance parameters:
+
+a. gaps as observed, or smoothed over neighbouring bins, which corrects signs that noise has changed;
+b. starting from both debiased errors or, where the models judge the same answers, once from the lower and once from the
+   upper ends of both models' 96% intervals.
 
 The target is the error of the population in the same bins; `docs/metrics.md` has the simulated coverage.
 """
@@ -170,7 +172,7 @@ def error_comparison(
     ends, fraction_lower, p_value = [], 0.5, 0.0
     for family in (observed, observed.smoothed()):
         starts = family.starts(tails, signs)
-        pairs = np.repeat(starts, 2, axis=0)  # of each start the low and the high end
+        pairs = np.repeat(starts, 2, axis=0)  # the low and the high end of each start
         ends.append(family.errors_at(len(tails) * _tails(level), pairs, signs, (-reach, reach)))
         for drawn in family.drawn(family.equal(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
@@ -261,8 +263,8 @@ class _Observed(NamedTuple):
         """For each tail the levels at which the error of either model alone, with its noise, reaches that tail."""
         starts = np.zeros((len(tails), len(signs)))
         for sign in (1, -1):
-            one = self.select(signs == sign)
-            levels = one.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, one.zeroing_level))
+            model = self.select(signs == sign)
+            levels = model.solve(tails, np.zeros((len(tails), 1)), np.ones(1), (-_FARTHEST, model.zeroing_level))
             starts[:, signs == sign] = levels[:, None]
         return starts
 

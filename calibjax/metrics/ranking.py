@@ -1,4 +1,4 @@
-"""Ranking metrics: how well confidence separates right from wrong answers. AUROC, risk-coverage, sparsification.
+"""Ranking metrics: how well confidence separates right from wrong answers. AUROC and risk-coverage curves.
 
 They do not depend on calibration. Each sorts once. Points of equal confidence form a block, and a metric is the
 expectation over orders within blocks, whatever the order of the points. A point that counts w times equals w points.

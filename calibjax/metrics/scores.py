@@ -69,9 +69,9 @@ def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     if sums.dropped.any():
         raise ValueError('brier_parts: some points are in no bin; use sums with closed="right" or "left".')
     points, _, correct, squared = sums.whole()
-    fraction, safe = sums.count / points[..., None], divisor(sums.count)
+    fraction = sums.count / points[..., None]
     accuracy = correct / points
-    spread = np.square(sums.correct / safe - accuracy[..., None])
+    spread = np.square(sums.correct / divisor(sums.count) - accuracy[..., None])
     reliability = np.square(rmsce_from_sums(sums))
     resolution = (fraction * spread).sum(-1)
     uncertainty = squared / points - np.square(accuracy)

@@ -183,7 +183,8 @@ def _mixed(log_scale: Any, uniform: Any, logits: Array) -> Array:
 
 def _structured_loss(params, rows, extra):
     change, intercept = params
-    classes, diagonal = len(intercept), jnp.sum(jnp.square(jnp.diagonal(change)))
+    classes = len(intercept)
+    diagonal = jnp.sum(jnp.square(jnp.diagonal(change)))
     pairs = (classes - 1) * (jnp.sum(jnp.square(change)) - diagonal)
     penalty = extra * classes * (jnp.sum(jnp.square(intercept)) + diagonal + pairs)
     return _nll(rows[0] + _dense(params, rows[0]), rows[1]) + penalty
@@ -199,7 +200,8 @@ def fit_structured(
     mixed with the uniform distribution, by 1/(N + 1). `ridge`: λ.
     """
     count, classes = logits.shape
-    scaling, uniform = temperature.fit(logits, labels), np.asarray(1 / (count + 1), np.float32)
+    scaling = temperature.fit(logits, labels)
+    uniform = np.asarray(1 / (count + 1), np.float32)
     x = np.asarray(_mixed(scaling.log_scale, uniform, jnp.asarray(logits)))
     start = np.zeros((classes, classes)), np.zeros(classes)
     (change, intercept), report = minimize(_structured_loss, start, (x, labels), ridge / count)

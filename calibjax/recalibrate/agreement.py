@@ -21,32 +21,32 @@ def sample_agreement(
     Args:
         answers: of each of N questions, S sampled answers as integers: equal answers, equal numbers.
         where: bool `[N, S]`, False for samples that do not count.
-        weights: >= 0, of the vote of each sample, such as its `trace_confidence` (DeepConf); None: 1.
+        weights: >= 0, of the vote of each sample, such as its `trace_confidence` (DeepConf); default 1.
 
     Returns:
-        The answer, int32 `[N]`, of several as frequent ones the first; its fraction, float32 `[N]`, 0 without samples.
+        The answer, int32 `[N]`, the first of equally frequent ones; its fraction, float32 `[N]`, 0 without samples.
     """
     counts = jnp.ones(answers.shape, bool) if where is None else where
+    vote_weights = jnp.where(counts, 1.0 if weights is None else weights, 0.0)
 
-    each = jnp.where(counts, 1.0 if weights is None else weights, 0.0)
-
-    def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        given, mask, weight = row
-        votes = jnp.sum(jnp.where(given[:, None] == given[None, :], weight[None, :], 0.0), axis=1)
+    def question(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        samples, mask, weight = row
+        is_same = samples[:, None] == samples[None, :]
+        votes = jnp.sum(jnp.where(is_same, weight[None, :], 0.0), axis=1)
         votes = jnp.where(mask, votes, -1.0)
         best, total = jnp.argmax(votes), jnp.sum(weight)
-        return given[best], jnp.maximum(votes[best], 0.0) / jnp.where(total > 0, total, 1.0)
+        return samples[best], jnp.maximum(votes[best], 0.0) / jnp.where(total > 0, total, 1.0)
 
-    answer, fraction = jax.lax.map(one, (answers, counts, each))
+    answer, fraction = jax.lax.map(question, (answers, counts, vote_weights))
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)
 
 
 def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]) -> TemperatureState:
     """Temperature of a chat model from its base model, without labels: DACA (arXiv 2505.16690, section 4).
 
-    Post-training makes a model overconfident where its base model was calibrated. Of the questions on which both have
-    the same most likely option, min over s of mean KL(softmax(b) ‖ softmax(s z)). Where they disagree the base model's
-    confidence is of another option, and would make the temperature too high.
+    Post-training makes a model overconfident where its base model was calibrated. The scale s minimises the mean of
+    KL(softmax(b) ‖ softmax(s z)) over the questions on which both have the same most likely option. Where they
+    disagree, the base model's confidence is in another option and would make the temperature too high.
 
     `logits` z are those of K options under the chat model, `base_logits` b of the same options under the base model.
     The result is a state of the method `temperature`; its loss is the cross-entropy.
@@ -54,8 +54,8 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
     Raises:
         UserError: the shapes differ, a value is not finite, or the models agree on no question.
     """
-    given = (Predictions(logits=logits), Predictions(logits=base_logits))
-    (z,), (b,) = (select(data, ("logits",), impossible=True) for data in given)
+    (z,) = select(Predictions(logits=logits), ("logits",), impossible=True)
+    (b,) = select(Predictions(logits=base_logits), ("logits",), impossible=True)
     if z.shape != b.shape:
         raise UserError(f"base_logits: expected the shape {z.shape} of the logits, got {b.shape}.")
     if ((z > IMPOSSIBLE) != (b > IMPOSSIBLE)).any():

@@ -50,8 +50,8 @@ class FitReport(NamedTuple):
     """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
-        loss: float32, final objective on the calibration data, a mean per prediction; of networks, on a held-out fifth.
-            NaN for methods that minimise none.
+        loss: float32, final objective on the calibration data, a mean per prediction; for networks, on a held-out
+            fifth. NaN for methods without an objective.
         converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
         iterations: int32.
     """
@@ -207,14 +207,16 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
     """Raises `UserError` with the first row that holds a value which is not finite or out of range."""
     largest = {"confidence": 1, "confidences": 1, "correct": 1, "categories": 2**31 - 1, "labels": (classes or 0) - 1}
     for field, value in arrays.items():
-        bad, wanted = ~np.isfinite(value), "finite values"
+        bad, expected = ~np.isfinite(value), "finite values"
         if field in largest:
             bad |= (value < 0) | (value > largest[field])
-            wanted = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
+            expected = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
         if bad.any():
             first = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
             worst = value[first][bad[first]].flat[0]
-            raise UserError(f"{field}: row {rows[first]} holds {worst}, expected {wanted}; correct it or leave it out.")
+            raise UserError(
+                f"{field}: row {rows[first]} holds {worst}, expected {expected}; correct it or leave it out."
+            )
 
 
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
@@ -232,12 +234,12 @@ def nll_of(log_probs: Float[Array, "N K"], labels: Int[Array, " N"]) -> Float[Ar
 
 
 def class_count(data: Predictions) -> int:
-    """K, the number of classes of predictions with logits or with an unembedding; 0 of others."""
+    """K, the number of classes of predictions with logits or with an unembedding; 0 for others."""
     if data.logits is not None:
         return np.shape(data.logits)[1]
     return 0 if data.unembedding is None else len(data.unembedding)
 
 
 def parameter_count(state: Any) -> int:
-    """Returns the number of fitted numbers in a state, without its report."""
+    """The number of fitted numbers in a state, without its report."""
     return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))

@@ -40,12 +40,13 @@ class Estimator:
 
         Args:
             X: logits `[N, K]`, confidences `[N]` or `[N, 1]`, or features, by the method.
-            y: the labels `[N]`: of logits the numbers of columns, or K distinct values in the order of the columns; of
-                confidences right (1) or wrong (0), or a fraction.
+            y: the labels `[N]`: for logits the numbers of columns, or K distinct values in the order of the columns;
+                for confidences right (1) or wrong (0), or a fraction.
             where: bool `[N]`, False for rows that do not count.
             fields: further fields of `Predictions` that the method reads.
         """
-        method, truth = METHODS[self.method], np.ravel(as_array(y))
+        method = METHODS[self.method]
+        truth = np.ravel(as_array(y))
         data = self._predictions(X, fields)
         if method.gives == "log_probs":
             shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
@@ -67,21 +68,22 @@ class Estimator:
         return self
 
     def transform(self, X: Any, **fields: Any) -> np.ndarray:
-        """Calibrated confidences, float32 `[N]`; of logits, probabilities `[N, K]`."""
+        """Calibrated confidences, float32 `[N]`; for logits, probabilities `[N, K]`."""
         if not hasattr(self, "recalibrator_"):
             try:
                 from sklearn.exceptions import NotFittedError
             except ImportError:
                 NotFittedError = UserError
             raise NotFittedError(f"{type(self).__name__}: call fit first.")
-        name, width = type(self).__name__, 1 if np.ndim(X) == 1 else np.shape(X)[1]
+        name = type(self).__name__
+        width = 1 if np.ndim(X) == 1 else np.shape(X)[1]
         if width != self.n_features_in_:
             raise UserError(f"X has {width} features, but {name} is expecting {self.n_features_in_} features as input")
         values = self.recalibrator_(self._predictions(X, fields))
         return np.exp(values) if METHODS[self.method].gives == "log_probs" else values
 
     def predict_proba(self, X: Any, **fields: Any) -> np.ndarray:
-        """Calibrated probabilities, float32: of the classes `[N, K]`; of confidences, of wrong and right `[N, 2]`."""
+        """Calibrated probabilities, float32: of the classes `[N, K]`; for confidences, of wrong and right `[N, 2]`."""
         values = self.transform(X, **fields)
         return values if values.ndim == 2 else np.stack([1 - values, values], axis=1)
 
@@ -107,8 +109,8 @@ class Estimator:
         return self
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self.get_params().items() if value != self.options[name]}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        changed = {name: value for name, value in self.get_params().items() if value != self.options[name]}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags, TransformerTags
@@ -139,10 +141,11 @@ def as_array(values: Any) -> np.ndarray:
 def _estimator(name: str, method: str) -> type[Estimator]:
     """The class of a method."""
     fit = METHODS[method].fit_arrays
-    options = [each for each in inspect.signature(fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    parameters = inspect.signature(fit).parameters.values()
+    options = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
-    def __init__(self: Estimator, **given: Any) -> None:
-        Estimator.__init__(self, **given)
+    def __init__(self: Estimator, **values: Any) -> None:
+        Estimator.__init__(self, **values)
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     __init__.__signature__ = inspect.Signature([this, *options])  # pyright: ignore[reportFunctionMemberAccess]
@@ -151,7 +154,7 @@ def _estimator(name: str, method: str) -> type[Estimator]:
         "__doc__": f"{inspect.getdoc(fit)}\n\nAs an `Estimator`: `{name}().fit(X, y).predict_proba(X)`.",
         "__module__": __name__,
         "method": method,
-        "options": {each.name: each.default for each in options},
+        "options": {option.name: option.default for option in options},
     }
     return type(name, (Estimator,), body)
 

@@ -95,7 +95,8 @@ def fit_lore(
     q(x) = Σ_i k(x, x_i) y_i / Σ_i k(x, x_i) over the calibration predictions i whose confidence lies in the bin of x's,
     with the Laplacian kernel k(x, x') = exp(−‖φ(x) − φ(x')‖₁ / (D γ)), γ the `bandwidth`. Features φ are divided by
     their standard deviation, so that γ means the same for every model; γ → ∞ is histogram binning with `bins` of equal
-    width. Nothing is fitted: each prediction is compared with the whole calibration set: N within some ten thousand.
+    width. Nothing is fitted: each prediction is compared with the whole calibration set, so N should be at most about
+    ten thousand.
     """
     deviation = features.std(axis=0, dtype=np.float64)
     deviation = np.where(deviation > 0, deviation, 1.0).astype(np.float32)
@@ -114,15 +115,16 @@ def fit_lore(
 def apply_lore(state: LoreState, confidence: Float[Array, " N"], features: Float[Array, "N D"]) -> Float[Array, " N"]:
     """q(x) of every prediction; its own confidence where no calibration prediction lies in its bin."""
     features = features / state.deviation[None, :]
-    own_bin = jnp.searchsorted(jnp.asarray(state.edges), confidence)
+    bins = jnp.searchsorted(jnp.asarray(state.edges), confidence)
 
-    def one(row: tuple[Array, Array, Array]) -> Array:
+    def recalibrate(row: tuple[Array, Array, Array]) -> Array:
         x, bin_, c = row
         distance = jnp.mean(jnp.abs(jnp.asarray(state.features) - x[None, :]), axis=1)
         # Relative to the nearest: far from all of them the weights would vanish together.
         score = jnp.where(state.bin == bin_, -distance / state.bandwidth, -jnp.inf)
         weight = jnp.exp(score - jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min))
         total = jnp.sum(weight)
-        return jnp.where((total > 0) & ~jnp.isnan(c), jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30), c)
+        mean = jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30)
+        return jnp.where((total > 0) & ~jnp.isnan(c), mean, c)
 
-    return jax.lax.map(one, (features, own_bin, confidence))
+    return jax.lax.map(recalibrate, (features, bins, confidence))

@@ -26,6 +26,7 @@ _LIMIT = 16.0  # largest absolute slope and intercept: σ(16) is the float32 nex
 _STACKING_CLIP = 0.01
 _RIDGES = (0.0, 1e-3, 1e-2, 1e-1)  # penalties that stacking chooses from
 _FOLDS = 5  # of the cross-validation of stacking
+_Columns = Callable[[np.ndarray], np.ndarray]
 
 
 class ConfidenceTemperatureState(NamedTuple):
@@ -73,12 +74,7 @@ def _value_and_grad(blocks: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) 
 
 
 def regression(
-    columns: Callable[[np.ndarray], np.ndarray],
-    data: tuple[np.ndarray, np.ndarray],
-    start: Any,
-    low: Any,
-    high: Any,
-    ridge: float = 0.0,
+    columns: _Columns, data: tuple[np.ndarray, np.ndarray], start: Any, low: Any, high: Any, ridge: float = 0.0
 ) -> Minimum:
     """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p), plus ridge Σ_{p<P} x_p².
 

@@ -13,7 +13,7 @@ from calibjax.recalibrate import affine, features, logistic, multicalibration, n
 from calibjax.recalibrate.contract import Method
 
 _CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
-_MAX_DENSE = 1024  # classes of the methods with a K by K matrix: of a million parameters L-BFGS keeps forty copies
+_MAX_DENSE = 1024  # classes of the methods with a K by K matrix: L-BFGS keeps 40 vectors of K² numbers
 _MAX_REGRESSIONS = 4096  # classes of one-vs-rest Platt scaling, each a logistic regression of its own
 
 METHODS: dict[str, Method] = {

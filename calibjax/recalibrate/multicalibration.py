@@ -31,7 +31,7 @@ class PatchState(NamedTuple):
 
 
 def _bin(confidence: AnyArray, bins: int | AnyArray) -> AnyArray:
-    """floor(c · bins), with 1 in the last bin. Of numpy arrays in numpy."""
+    """floor(c · bins), with 1 in the last bin; a numpy array for numpy arrays."""
     return (confidence * bins).astype(np.int32).clip(0, bins - 1)
 
 
@@ -48,7 +48,9 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     """
     names, category_of = np.unique(categories, return_inverse=True)
     groups = len(names)
-    q, patches, margin = confidence.copy(), [], np.float32(1 / (len(confidence) + 2))
+    q = confidence.copy()
+    patches = []
+    margin = np.float32(1 / (len(confidence) + 2))
     while len(patches) < _MOST_PATCHES:
         # Cells of every category, and after them those of all predictions.
         level = np.asarray(_bin(q, bins))
@@ -65,8 +67,8 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
             break
         category, bin_ = divmod(worst, bins)
         shift = np.float32(residual[worst] / count[worst])
-        mine = (level == bin_) & ((category == groups) | (category_of == category))
-        q = np.where(mine, np.clip(q + shift, margin, 1 - margin), q).astype(np.float32)
+        in_cell = (level == bin_) & ((category == groups) | (category_of == category))
+        q = np.where(in_cell, np.clip(q + shift, margin, 1 - margin), q).astype(np.float32)
         patches.append((EVERYONE if category == groups else names[category], bin_, shift))
     loss = float(np.mean(np.square(q.astype(np.float64) - correct)))
     return PatchState(
@@ -83,10 +85,10 @@ def apply(state: PatchState, confidence: Float[Array, " N"], categories: Int[Any
     """The patches in their order."""
     categories = jnp.asarray(categories)
 
-    def patch(q: Array, one: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        category, bin_, shift = one
-        mine = (_bin(q, state.bins) == bin_) & ((category == EVERYONE) | (categories == category))
-        return jnp.where(mine, jnp.clip(q + shift, state.margin, 1 - state.margin), q), None
+    def patch(q: Array, correction: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        category, bin_, shift = correction
+        in_cell = (_bin(q, state.bins) == bin_) & ((category == EVERYONE) | (categories == category))
+        return jnp.where(in_cell, jnp.clip(q + shift, state.margin, 1 - state.margin), q), None
 
     patches = jnp.asarray(state.category), jnp.asarray(state.bin), jnp.asarray(state.shift)
     return jax.lax.scan(patch, confidence, patches)[0]

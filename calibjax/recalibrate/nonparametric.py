@@ -121,7 +121,8 @@ def apply_venn_abers(state: VennAbersState, confidence: Float[Array, " N"]) -> F
 def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
     """Bins (lo, hi] of equal counts; an edge lies half-way between the values on its two sides."""
     order = np.argsort(x)
-    x, target, n = x[order], target[order].astype(np.float64), len(x)
+    x, target = x[order], target[order].astype(np.float64)
+    n = len(x)
     bins = min(bins, n)
     cuts = np.arange(1, bins) * n // bins
     edges = ((x[cuts - 1].astype(np.float64) + x[cuts]) / 2).astype(np.float32)

@@ -129,11 +129,13 @@ def minimize(
         else:
             stride = ceil_div(len(rows[0]), _SAMPLE)
             sample = tuple(jnp.asarray(row[::stride]) for row in rows)
-            best, before = Minimum(x, np.inf, False, 0), -1
-            while not best.converged and before < best.iterations < max_iterations:
-                before = best.iterations
-                hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
-                best = _scaled(value_and_grad, hessian, best, min(_ROUND, max_iterations - before))
+            best = Minimum(x, np.inf, False, 0)
+            while not best.converged and best.iterations < max_iterations:
+                before = best
+                hessian = np.asarray(_hessian(loss, like, before.x, sample, extra)) / len(sample[0])
+                best = _scaled(value_and_grad, hessian, before, min(_ROUND, max_iterations - before.iterations))
+                if best.iterations == before.iterations:
+                    break
         params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), unravel(jnp.asarray(best.x)))
     return params, best.report()
 
@@ -169,29 +171,30 @@ def descend(
 ) -> tuple[Any, FitReport]:
     """Trains by Adam on mini-batches and returns the parameters with the least loss on a held-out fifth of the rows.
 
-    The initial parameters compete too: a network that starts as the identity stays the identity where training does not
-    help. All batches have one size, so that one program serves any data.
+    The initial parameters are among the candidates: a network that starts as the identity stays the identity where
+    training does not help. All batches have one size, so that one program serves any data.
 
     Args:
-        loss, start, rows, extra: see `minimize`; `start` is float32.
+        loss, start, rows, extra: as in `minimize`; `start` is float32.
         seed: random seed of the split and the batches.
 
     Returns:
         The parameters, and a `FitReport`: `converged` where the held-out loss stopped falling before the last step.
     """
     rng = np.random.default_rng(seed)
-    shuffled, fifth = rng.permutation(len(rows[0])), max(len(rows[0]) // 5, 1)
+    shuffled = rng.permutation(len(rows[0]))
+    fifth = max(len(rows[0]) // 5, 1)
     validation, training = shuffled[:fifth], shuffled[fifth:]
     if not len(training):  # a single row
         training = validation
-    tests = validation[: 8 * BATCH]
-    tests = np.resize(tests, (ceil_div(len(tests), BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
+    scored = validation[: 8 * BATCH]
+    scored = np.resize(scored, (ceil_div(len(scored), BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)
 
     def score(params: Any) -> float:
-        return float(np.mean([_mean(loss, params, take(index), extra) for index in tests]))
+        return float(np.mean([_mean(loss, params, take(index), extra) for index in scored]))
 
     params, opt_state = start, _optimizer().init(start)
     best, best_score, best_step = params, score(params), 0

@@ -4,6 +4,7 @@ Their inputs are the fields of `Predictions` that the method reads, by name; the
 so are the number of classes and the width of features where the fitted numbers do not fix them.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from importlib import import_module
@@ -63,10 +64,7 @@ def onnx_model(fitted: Recalibrator) -> bytes:
 
 
 def _function(fitted: Recalibrator) -> Callable[..., Array]:
-    def calibrated(*fields: Array) -> Array:
-        return fitted.method.apply_arrays(fitted.state, *fields)
-
-    return calibrated
+    return functools.partial(fitted.method.apply_arrays, fitted.state)
 
 
 def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:

@@ -38,7 +38,7 @@ class Recalibrator(NamedTuple):
 
         Returns:
             float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
-            What a prediction gets does not depend on the other rows of the call, to the last bit.
+            The result of a prediction does not depend on the other rows of the call, to the last bit.
 
         Raises:
             UserError: a field that the method reads is missing, or a confidence is not in [0, 1].
@@ -49,13 +49,13 @@ class Recalibrator(NamedTuple):
             raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
         if reads.confidence is not None and np.size(reads.confidence):
-            given = np.asarray(reads.confidence)
-            nearest = np.clip(given, 0, 1)  # of a softmax, 1 may be exceeded by its rounding
-            select(reads._replace(confidence=np.where(abs(given - nearest) <= 1e-5, nearest, given)), ("confidence",))
+            confidence = np.asarray(reads.confidence)
+            clipped = np.clip(confidence, 0, 1)
+            is_rounding = abs(confidence - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
+            select(reads._replace(confidence=np.where(is_rounding, clipped, confidence)), ("confidence",))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
-        given = {name: x for name, x in reads._asdict().items() if x is not None}
-        rows = {name: np.asarray(x) for name, x in given.items() if name != "unembedding"}
+        rows = {name: np.asarray(getattr(reads, name)) for name in self.method.apply_reads if name != "unembedding"}
         count = len(next(iter(rows.values())))
         if not count:
             return np.asarray(_apply(self.method, self.state, reads))
@@ -66,8 +66,8 @@ class Recalibrator(NamedTuple):
         parts = []
         for start in range(0, count, size):
             block = np.minimum(np.arange(start, start + size), count - 1)
-            taken = reads._replace(**{name: x[block] for name, x in rows.items()})
-            parts.append(_apply(self.method, self.state, taken))
+            block_reads = reads._replace(**{name: x[block] for name, x in rows.items()})
+            parts.append(_apply(self.method, self.state, block_reads))
         return np.concatenate(parts)[:count]
 
 

@@ -58,7 +58,7 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
     """Negative log-likelihood and its derivatives in a common factor e^u of the scale, summed over the last axis.
 
     nll = log_normalizer − s z_y, so ∂nll/∂u = s (E_p[z] − z_y) and ∂²nll/∂u² = s (E_p[z] − z_y) + s² Var_p[z].
-    With `top_label` it is `losses.top_label`. Let c be the confidence, y the correctness and a = s (max z − E_p[z]) =
+    With `top_label`, nll is `losses.top_label`. Let c be the confidence, y the correctness and a = s (max z − E_p[z]) =
     ∂ log c/∂u. The slope is a (c − y)/(1 − c), and the curvature its Fisher information, over y ~ c: a² c/(1 − c).
 
     Args:
@@ -73,7 +73,8 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
         from calibjax import losses  # imports Pallas, which recalibration of a table does not need
 
         log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
-        miss, confidence = -jnp.expm1(log_confidence), jnp.exp(log_confidence)
+        confidence = jnp.exp(log_confidence)
+        miss = -jnp.expm1(log_confidence)
         growth = stats.scale * (stats.require("max_logit") - stats.require("expected_logit"))
         nll = losses.top_label(stats)
         slope = growth * (confidence - stats.require("correct")) / miss
@@ -106,7 +107,10 @@ def fit_temperature(
         ValueError: where no token counts or the likelihood is not finite.
     """
     low, high = bounds
-    u, best_before, iterations, converged = 0.0, math.nan, 0, False
+    u = 0.0
+    nll_before = math.nan
+    iterations = 0
+    converged = False
     flat = 1e-6  # nats a token: less is rounding, and the data have no optimum here
     previous = None
     while True:
@@ -118,7 +122,7 @@ def fit_temperature(
         if not np.isfinite(nll.sum()):
             raise ValueError(f"fit_temperature: the likelihood at log_scale {u:.3g} is {nll.sum()}; check the logits.")
         if iterations == 0:
-            best_before = nll.sum() / count
+            nll_before = nll.sum() / count
         iterations += 1
         slope, curvature = first.sum(), second.sum()
         if slope > 0:
@@ -140,7 +144,7 @@ def fit_temperature(
     # Sandwich: Var(u) = Σ_g (slope of group g)² / curvature².
     informative = second.sum() > flat * count
     error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
-    return TemperatureFit(float(u), error, float(nll.sum() / count), float(best_before), iterations, converged)
+    return TemperatureFit(float(u), error, float(nll.sum() / count), float(nll_before), iterations, converged)
 
 
 def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:

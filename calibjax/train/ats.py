@@ -253,24 +253,25 @@ class _Fitting:
         (`cross_fit.within_noise_of_best`). Then the loss: of those within noise, the one with the least calibration
         error. Where that does not beat temperature scaling, the others are tried, by their NLL.
         """
+        scaling = self.scaling
         for head in self.plan.heads:
             self._try_decays(head)
-        simplest = within_noise_of_best([*self.tried.values()], self.scaling)[0]
-        best = self._best_loss(simplest.candidate)
-        chosen = self._first_to_beat_scaling(best)
-        scores = (self.scaling, *self.tried.values())
-        comparison: dict[str, Any] = {"candidates": [scored.as_json(self.scaling) for scored in scores], "chosen": []}
+        simplest = within_noise_of_best([*self.tried.values()], scaling)[0]
+        losses = [self._try_out(simplest.candidate._replace(trial=trial)) for trial in self.plan.trials]
+        best = min(within_noise_of_best(losses, scaling), key=lambda scored: scored.calibration_error)
+        others = sorted(self.tried.values(), key=lambda scored: scored.mean("nll"))
+        beating = (scored for scored in (best, *others) if scored.beats(scaling))
+        chosen = next(beating, None) if self.plan.auto else best
+        rows = [scored.as_json(scaling) for scored in (scaling, *self.tried.values())]
         if chosen is None:
             self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
-            return self.scaling, comparison
-        scaling = self.scaling
+            return scaling, {"candidates": rows, "chosen": []}
         self.context.log(
             f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
             f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
             f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
         )
-        comparison["chosen"] = [self.scaling.as_json(self.scaling), chosen.as_json(self.scaling)]
-        return chosen, comparison
+        return chosen, {"candidates": rows, "chosen": [scaling.as_json(scaling), chosen.as_json(scaling)]}
 
     def _try_decays(self, head: HeadConfig) -> None:
         """Scores a head with ever smaller decays, until one hardly adds to the gain: then the best decay is near."""
@@ -285,22 +286,6 @@ class _Fitting:
                 if improvement < _MIN_RELATIVE_GAIN * gain_so_far:
                     break
             previous = scored
-
-    def _best_loss(self, candidate: Candidate) -> CandidateScore:
-        """The candidate with the loss of the least calibration error, among those whose NLL is within noise."""
-        scores = [self._try_out(candidate._replace(trial=trial)) for trial in self.plan.trials]
-        return min(within_noise_of_best(scores, self.scaling), key=lambda scored: scored.calibration_error)
-
-    def _first_to_beat_scaling(self, best: CandidateScore) -> CandidateScore | None:
-        """The first to beat temperature scaling: `best`, then the others by their NLL. None if none does.
-
-        It is `best` in any case where the options name the loss.
-        """
-        if not self.plan.auto:
-            return best
-        others = [scored for scored in self.tried.values() if scored is not best]
-        others.sort(key=lambda scored: scored.mean("nll"))
-        return next((scored for scored in (best, *others) if scored.beats(self.scaling)), None)
 
     def _try_out(self, candidate: Candidate) -> CandidateScore:
         """The score of a candidate out of fold, which is computed once."""

@@ -282,8 +282,7 @@ def fit_lhts(
 def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions, context: RunContext) -> LhtsFit:
     """The baseline; its report has the mean log-likelihood under the scorer of the text of every round."""
     objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
-    pool = sequences
-    added = sequences
+    pool = added = sequences
     params = lm.params
     means = []
     for number in range(1, options.partition_rounds + 1):

@@ -1,6 +1,7 @@
 """The training loop: steps, logs, evaluation and checkpoints. An interrupted run resumes."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import sys
@@ -97,43 +98,43 @@ class Validation(NamedTuple):
 NO_VALIDATION = Validation(lambda params: {}, every=0)
 
 
+@dataclasses.dataclass
 class _DelayedMetrics:
     """Checks and logs the metrics of each step after the next one has started, so that the device is never idle."""
 
-    def __init__(self, log: TrainLog, bar: Any, steps: int, context: RunContext):
-        self._log = log
-        self._bar = bar
-        self._steps = steps
-        self._context = context
-        self._pending: tuple[int, StepMetrics] | None = None
-        self._tokens = 0.0
-        self._begin = time.perf_counter()
+    log: TrainLog
+    bar: Any
+    steps: int
+    context: RunContext
+    pending: tuple[int, StepMetrics] | None = None
+    tokens: float = 0.0
+    begin: float = dataclasses.field(default_factory=time.perf_counter)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
         """Settles the step before this one."""
         self.settle()
-        self._pending = (step, metrics)
+        self.pending = (step, metrics)
 
     def settle(self) -> None:
         """Waits for the step added last, if it is not settled; checks and logs its metrics."""
-        if self._pending is None:
+        if self.pending is None:
             return
-        step, metrics = self._pending
-        self._pending = None
+        step, metrics = self.pending
+        self.pending = None
         loss, count, norm = (float(x) for x in jax.device_get(metrics))
         # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 raise NonFiniteLossError(
-                    f"{self._context.title}: the {name} at step {step} is {value}. Lower the learning rate or check "
-                    f"the data; checkpoints of earlier steps are in {self._context.require_directory()}/checkpoints."
+                    f"{self.context.title}: the {name} at step {step} is {value}. Lower the learning rate or check "
+                    f"the data; checkpoints of earlier steps are in {self.context.require_directory()}/checkpoints."
                 )
-        self._tokens += count
-        rate = self._tokens / (time.perf_counter() - self._begin)
-        self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
-        self._bar.update()
-        if step % LOG_EVERY == 0 or step == self._steps:
-            self._log.write(step, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
+        self.tokens += count
+        rate = self.tokens / (time.perf_counter() - self.begin)
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+        self.bar.update()
+        if step % LOG_EVERY == 0 or step == self.steps:
+            self.log.write(step, {"loss": loss, "grad_norm": norm, "tokens_per_second": rate})
 
 
 def train(
