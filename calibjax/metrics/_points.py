@@ -77,9 +77,8 @@ def metric(
     """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 
     Under an outer `jax.jit`, an invalid point of positive weight makes the result NaN. `static`: arguments that are not
-    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers. Resampling reads two
-    attributes of the metric: `from_sums`, the same metric of `CalibrationSums`, so that its cost per resample does not
-    grow with the number of points; and the `norm` of a binned error, whose interval is that of `error_interval`.
+    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers. Resampling reads the
+    attributes `from_sums`, the same metric of `CalibrationSums`, and `norm`, that of a binned error.
     """
 
     def wrap(function: Metric) -> Metric:

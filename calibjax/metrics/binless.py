@@ -50,7 +50,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
     Args:
-        confidence, correct, where: see `expected_calibration_error`.
+        confidence, correct, where: as in `expected_calibration_error`.
         bandwidth: σ > 0, in units of the confidence; None chooses it as above.
 
     Returns:
@@ -153,7 +153,7 @@ def reliability_curve(
     Args:
         confidence: `[N]` in [0, 1].
         correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
-        groups: `[N]`, labels; points of one group are resampled together. None: each point is a group.
+        groups: `[N]`, labels; points of one group are resampled together. By default each point is a group.
         seed: random seed of the band, a percentile interval of bootstrap samples.
 
     Returns:

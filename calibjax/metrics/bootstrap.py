@@ -135,7 +135,7 @@ def resample_metric(
             function whose `where` accepts counts. ECE, MCE, RMSCE, bias, Brier score and NLL take seconds for a million
             points; other metrics are computed on all points for each resample.
         confidence, correct: `[N]`.
-        groups: `[N]`, labels of any type; points of equal label are drawn together. None: each point is a group.
+        groups: `[N]`, labels of any type; points of equal label are drawn together. By default each point is a group.
         where: `[N]` bool or 0/1, False for points that do not count.
         resamples: number of bootstrap samples >= 1.
         seed: of the draws.
@@ -214,9 +214,9 @@ def pooled_sums(
 
     Args:
         confidence, correct: `[N]`, in [0, 1].
-        log_prob: `[N]`, log-probability of the target, for `nll`. None: `nll` is the log loss of correctness.
-        groups: `[N]`, labels of any type. None: each point is a group.
-        bins, closed: see `bin_index`.
+        log_prob: `[N]`, log-probability of the target, for `nll`. By default `nll` is the log loss of correctness.
+        groups: `[N]`, labels of any type. By default each point is a group.
+        bins, closed: as in `bin_index`.
         seed: of the pools, used if there are more than `POOLS` groups.
     """
     check({"confidence": confidence, "correct": correct})
@@ -310,11 +310,11 @@ def paired_comparison(
     ECE, adaptive ECE, RMSCE and MCE are compared by `error_comparison`, other metrics by percentiles.
 
     Args:
-        metric: see `resample_metric`.
+        metric: as in `resample_metric`.
         first: (confidence `[N]`, correct `[N]`) of the first model.
         second: the same arrays of the second model, point by point (ValueError for other shapes).
         level: coverage of the interval.
-        options: groups, where, resamples, seed and options of the metric, see `resample_metric`.
+        options: groups, where, resamples, seed and options of the metric, as in `resample_metric`.
     """
     shapes = [np.shape(arrays[0]) for arrays in (first, second)]
     if shapes[0] != shapes[1]:

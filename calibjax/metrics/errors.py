@@ -46,7 +46,7 @@ def rmsce_from_sums(sums: CalibrationSums):
 
 
 def debiased_from_sums(sums: CalibrationSums):
-    """Debiased L2 error (Kumar et al. 2019); shape `[...]`, in [0, 1]. See `debiased_calibration_error`.
+    """The formula of `debiased_calibration_error` (Kumar et al. 2019) on any bins; shape `[...]`, in [0, 1].
 
     Raises:
         ValueError: for a count that is not a whole number (NaN under jit): the correction depends on it.
@@ -139,15 +139,16 @@ def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Cl
 
 @metric("bins", "closed", from_sums=rmsce_from_sums, norm="l2")
 def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Root-mean-square error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½; see `expected_calibration_error`."""
+    """Root-mean-square error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½: `expected_calibration_error`, "l2"."""
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
 @metric("bins", "norm", counts=True, norm="l1")
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
-    """ECE over bins of equal mass (Nguyen and O'Connor 2015), see `equal_mass_index`.
+    """ECE over bins of equal mass (Nguyen and O'Connor 2015), those of `equal_mass_index`.
 
-    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). See `expected_calibration_error`.
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). The other arguments are those of
+    `expected_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, error_of_norm(norm))
 
@@ -159,7 +160,8 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    Bins of equal mass, as the authors have (equal width: `debiased_from_sums`). See `adaptive_calibration_error`.
+    The bins have equal mass, as the authors' (for equal width: `debiased_from_sums`). The arguments are those of
+    `adaptive_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
 
@@ -189,7 +191,7 @@ def classwise_calibration_error(
     Args:
         probabilities: `[N, K]` in [0, 1].
         labels: `[N]`, integers in [0, K); or `[N, K]`, the fraction of each class among the samples of a point.
-        bins, closed, where: see `expected_calibration_error`.
+        bins, closed, where: as in `expected_calibration_error`.
     """
     if jnp.ndim(labels) == 1:
         labels = as_indices(labels).astype(int)  # bool becomes 0 and 1
@@ -229,12 +231,12 @@ def groupwise_calibration_error(
     Both are biased upwards where groups have few points in a bin.
 
     Args:
-        confidence, correct, bins, closed, where: see `expected_calibration_error`.
+        confidence, correct, bins, closed, where: as in `expected_calibration_error`.
         groups: `[N]`, the group of each point, >= 0 (ValueError for others; not under jit); or bool `[N, G]`, the
             points of each group. Groups may overlap or leave points out.
         reduction: see above.
 
-    NaN where no point counts, or for "mean" is in a group.
+    NaN where no point counts, or where no point is in a group and `reduction` is "mean".
     """
     if reduction not in ("mean", "max"):
         raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')

@@ -88,9 +88,9 @@ class PairedDifference(NamedTuple):
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """p-values by name, corrected for their number by Holm's step-down method (Holm 1979, Scand. J. Statistics 6).
 
-    Of m p-values in ascending order, the corrected p₍ᵢ₎ is max over j <= i of min(1, (m − j + 1) p₍ⱼ₎). Rejecting those
-    below a level bounds the probability of any false rejection by that level, for dependent tests too. NaN stays NaN
-    and does not count.
+    With m p-values in ascending order, the corrected p₍ᵢ₎ is max over j <= i of min(1, (m − j + 1) p₍ⱼ₎). Rejecting
+    those below a level bounds the probability of any false rejection by that level, even if the tests are dependent.
+    NaN stays NaN and does not count.
 
     Example:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})

@@ -36,7 +36,7 @@ def local_calibration_error(
     It takes O(N² F) time and O(N F) memory: subsample large sets.
 
     Args:
-        confidence, correct, bins, where: see `expected_calibration_error`.
+        confidence, correct, bins, where: as in `expected_calibration_error`.
         features: `[N, F]`, not NaN at points that count.
         bandwidth: > 0, in units of the features.
         reduction: "mean" over points, or "max" (the paper's MLCE).
@@ -78,7 +78,8 @@ def grouping_loss(
     calibrated model can have a large grouping loss. The order of the points should be random.
 
     Args:
-        confidence, correct, bins, where: see `adaptive_calibration_error`.
+        confidence, correct, bins: as in `expected_calibration_error`.
+        where: `[N]`, bool, or whole numbers, how often a point counts.
         features: `[N, F]`, finite at points that count.
 
     Returns:

@@ -80,7 +80,8 @@ def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
     (1/n) Σ_k (fraction of wrong answers among the k of highest confidence); lower is better. The sum is over points, so
-    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). See `expected_calibration_error`.
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). The other arguments are those of
+    `expected_calibration_error`.
     """
     data = points(confidence, correct, where, counts=True)
     return data.answer(_area(data, data.confidence, 1 - data.correct))

@@ -55,7 +55,7 @@ class BrierParts(NamedTuple):
 def brier_parts(sums: CalibrationSums, *, debiased: bool = False) -> BrierParts:
     """Decomposition of the Brier score (Murphy 1973) with the remainder due to binning (Stephenson et al. 2008).
 
-    Few points in a bin make reliability and resolution too large, for the noise of the bin's accuracy counts as
+    Few points in a bin make reliability and resolution too large, because the noise of the bin's accuracy counts as
     miscalibration and as resolution. `debiased` subtracts it from both: Σ_b (n_b/n) s²_b/n_b with s²_b the sample
     variance of correctness in the bin (Ferro and Fricker 2012, doi 10.1002/qj.1924); uncertainty becomes the sample
     variance. The sum does not change, and reliability or resolution may be negative.

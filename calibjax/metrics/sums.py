@@ -66,8 +66,8 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     """Equal-mass bin index, int32 `[N]`: bins hold equal numbers of points, as far as ties allow.
 
     The n sorted points are cut into `bins` runs; the first n mod bins runs have one point more. Equal confidences stay
-    together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, also at
-    points of weight 0; weights are whole numbers >= 0, how often each point counts.
+    together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, including
+    those of weight 0; weights are whole numbers >= 0, how often each point counts.
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")
@@ -75,9 +75,9 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     order = jnp.argsort(confidence)
     below = jnp.cumsum(weight[order])
     n = below[-1]
-    each = jnp.floor(n / bins)
+    per_run = jnp.floor(n / bins)
     k = jnp.arange(1, bins, dtype=jnp.float32)
-    last = k * each + jnp.minimum(k, n - each * bins)  # points in the first k runs
+    last = k * per_run + jnp.minimum(k, n - per_run * bins)  # points in the first k runs
     # The last confidence of run k is the first whose cumulative weight reaches `last`.
     at = _search(below, last, "left")
     edges = confidence[order][jnp.minimum(at, len(order) - 1)]
@@ -108,11 +108,11 @@ class CalibrationSums(NamedTuple):
 
     @property
     def points(self) -> Any:
-        """The number (or weight) of all points, also those in no bin; `[...]`."""
+        """The number (or weight) of all points, including those in no bin; `[...]`."""
         return self.count.sum(-1) + self.dropped[..., 0]
 
     def whole(self) -> tuple[Any, Any, Any, Any]:
-        """Count, Σ confidence, Σ correctness and Σ correctness² of all points, also those in no bin; `[...]` each."""
+        """Count, Σ confidence, Σ correctness, Σ correctness² of all points, including those in no bin; `[...]` each."""
         fields = (self.count, self.confidence, self.correct, self.correct_squared)
         count, confidence, correct, squared = (x.sum(-1) + self.dropped[..., i] for i, x in enumerate(fields))
         return count, confidence, correct, squared
@@ -132,8 +132,8 @@ def calibration_sums(
     Args:
         confidence: `[..., N]`, in [0, 1].
         correct: `[..., N]`, 0/1 or bool, or the fraction of correct samples in [0, 1].
-        log_prob: `[..., N]`, log-probability of the target, nats. None: unknown, `nll` is NaN.
-        bins, closed: see `bin_index`.
+        log_prob: `[..., N]`, log-probability of the target, nats. If None, `nll` is NaN.
+        bins, closed: as in `bin_index`.
         where: `[..., N]`, False for points that do not count; or weights >= 0.
     """
     confidence = jnp.asarray(confidence)

@@ -59,7 +59,7 @@ def _vector_loss(params, rows, extra):
 def fit_vector(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> VectorState:
     """Vector scaling: softmax(a ⊙ z + b), least negative log-likelihood (Guo et al. 2017, section 4.2).
 
-    It is also what the code of Adaptive Temperature Scaling (arXiv 2409.19817) calls element-wise Platt scaling: a
+    The code of Adaptive Temperature Scaling (arXiv 2409.19817) calls this method element-wise Platt scaling: a
     factor and an offset for every entry of the vocabulary. A class that the labels never show is pushed to probability
     0, so with more classes than examples it needs a token's logits of many texts. With such classes the optimum lies at
     infinity, and the fit ends after 100 iterations at the latest.
@@ -140,7 +140,7 @@ def fit_matrix(
     """Matrix scaling: softmax(W z + b) (Guo et al. 2017, section 4.2), regularised as in Kull et al. 2019, section 3.
 
     K² + K parameters: without the penalty (both weights 0) it is multinomial logistic regression on the logits, which
-    overfits as soon as K² is no longer small beside N. `off_diagonal`: λ of λ/(K(K−1)) Σ_{i≠j} W_ij²; `intercept`: μ of
+    overfits unless K² is small compared with N. `off_diagonal`: λ of λ/(K(K−1)) Σ_{i≠j} W_ij²; `intercept`: μ of
     μ/K Σ b_j². (The paper chooses both by cross-validation, in 10^−7 to 10^3.)
     """
     mean = logits.mean(axis=0, dtype=np.float64)

@@ -93,13 +93,13 @@ class Method:
             The state: a NamedTuple of arrays with a field `report`, a `FitReport`.
 
         Raises:
-            UserError: see `select`.
+            UserError: as raised by `select`.
         """
         fields = select(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
         return self.fit_arrays(*fields, **options)
 
     def apply(self, state: Any, data: Predictions) -> Array:
-        """Calibrated log_probs `[N, K]` or confidence `[N]`, see `gives`; float32, pure and jittable."""
+        """What `gives` names: calibrated log_probs `[N, K]` or confidence `[N]`; float32, pure and jittable."""
         fields = []
         for name in self.apply_reads:
             value = getattr(data, name)

@@ -95,8 +95,7 @@ def fit_lore(
     q(x) = Σ_i k(x, x_i) y_i / Σ_i k(x, x_i) over the calibration predictions i whose confidence lies in the bin of x's,
     with the Laplacian kernel k(x, x') = exp(−‖φ(x) − φ(x')‖₁ / (D γ)), γ the `bandwidth`. Features φ are divided by
     their standard deviation, so that γ means the same for every model; γ → ∞ is histogram binning with `bins` of equal
-    width. Nothing is fitted: each prediction is compared with the whole calibration set, so N should be at most about
-    ten thousand.
+    width. Nothing is fitted: each prediction is compared with the whole calibration set: N up to about ten thousand.
     """
     deviation = features.std(axis=0, dtype=np.float64)
     deviation = np.where(deviation > 0, deviation, 1.0).astype(np.float32)

@@ -156,8 +156,8 @@ def fit_confidence_temperature(
     Args:
         confidence: `[N]`, in [0, 1].
         correct: `[N]`, in [0, 1]: right (1) or wrong (0), or a fraction of attempts.
-        clip: ε in [2⁻²⁴, 0.5): confidences are clipped to [ε, 1 − ε]. None: 2⁻²⁴; where a confidence is exactly 0 or
-            1, the ε among 2⁻²⁴, 2⁻²², ... 2⁻⁴ with the highest likelihood.
+        clip: ε in [2⁻²⁴, 0.5): confidences are clipped to [ε, 1 − ε]. Default: 2⁻²⁴; where a confidence is exactly 0
+            or 1, the ε among 2⁻²⁴, 2⁻²², ... 2⁻⁴ with the highest likelihood.
 
     Raises:
         UserError: for `clip` out of range.

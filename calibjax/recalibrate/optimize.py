@@ -14,7 +14,7 @@ from scipy import linalg, optimize
 from calibjax.recalibrate.contract import FitReport
 from calibjax.runtime.arrays import ceil_div
 
-_BLOCK = 2**22  # float64 numbers processed at a time: a fit holds a few times as many beside its data
+_BLOCK = 2**22  # float64 numbers processed at a time: in addition to its data, a fit holds a few times as many
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
 _HESSIAN = 512  # largest number of parameters for which an unbounded fit is preconditioned by its Hessian
 _SAMPLE = 512  # largest number of rows that the Hessian is computed from

@@ -6,14 +6,12 @@ so are the number of classes and the width of features where the fitted numbers 
 
 import functools
 import logging
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
-from jaxtyping import Array
 
 from calibjax.recalibrate.contract import AXES, INTEGERS
 from calibjax.recalibrate.saved import Recalibrator, named_arrays
@@ -39,7 +37,8 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
     for field, axes in shapes.items():
         shape = export.symbolic_shape(", ".join(map(str, axes)), scope=scope)
         specs.append(jax.ShapeDtypeStruct(shape, _dtype(field)))
-    return bytes(export.export(jax.jit(_function(fitted)), platforms=_PLATFORMS)(*specs).serialize())
+    program = jax.jit(functools.partial(fitted.method.apply_arrays, fitted.state))
+    return bytes(export.export(program, platforms=_PLATFORMS)(*specs).serialize())
 
 
 def onnx_model(fitted: Recalibrator) -> bytes:
@@ -57,14 +56,11 @@ def onnx_model(fitted: Recalibrator) -> bytes:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # jax2onnx logs its own workings
     try:
-        model = to_onnx(_function(fitted), inputs, input_names=[*shapes], output_names=["calibrated"])
+        function = functools.partial(fitted.method.apply_arrays, fitted.state)
+        model = to_onnx(function, inputs, input_names=[*shapes], output_names=["calibrated"])
     finally:
         logging.disable(before)
     return model.SerializeToString()
-
-
-def _function(fitted: Recalibrator) -> Callable[..., Array]:
-    return functools.partial(fitted.method.apply_arrays, fitted.state)
 
 
 def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:

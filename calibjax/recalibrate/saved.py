@@ -37,7 +37,7 @@ class Recalibrator(NamedTuple):
         """Recalibrates predictions: `data` or `fields` hold what the method reads (`method.apply_reads`).
 
         Returns:
-            float32 `[N]`, calibrated confidences, or `[N, K]`, log-probabilities of the classes: see `method.gives`.
+            float32: calibrated confidences `[N]` or log-probabilities of the classes `[N, K]`, as `method.gives` says.
             The result of a prediction does not depend on the other rows of the call, to the last bit.
 
         Raises:
@@ -110,9 +110,9 @@ def save(
 
     if name not in METHODS:
         raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
-    wanted = _state_type(name)
-    if not isinstance(state, wanted):
-        raise UserError(f"recalibrate.save: expected a {wanted.__name__} for {name}, got a {type(state).__name__}.")
+    state_type = _state_type(name)
+    if not isinstance(state, state_type):
+        raise UserError(f"recalibrate.save: expected a {state_type.__name__} for {name}, got a {type(state).__name__}.")
     arrays = named_arrays(state)
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}

@@ -435,7 +435,7 @@ def train_head(
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
     `rows`: sequences that the number of steps follows from, so that heads of folds of almost one size share a program;
-    None: those of `tokens`. The seed of `context` determines the initial parameters and the batches.
+    by default those of `tokens`. The seed of `context` determines the initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)

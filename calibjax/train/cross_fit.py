@@ -53,7 +53,7 @@ class CandidateScore(NamedTuple):
 
     @property
     def calibration_error(self) -> float:
-        """Debiased L2 calibration error of the most likely token; see `metrics.debiased_from_sums`."""
+        """Debiased L2 calibration error of the most likely token (`metrics.debiased_from_sums`)."""
         return float(metrics.debiased_from_sums(metrics.total(self.sums)))
 
     def mean(self, figure: str) -> float:
@@ -76,7 +76,7 @@ class CandidateScore(NamedTuple):
         return are_lower and not metrics.error_comparison(self.sums, other.sums).low > 0
 
     def as_json(self, reference: "CandidateScore") -> dict[str, Any]:
-        """Its figures, and whether it beats `reference`."""
+        """The figures of the candidate, and whether it beats `reference`."""
         return {
             "candidate": self.name,
             **{figure: self.mean(figure) for figure in ("nll", "brier")},

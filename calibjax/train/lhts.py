@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,14 @@ class LhtsOptions(TuningOptions):
             only.
         prompt: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
-        partition_rounds: rounds of `partition`; from the second on, it is also trained on text that its last student
-            wrote.
+        partition_rounds: rounds of `partition`; from the second on, the text that its last student wrote is added to
+            the data.
         epochs: passes over the sequences.
         learning_rate: peak learning rate; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
     """
 
+    default_rate: ClassVar[float] = 1e-4
     temperatures: tuple[Positive, ...] = (0.9,)
     mode: Mode = "official"
     horizon: Count | None = None
@@ -91,10 +92,6 @@ class LhtsOptions(TuningOptions):
     def unset_value(cls, name: str) -> Any:
         """The default mode's value of an option that is None; None if the mode has none."""
         return getattr(MODES["official"], name, None)
-
-    @property
-    def rate(self) -> float:
-        return self.learning_rate or 1e-4
 
     @property
     def objective(self) -> Horizon:

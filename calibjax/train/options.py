@@ -104,8 +104,7 @@ def describe_alphas() -> str:
     """`--alpha` of each loss that has it, for the help."""
     losses: dict[Hyperparameter, list[str]] = {}
     for name, loss in LOSSES.items():
-        weight = loss.weight()
-        if weight is not None:
+        if (weight := loss.weight()) is not None:
             losses.setdefault(weight, []).append(name)
     return "; ".join(
         f"{', '.join(names)}: {weight.meaning}, {weight.limits}, by default {weight.default:g}"

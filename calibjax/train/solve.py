@@ -129,8 +129,7 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    `weights`: of tokens, default 1. `start`: first iterate, such as a solution for more decay; default: temperature
-    scaling.
+    `weights`: of tokens, default 1. `start`: first iterate, as a solution for more decay; default: temperature scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,7 @@ class TuningOptions:
     batch_size: BatchSize = 16
     accumulate: Count = 1
     optimizer: OptimizerKind = "adamw"
+    default_rate: ClassVar[float] = 2e-5
     learning_rate: Positive | None = None
     schedule: Schedule = "linear"
     warmup_fraction: Annotated[float, Range(0, 1, open="high")] = 0.03
@@ -83,7 +84,7 @@ class TuningOptions:
     @property
     def rate(self) -> float:
         """The peak learning rate."""
-        return self.learning_rate or 2e-5
+        return self.learning_rate or self.default_rate
 
     @property
     def optimizer_config(self) -> OptimizerConfig:

@@ -126,7 +126,7 @@ def token_confidence(
     """The confidence of N written answers by the distributions that their tokens were taken from.
 
     "token_entropy": exp of minus the mean entropy of the whole vocabulary (Malinin and Gales 2021, arXiv 2002.07650),
-    the reciprocal of the effective number of choices. Of the K most likely tokens of the vocabulary (uqlm, arXiv
+    the reciprocal of the effective number of choices. From the K most likely tokens of the vocabulary (uqlm, arXiv
     2504.19254): "mean_token_negentropy" and "min_token_negentropy", the mean and the least over the answer's tokens of
     1 + Σ_k p_k log p_k / log K; "probability_margin", the mean of the largest probability minus the second.
 

@@ -44,7 +44,7 @@ def decide(
 
     Args:
         confidence: `[N]` in [0, 1], of answers with known outcomes; or `[N, K]`, probabilities of the options of
-            multiple choice: then sets of options that hold the right one are computed too, by each of `SET_SCORES`.
+            multiple choice; the result then has sets of options that hold the right one, by each of `SET_SCORES`.
         correct: `[N]`, 1 for right and 0 for wrong; with probabilities, the index of the right option.
         risk: largest fraction of wrong answers, in (0, 1).
         level: probability, over the draw of the data, with which the guarantee on the given answers holds, in (0, 1).
@@ -76,17 +76,17 @@ def decide(
     if category is not None:
         names, numbers = np.unique(category, return_inverse=True)
         rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(names)}
-    each = " of its category" if category is not None else ""
+    scope = " of its category" if category is not None else ""
     guarantees = {
-        "average": f"a new question{each} is answered wrongly with probability at most {risk}, on average over tables "
+        "average": f"a new question{scope} is answered wrongly with probability at most {risk}, on average over tables "
         "of this size; rows and new questions are exchangeable (conformal risk control)",
         "answers": f"with probability {level} over the draw of the table, at most {risk} of the answers "
-        f"given to new questions{each} are wrong; rows and new questions are independent and drawn alike (binomial "
+        f"given to new questions{scope} are wrong; rows and new questions are independent and drawn alike (binomial "
         "tests)",
-        "claims": f"of the claims kept of a new answer{each}, the expected fraction of false ones is at most {risk}, "
+        "claims": f"of the claims kept of a new answer{scope}, the expected fraction of false ones is at most {risk}, "
         "on average over tables of this size; answers are exchangeable, their claims may depend on each other "
         "(conformal risk control)",
-        "options": f"the set of a new question{each} holds the right option with probability at least "
+        "options": f"the set of a new question{scope} holds the right option with probability at least "
         f"{1 - risk:.10g}; rows and new questions are exchangeable (split-conformal). Its score is the "
         "option's probability; options_aps: 1 minus the probability of all more probable options; options_raps: the "
         "same minus 0.1 for each of them",
@@ -326,7 +326,7 @@ def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, 
 def _between(value: float, limit: float) -> float:
     """The shortest decimal strictly between a score and its neighbour on either side, the nearest to the score.
 
-    It lies strictly between them in float32 too, if there is such a number; otherwise nearer to the score, so that
+    If float32 has such a number, it lies strictly between them in float32; otherwise it is nearer to the score, so that
     float32 rounds it to the score. Without a number between them it is the score itself.
     """
     sign = 1 if limit > value else -1

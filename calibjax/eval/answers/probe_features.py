@@ -147,7 +147,7 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
       the cosines of z_0 with z_k and of h with h_k.
 
     The paper's radii go to 20, whatever the model; here to a quarter of ‖h‖, which has a meaning in any width. Its 75
-    features have the distance ‖h_k − h‖ too, which is r_k. `hidden` are the states after the final norm that predict
+    features include the distance ‖h_k − h‖, which is r_k. `hidden` are the states after the final norm that predict
     the tokens. Memory is that of 6 B V logits. float32, finite.
     """
     rows = jnp.arange(len(tokens))

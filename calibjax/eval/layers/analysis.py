@@ -81,7 +81,7 @@ def evaluate_layers(
         lm: the frozen model, on `context.mesh`.
         fit: sequences on which a calibration direction and an edit are found.
         held_out: sequences on which they are evaluated.
-        letters: token ids of the answers of multiple choice, the only ones that are compared; None: the vocabulary.
+        letters: token ids of the answers of multiple choice, the only ones that are compared; default: the vocabulary.
         subjects: subject of each question, those of `fit` first.
 
     Returns:

@@ -51,8 +51,8 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     """The least entropy that a model can express, over all inputs (arXiv 2508.00264, eq. 5).
 
     A final RMSNorm gives h = γ ⊙ x with |x| ≤ √D, so that logits minus their mean have a norm of at most
-    s = σ_max((W − mean row) diag(γ)) √D; a LayerNorm's x also sums to 0, and its bias b adds |(W − mean row) b|. With a
-    soft-cap the logits lie within ±cap too; the larger of the two bounds counts.
+    s = σ_max((W − mean row) diag(γ)) √D; a LayerNorm's x sums to 0, and its bias b adds |(W − mean row) b|. A soft-cap
+    keeps the logits within ±cap, which gives a second bound; the larger one counts.
 
     The spectral norm is a loose bound where one row matters. By Jensen's inequality Σ_{u≠v} e^{z_u − z_v} is at least
     (V−1) e^{−(z_v − mean of the others)}, and z_v − mean z ≤ |(W_v − mean row) diag(γ)| √D, so the longest such row
@@ -61,8 +61,7 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     if lm.unembedding_bias is not None:
         family = lm.config.family
         raise UserError(f"head bound: {name} adds a bias to its logits ({family}), which the bound leaves out.")
-    width = lm.config.hidden_size
-    vocab_size = lm.config.vocab_size
+    width, vocab_size = lm.config.hidden_size, lm.config.vocab_size
     softcap = lm.config.logit_softcap
     is_layer_norm = lm.config.norm == "layer"
     norm = dict(lm.params["final_norm"])
@@ -164,7 +163,7 @@ def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
 
 
 def _scientific(log_value: float) -> str:
-    """e^log_value, also where a float cannot hold it."""
+    """e^log_value as text, even where a float cannot hold it."""
     exponent = math.floor(log_value / math.log(10))
     if -4 <= exponent < 4:
         return f"{math.exp(log_value):.4f}"

@@ -24,7 +24,7 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "expecte
 
 
 class Readout(NamedTuple):
-    """The rows of the unembedding that predictions are made of, and their token ids, int32; None: the vocabulary."""
+    """The rows of the unembedding that predictions are made of, and their token ids, int32, or None for all."""
 
     unembedding: Float[Array, "R D"]
     bias: Float[Array, " R"] | None
