@@ -137,8 +137,8 @@ class SftObjective:
             total = over_vocabulary(loss, *inputs, scale=scale)
         else:
             loss = functools.partial(linear_loss, LOSSES[options.loss])
-            hyper = {} if options.alpha is None else {"alpha": options.alpha}
-            values, _ = over_vocabulary(loss, *inputs, scale=scale, hyper=hyper)
+            weight = {} if options.alpha is None else {"alpha": options.alpha}
+            values, _ = over_vocabulary(loss, *inputs, scale=scale, hyper=weight)
             total = jnp.sum(values)
         return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
