@@ -268,7 +268,7 @@ def fit_lhts(
         # Each sequence has one of the long-horizon temperatures, in equal numbers.
         order = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
         condition = order % np.int32(conditions)
-        per_sequence = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
+        per_sequence: dict[str, np.ndarray] = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
         if conditions > 1:
             per_sequence["condition"] = condition
         params, scale, report = _fit_student(lm, options.objective, per_sequence, data, options, context, method)
