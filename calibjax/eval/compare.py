@@ -17,6 +17,7 @@ from calibjax.eval.figures_json import curve_json, differences_of, draws_of, ece
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import comparison_table, figure_of, winner
+from calibjax.eval.report.terminal import result_text
 from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
@@ -288,13 +289,7 @@ class Comparison(NamedTuple):
         return Recalibrator(name, self.states[name], {})
 
     def __repr__(self) -> str:
-        table = comparison_table(self.document, self.title)
-        columns = []
-        for cells in zip(table.columns, *table.rows, strict=True):
-            width = max(map(len, cells))
-            columns.append([cell.ljust(width) for cell in cells])
-        lines = ["  ".join(row).rstrip() for row in zip(*columns[:7], strict=True)]
-        return "\n".join([str(comparison_verdict(self.document)), table.title, *lines])
+        return result_text(comparison_verdict(self.document), comparison_table(self.document, self.title))
 
 
 def compare(

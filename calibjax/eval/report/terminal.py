@@ -4,13 +4,14 @@ Tables fit the terminal, and 80 columns where the output is a file or a pipe; th
 both. A table that is too wide loses its least important columns, and a line names them; no number is ever cut.
 """
 
+import io
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.text import Text
+from rich.padding import Padding
+from rich.table import Table
 
 from calibjax.eval.report.notes import Verdict, comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
@@ -90,41 +91,49 @@ def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
     print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
 
 
+def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
+    """A verdict and its table as `print_result` prints them to a file: text of at most `width` columns."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, color_system=None, highlight=False, markup=False, width=width)
+    console.print(str(verdict))
+    _print_table(console, table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
 # --- one table ---
 
 
 def _print_table(console: Console, table: TextTable) -> None:
-    columns, name_width = _fit(table, console.width)
+    width = console.width
+    columns, name_width = _fit(table, width)
     if table.title:
         console.print(table.title)
-    indent = _INDENT if table.groups else ""
-    headers = [_wrapped(table.columns[i], _width(table, i) if i else name_width) for i in columns]
-    widths = [_width(table, i) if i else max(len(indent) + name_width, *map(cell_len, headers[0])) for i in columns]
-    _print_row(console, headers, widths, "bold")
-    console.print("─" * (sum(widths) + _GAP * (len(widths) - 1)))
+    indent = len(_INDENT) if table.groups else 0
+    first_width = max(indent + name_width, _longest_word(table.columns[0]))
+    widths = [first_width, *(_width(table, index) for index in columns[1:])]
+    table_width = sum(widths) + _GAP * (len(widths) - 1)
+    console.width = max(width, table_width)  # two columns are shown at any width, and no number is cut
+    _print_row(console, [table.columns[index] for index in columns], widths, "bold")
+    console.print("─" * table_width)
     groups = table.groups or ("",) * len(table.rows)
     for number, cells in enumerate(table.rows):
         if groups[number] and groups[number] not in groups[:number]:
             console.print(groups[number])
-        name, *others = (_wrapped(cells[0], name_width) if i == 0 else [cells[i]] for i in columns)
-        lines = [[f"{indent}{line}" for line in name], *others]
-        _print_row(console, lines, widths, "bold" if number in table.best else "")
+        style = "bold" if number in table.best else ""
+        _print_row(console, [cells[index] for index in columns], widths, style, indent)
+    console.width = width
     hidden = [column for index, column in enumerate(table.columns) if index not in columns]
     if hidden:
-        console.print(f"Not shown at {console.width} columns: {', '.join(hidden)}.", style="dim")
+        console.print(f"Not shown at {width} columns: {', '.join(hidden)}.", style="dim")
 
 
-def _print_row(console: Console, cells: Sequence[Sequence[str]], widths: Sequence[int], style: str) -> None:
-    """Cells of one or more lines, aligned at the bottom; the first to the left, the others to the right."""
-    tallest = max(map(len, cells))
-    for number in range(tallest):
-        line = Text(style=style)
-        for place, (lines, width) in enumerate(zip(cells, widths, strict=True)):
-            above = tallest - len(lines)
-            text = lines[number - above] if number >= above else ""
-            gap = " " * (width - cell_len(text))
-            line.append(f"{' ' * _GAP}{gap}{text}" if place else f"{text}{gap}")
-        console.print(line)
+def _print_row(console: Console, cells: Sequence[str], widths: Sequence[int], style: str, indent: int = 0) -> None:
+    """Cells aligned at the bottom; the first to the left, where it wraps, the others to the right."""
+    row = Table.grid(padding=(0, _GAP, 0, 0))
+    for number, width in enumerate(widths):
+        row.add_column(width=width, justify="right" if number else "left", vertical="bottom")
+    row.add_row(Padding(cells[0], (0, 0, 0, indent)), *cells[1:], style=style)
+    console.print(row)
 
 
 def _fit(table: TextTable, width: int) -> tuple[list[int], int]:
@@ -134,9 +143,8 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int]:
     """
     names = [cells[0] for cells in table.rows]
     longest = max(map(cell_len, names), default=0)
-    word = max((cell_len(word) for name in names for word in name.split()), default=0)
-    narrowest = min(longest, max(word, _NARROWEST_NAME))
-    header_width = max(map(cell_len, table.columns[0].split()), default=0)
+    narrowest = min(longest, max(_NARROWEST_NAME, *map(_longest_word, names)))
+    header_width = _longest_word(table.columns[0])
     order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
     widths = {index: _width(table, index) + _GAP for index in order}
     best = [0], narrowest
@@ -152,10 +160,8 @@ def _fit(table: TextTable, width: int) -> tuple[list[int], int]:
 
 def _width(table: TextTable, index: int) -> int:
     """The least width of a column: of its longest cell, or the longest word of its title."""
-    words = [cell_len(word) for word in table.columns[index].split()]
-    return max([*words, *(cell_len(cells[index]) for cells in table.rows)], default=0)
+    return max([_longest_word(table.columns[index]), *(cell_len(cells[index]) for cells in table.rows)])
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return lines or [""]
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)
