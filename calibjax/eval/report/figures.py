@@ -120,7 +120,7 @@ def reliability_panels(results: Row) -> list[Panel]:
     for name in names:
         row = methods[name]
         draw = functools.partial(plot.reliability, row, method=name)
-        panels.append(Panel(title_of(name), f"ECE {interval(row['ece'], zero=True)}", draw))
+        panels.append(Panel(title_of(name), f"ECE {interval(row['ece'], leading_zero=True)}", draw))
     return panels
 
 

@@ -31,18 +31,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS = "tokens.json"  # beside metrics.json: a `token_sample`, if the run made one
-LOWER = {
-    *("ece", "nll", "brier", "log_loss", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece"),
-    *("exact_error", "aurc", "excess_aurc", "ks_error", "debiased_l2"),
-}
-"""Figures of which less is better."""
-HIGHER = {"auroc", "accuracy"}
+_ARROWS = {"lower": "↓", "higher": "↑", "": ""}
 _MAIN = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
-_REST = (
-    *("against", "mce", "rmsce", "debiased_ece", "adaptive_ece", "smooth_ece", "exact_error", "auroc", "aurc"),
-    *("excess_aurc", "ks_error", "debiased_l2", "changed", "parameters", "fit_seconds"),
-)
-_ARROWS = {**dict.fromkeys(LOWER, "↓"), **dict.fromkeys(HIGHER, "↑")}
+_REST = tuple(dict.fromkeys(column.key for column in tables.COLUMNS if column.key not in _MAIN))
+_BETTER = {column.key: column.better for column in tables.COLUMNS if column.better}
+"""Figure -> whether "lower" or "higher" is better."""
 _MINUS = "\N{MINUS SIGN}"
 _FIRST = 6  # rows of a set that are shown at once; the others are folded
 
@@ -157,7 +150,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
     """
     methods, before = results["methods"], pair_of(results)[0]
     value, other = figure_of(methods[name], key), figure_of(methods[before], key)
-    if value is None or other is None or key not in _ARROWS:
+    if value is None or other is None or key not in _BETTER:
         return None
     digits = f"{abs(value - other):.4f}"
     if float(digits) == 0:
@@ -171,7 +164,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
         return Change(text, "", "")
     if not (is_lower(against) or is_higher(against)):
         return Change(text, "", "within noise")
-    word = "better" if (value < other) == (key in LOWER) else "worse"
+    word = "better" if (value < other) == (_BETTER[key] == "lower") else "worse"
     return Change(text, word, word)
 
 
@@ -244,34 +237,34 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
     columns, arrows = ["method"], {}
     rows: dict[str, list[Any]] = {name: [title_of(name)] for name in names}
     shown = _columns(results, keys)
-    shown.sort(key=lambda column: keys.index(column[0]))
-    for key, column, text in shown:
-        texts = {name: text(row) for name, row in methods.items()}
+    shown.sort(key=lambda column: keys.index(column.key))
+    for column in shown:
+        texts = {name: column.text(row) for name, row in methods.items()}
         if set(texts.values()) <= {ABSENT, "inf"}:
             continue
-        columns.append(column)
-        arrows[column] = _ARROWS.get(key, "")
-        best = best_of(methods, key)
+        columns.append(column.title)
+        arrows[column.title] = _ARROWS[column.better]
+        best = best_of(methods, column.key)
         for name in names:
-            change = None if name == before else change_of(results, name, key)
+            change = None if name == before else change_of(results, name, column.key)
             rows[name].append(_cell(texts[name], best=name in best, change=change))
     return {"title": title, "columns": columns, "rows": list(rows.values()), "arrows": arrows}
 
 
 def best_of(methods: Row, key: str) -> set[str]:
     """The methods with the best figure; none where all are equal, or no direction is better."""
-    if key not in _ARROWS:
+    if key not in _BETTER:
         return set()
     values = {name: figure_of(row, key) for name, row in methods.items()}
     known = {value for value in values.values() if value is not None}
     if len(known) < 2:
         return set()
-    best = max(known) if key in HIGHER else min(known)
+    best = max(known) if _BETTER[key] == "higher" else min(known)
     return {name for name, value in values.items() if value == best}
 
 
 def _columns(results: Row, keys: Sequence[str]) -> list[tables.Column]:
-    return [column for column in tables.columns_of([results]) if column[0] in keys]
+    return [column for column in tables.columns_of([results]) if column.key in keys]
 
 
 def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
@@ -284,7 +277,7 @@ def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
     for title, results in sets:
         methods, pair = results["methods"], pair_of(results)
         both = [methods[name] for name in (pair if several else pair[:1])]
-        eces = [interval(row["ece"], zero=True) for row in both]
+        eces = [interval(row["ece"], leading_zero=True) for row in both]
         briers = [f"{row['brier']:.4f}" for row in both]
         rows.append([title, f"{results['tokens']:,}", f"{both[-1]['accuracy']:.4f}", *eces, *briers])
         panels.append(overlay(title, {title_of(name): methods[name] for name in pair}))
@@ -310,10 +303,10 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
         methods, (before, after) = held_out["methods"], pair_of(held_out)
         befores[run.name], afters[run.name] = methods[before], methods[after]
         shown = _columns(held_out, ("ece", "nll", "brier", "accuracy", "confidence"))
-        titles = [title for _, title, _ in shown]
+        titles = [column.title for column in shown]
         origin = [run.name, notes.model_of(options), notes.data_of(options)]
         for name, row in methods.items():
-            rows.append([*origin, title_of(name), *(text(row) for *_, text in shown)])
+            rows.append([*origin, title_of(name), *(column.text(row) for column in shown)])
     panels = [overlay("Before", befores), overlay("After", afters)]
     drawing = Drawing("runs", "Reliability of all runs", panels)
     return {"columns": ["run", "model", "data", "method", *titles], "rows": rows, "drawing": drawing}

@@ -11,8 +11,6 @@ from calibjax.eval.report.schema import Document
 
 ABSENT = "\N{EN DASH}"
 Row = Mapping[str, Any]
-Column = tuple[str, str, Callable[[Row], str]]
-"""Field of a row, title, and text of a cell."""
 _TITLES = {
     "temperature": "temperature scaling",
     "ats": "ATS",
@@ -61,13 +59,13 @@ def short(value: float, form: str = ".4f") -> str:
     return re.sub(r"(?<!\d)0\.", ".", format(value, form))
 
 
-def interval(row: Row, form: str = ".4f", *, zero: bool = False) -> str:
-    """A figure, or a difference with its sign, and its interval: "value [low, high]", with or without leading zeros."""
+def interval(row: Row, form: str = ".4f", *, leading_zero: bool = False) -> str:
+    """A figure, or a difference with its sign, and its interval: "value [low, high]"."""
     name = "value"
     if "difference" in row:
         name, form = "difference", f"+{form}"
     value, low, high = row[name], row["low"], row["high"]
-    if zero:
+    if leading_zero:
         return f"{value:{form}} [{low:{form}}, {high:{form}}]"
     return f"{short(value, form)} [{short(low, form)}, {short(high, form)}]"
 
@@ -189,8 +187,14 @@ def failures(results: Row) -> list[str]:
 # --- the table of a run ---
 
 
-def cell(*path: str, form: str = ".4f", zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
-    """The entry at a path in a row as text: a number, or a figure with its interval, with or without leading zeros."""
+def cell(*path: str, form: str = ".4f", leading_zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
+    """The function that shows the entry at a path in a row: a number, a figure with its interval, or a text.
+
+    Args:
+        form: format of numbers.
+        leading_zero: False writes .1234 for 0.1234.
+        absent: text where the row has no such entry.
+    """
 
     def text(row: Row) -> str:
         value: Any = row
@@ -201,39 +205,55 @@ def cell(*path: str, form: str = ".4f", zero: bool = True, absent: str = ABSENT)
         if value is None or isinstance(value, str):
             return value or absent
         if isinstance(value, dict):
-            return interval(value, form, zero=zero)
-        return format(value, form) if zero else short(value, form)
+            return interval(value, form, leading_zero=leading_zero)
+        return format(value, form) if leading_zero else short(value, form)
 
     return text
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("nll", "NLL", cell("nll")),
-    ("brier", "Brier", cell("brier")),
-    ("ece", "ECE [95% interval]", cell("ece")),
-    ("debiased_ece", "debiased ECE", cell("debiased_ece")),
-    ("mce", "MCE", cell("mce")),
-    ("rmsce", "RMSCE", cell("rmsce")),
-    ("confidence", "confidence", cell("confidence")),
-    ("accuracy", "accuracy", cell("accuracy")),
-    ("exact_error", "exact error", cell("exact_error")),
-    ("against", "Δ ECE against temperature scaling", cell("against", "ece")),
-    ("against", "Δ Brier against temperature scaling", cell("against", "brier")),
-    ("adaptive_ece", "adaptive ECE", cell("adaptive_ece")),
-    ("smooth_ece", "smooth ECE", cell("smooth_ece")),
-    ("log_loss", "log loss of correctness", cell("log_loss", absent="inf")),
-    ("auroc", "AUROC", cell("auroc")),
-    ("aurc", "AURC", cell("aurc")),
-    ("excess_aurc", "excess AURC", cell("excess_aurc")),
-    ("ks_error", "KS error", cell("ks_error")),
-    ("debiased_l2", "debiased L2", cell("debiased_l2")),
-    ("changed", "changed", cell("changed", form=",")),
-    ("parameters", "parameters", cell("parameters", form=",")),
-    ("fit_seconds", "fit (s)", cell("fit_seconds", form=".2f")),
+class Column(NamedTuple):
+    """A figure of the methods of a set.
+
+    Attributes:
+        key: field of a method's row.
+        title: title of the column.
+        text: text of a row's cell.
+        better: "lower" or "higher", the better direction; "" where there is none.
+    """
+
+    key: str
+    title: str
+    text: Callable[[Row], str]
+    better: str = ""
+
+
+COLUMNS = (
+    Column("nll", "NLL", cell("nll"), "lower"),
+    Column("brier", "Brier", cell("brier"), "lower"),
+    Column("ece", "ECE [95% interval]", cell("ece"), "lower"),
+    Column("debiased_ece", "debiased ECE", cell("debiased_ece"), "lower"),
+    Column("mce", "MCE", cell("mce"), "lower"),
+    Column("rmsce", "RMSCE", cell("rmsce"), "lower"),
+    Column("confidence", "confidence", cell("confidence")),
+    Column("accuracy", "accuracy", cell("accuracy"), "higher"),
+    Column("exact_error", "exact error", cell("exact_error"), "lower"),
+    Column("against", "Δ ECE against temperature scaling", cell("against", "ece")),
+    Column("against", "Δ Brier against temperature scaling", cell("against", "brier")),
+    Column("adaptive_ece", "adaptive ECE", cell("adaptive_ece"), "lower"),
+    Column("smooth_ece", "smooth ECE", cell("smooth_ece"), "lower"),
+    Column("log_loss", "log loss of correctness", cell("log_loss", absent="inf"), "lower"),
+    Column("auroc", "AUROC", cell("auroc"), "higher"),
+    Column("aurc", "AURC", cell("aurc"), "lower"),
+    Column("excess_aurc", "excess AURC", cell("excess_aurc"), "lower"),
+    Column("ks_error", "KS error", cell("ks_error"), "lower"),
+    Column("debiased_l2", "debiased L2", cell("debiased_l2"), "lower"),
+    Column("changed", "changed", cell("changed", form=",")),
+    Column("parameters", "parameters", cell("parameters", form=",")),
+    Column("fit_seconds", "fit (s)", cell("fit_seconds", form=".2f")),
 )
-"""Fields that no row has are not shown."""
+"""Every figure of a method, in the order of the columns. Figures that no row has are not shown."""
 _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce", "confidence", "auroc")
-"""The columns that a narrow terminal keeps the longest; the others follow in the order of `_COLUMNS`."""
+"""The columns that a narrow terminal keeps the longest; the others follow in the order of `COLUMNS`."""
 
 
 def columns_of(sets: Sequence[Row]) -> list[Column]:
@@ -242,7 +262,8 @@ def columns_of(sets: Sequence[Row]) -> list[Column]:
     fields = {key for row in rows for key in row if row[key] is not None}
     reference = sets[0].get("reference", "temperature")
     named = "temperature scaling" if reference.endswith("temperature") else title_of(reference)
-    return [(key, title.replace("temperature scaling", named), text) for key, title, text in _COLUMNS if key in fields]
+    present = [column for column in COLUMNS if column.key in fields]
+    return [column._replace(title=column.title.replace("temperature scaling", named)) for column in present]
 
 
 def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
@@ -255,33 +276,35 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     rows, groups, has_intervals = [], [], False
     for title, results in sets:
         for name, row in results["methods"].items():
-            ends = row.get("intervals", {}) if intervals else {}
-            has_intervals |= bool(ends)
-            row = {**row, **{f"{key}_interval": own for key, own in ends.items()}}
-            rows.append([title_of(name), *(text(row) for _, _, text in shown)])
+            ends_of = row.get("intervals", {}) if intervals else {}
+            has_intervals |= bool(ends_of)
+            row = {**row, **{f"{key}_interval": ends for key, ends in ends_of.items()}}
+            rows.append([title_of(name), *(column.text(row) for column in shown)])
             groups.append(title)
-    columns = ["method"]
-    for key, title, _ in shown:
-        with_interval = has_intervals and key in ("nll", "brier", "accuracy")
-        columns.append(f"{title} [95% interval]" if with_interval else title)
-    keys, first = [key for key, *_ in shown], ()
+    titles = []
+    for column in shown:
+        with_interval = has_intervals and column.key in ("nll", "brier", "accuracy")
+        titles.append(f"{column.title} [95% interval]" if with_interval else column.title)
+    first = ()
     if unit_of(sets[0][1]) == "questions":
         first = ("ece", "accuracy")
     if all(compares_confidences(results) for _, results in sets):  # they differ in AUROC, and not in accuracy
         first = ("ece", "brier", "auroc")
+    keys = [column.key for column in shown]
     importance = [*first, *_IMPORTANCE, *keys]
+    order = sorted(range(len(keys)), key=lambda index: importance.index(keys[index]))
     return TextTable(
         ", ".join(f"{title}: {counted(results)}" for title, results in sets),
-        columns,
+        ["method", *titles],
         rows,
-        tuple(sorted(range(1, len(columns)), key=lambda index: importance.index(keys[index - 1]))),
+        tuple(index + 1 for index in order),
         groups=tuple(groups) if len(sets) > 1 else (),
     )
 
 
 def comparison_table(results: Row, where: str) -> TextTable:
     """A row for every method of `compare`, best first: log loss, its difference from temperature scaling, and more."""
-    figure = functools.partial(cell, zero=False)
+    figure = functools.partial(cell, leading_zero=False)
     columns: dict[str, Callable[[Row], str]] = {
         "method": cell("title"),
         "log loss": figure("log_loss", absent="inf"),
@@ -338,7 +361,7 @@ def parts_of(document: Document) -> list[Part]:
     return parts
 
 
-_figure = functools.partial(cell, form=".3f", zero=False)
+_figure = functools.partial(cell, form=".3f", leading_zero=False)
 """A figure with its interval, in the tables of single commands."""
 
 
@@ -353,7 +376,7 @@ def layer_findings(document: Document) -> list[str]:
         f"The decision settles at layer {settled} of {last}: from there on the most likely token equals the last "
         f"layer's for at least {phase['settled_fraction']:.0%} of the predictions."
     ]
-    change = interval(phase["correction"], zero=True)
+    change = interval(phase["correction"], leading_zero=True)
     if "p_value" in phase:
         change += f" (p = {phase['p_value']:.3f}, corrected for the choice of the layer)"
     if phase["found"]:
@@ -373,7 +396,7 @@ def layer_findings(document: Document) -> list[str]:
         lines.append(
             f"Edit chosen on one half: {chosen['strength']:+g} times the mean residual norm along the direction after "
             f"block {chosen['layer']}. On the held-out half it changes ECE by "
-            f"{interval(direction['difference'], zero=True)}."
+            f"{interval(direction['difference'], leading_zero=True)}."
         )
     return lines
 
