@@ -1,4 +1,4 @@
-"""calibjax: measure and repair the calibration of large language models in JAX.
+"""calibjax: measure and improve the calibration of large language models in JAX.
 
 Example:
     lm = calibjax.load_model("path/to/model")

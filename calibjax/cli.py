@@ -175,7 +175,7 @@ def _command_name(args: list[str]) -> str:
     if last in ("", "-h", "--help", *GROUPS):
         helped = last in ("-h", "--help")
         lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
-        lines += [GROUPS[group] if group else "Measures and repairs the calibration of large language models.", ""]
+        lines += [GROUPS[group] if group else "Measures and improves the calibration of large language models.", ""]
         lines += [f"  {command:<15} {summary}" for command, summary in COMMANDS.items() if command.startswith(group)]
         lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
         if not group:

@@ -16,6 +16,7 @@ from assets import load_script
 from calibjax import heads
 from calibjax.cli import COMMANDS, main
 from calibjax.commands.plan import CHIPS
+from calibjax.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -135,6 +136,11 @@ def test_every_public_name_has_a_page():
 def test_every_command_is_in_the_reference():
     table = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert set(re.findall(r"^\| `calibjax ([a-z ]+)` \|", table, flags=re.MULTILINE)) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_model_types_are_counted(page):
+    assert re.findall(r"\b(\d+) model types", (ROOT / page).read_text()) == [str(len(FAMILIES))]
 
 
 def test_times_of_the_llama_guide_follow_from_its_operations():
