@@ -1,6 +1,6 @@
 """Sequences of a text in one call: of rows, with a description; or of a file or token ids for a model."""
 
-from collections import Counter
+import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,16 +20,38 @@ from calibjax.runtime.errors import UserError
 def choose_seq_len(
     rows: Rows, format: Format, tokenizer: Tokenizer, max_positions: int | None, layout: Layout = "pack"
 ) -> int:
-    """Returns a length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
+    """A length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
     It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, and for the layout "full",
     which drops shorter rows, 128.
     """
     length = 128
     if not format.is_plain and layout != "full":
-        counts = [len(example.tokens) for example in islice(tokenize_rows(rows, format, tokenizer), 1000)]
-        length = int(np.clip(np.ceil(np.percentile(counts or [0], 95) / 64) * 64, 128, 1024))
+        examples = islice(tokenize_rows(rows, format, tokenizer), 1000)
+        lengths = [len(example.tokens) for example in examples]
+        most = np.percentile(lengths or [0], 95)
+        length = int(np.clip(np.ceil(most / 64) * 64, 128, 1024))
     return length if max_positions is None else min(length, max_positions)
+
+
+@dataclasses.dataclass
+class _Counts:
+    """What was read: rows, those with a token to predict and those that were cut; tokens to predict, those cut off."""
+
+    rows: int = 0
+    rows_with_target: int = 0
+    rows_cut: int = 0
+    targets: int = 0
+    targets_cut: int = 0
+
+    def add(self, example: Example, seq_len: int) -> None:
+        """Counts an example; one with a prompt is cut after `seq_len` tokens."""
+        used = example.loss_mask[:seq_len] if example.has_prompt else example.loss_mask
+        self.rows += 1
+        self.rows_with_target += int(used.any())
+        self.rows_cut += int(len(used) < len(example.tokens))
+        self.targets += int(example.loss_mask.sum())
+        self.targets_cut += int(example.loss_mask[len(used) :].sum())
 
 
 def load_sequences(
@@ -50,37 +72,32 @@ def load_sequences(
         template; and a line on rows that were cut, if any were.
     """
     format = recognise(rows) if format is None else format
-    counts: Counter[str] = Counter()
-    skipped = Skipped()
+    counts, skipped = _Counts(), Skipped()
     needed = tokens_needed(seq_len, layout, max_sequences, format.kind == "document")
 
     def examples() -> Iterator[Example]:
         for example in tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped):
-            used = example.loss_mask[:seq_len] if example.has_prompt else example.loss_mask
-            counts["rows read"] += 1
-            counts["rows with a target"] += int(used.any())
-            counts["rows cut"] += int(len(used) < len(example.tokens))
-            counts["targets"] += int(example.loss_mask.sum())
-            counts["targets lost"] += int(example.loss_mask[len(used) :].sum())
+            counts.add(example, seq_len)
             yield example
 
     sequences = make_sequences(examples(), seq_len, layout=layout, max_sequences=max_sequences)
-    rows_read, rows_cut = counts["rows read"], counts["rows cut"]
-    rows_used = len(np.unique(sequences.source)) if layout == "full" else counts["rows with a target"]
+    rows_used, reason = counts.rows_with_target, "nothing to predict"
+    if layout == "full":
+        rows_used, reason = len(np.unique(sequences.source)), "too short"
     description = (
-        f"{rows.name}: {format}, {rows_read:,} rows read, {rows_read - rows_used:,} of them dropped "
-        f"({'too short' if layout == 'full' else 'nothing to predict'}); {len(sequences.source):,} sequences of "
-        f"{seq_len} tokens ({layout}), {int(sequences.where.sum()):,} tokens to predict"
+        f"{rows.name}: {format}, {counts.rows:,} rows read, {counts.rows - rows_used:,} of them dropped ({reason}); "
+        f"{len(sequences.source):,} sequences of {seq_len} tokens ({layout}), "
+        f"{int(sequences.where.sum()):,} tokens to predict"
     )
     if template := describe_template(format, tokenizer):
         description += f"; {template}"
     if skipped.count:
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
-    if rows_cut and layout != "full":
-        lost = counts["targets lost"] / counts["targets"]
+    if counts.rows_cut and layout != "full":
+        fraction = counts.targets_cut / counts.targets
         description += (
-            f"\n{rows_cut:,} of these rows are longer than {seq_len} tokens: {lost:.1%} of the tokens to predict "
-            "are left out, because a sequence that begins there would not hold their prompt"
+            f"\n{counts.rows_cut:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of the tokens to "
+            "predict are left out, because a sequence that begins there would not hold their prompt"
         )
     return sequences, description
 
@@ -99,7 +116,7 @@ def load_text(
     Args:
         source: file, directory or hub id, see `calibjax.data.read_source`; or lists of token ids, one text each.
         lm: the `LanguageModel`; its tokenizer and its longest context are used.
-        seq_len: tokens per sequence, at least 2; None: as `calibjax.data.choose_seq_len` gives it.
+        seq_len: tokens per sequence, at least 2; by default chosen by `calibjax.data.choose_seq_len`.
         layout: "pack", "pad" or "full"; see `calibjax.data.make_sequences`.
         text_column: read this column as plain text; by default the format is recognised.
         max_sequences: keep only the first sequences.
@@ -117,8 +134,10 @@ def load_text(
             seq_len = choose_seq_len(rows, format, lm.tokenizer, longest, layout)
         options: Any = {"layout": layout, "format": format, "max_sequences": max_sequences}
         return load_sequences(rows, lm.tokenizer, seq_len=seq_len, **options)[0]
-    seq_len = min(128, longest) if seq_len is None else seq_len
-    vocab_size, examples = lm.config.vocab_size, []
+    if seq_len is None:
+        seq_len = min(128, longest)
+    vocab_size = lm.config.vocab_size
+    examples = []
     for row, text in enumerate(source):
         tokens = np.asarray(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):

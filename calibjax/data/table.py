@@ -65,7 +65,7 @@ class PredictionTable:
     notes: tuple[str, ...] = ()
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
-        """Returns the rows at `rows`."""
+        """The table of the rows at `rows`, in their order."""
 
         def taken(x: Any) -> Any:
             return None if x is None else np.asarray(x)[rows]
@@ -113,51 +113,44 @@ def read_table(
     path = user_path(path)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file.")
-    columns, divisors = dict(columns or {}), {}
+    columns = dict(columns or {})
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
-    named = (*columns.values(), *several)
-    reader = _Columns(path, _read_columns(path, named, skip_broken, tokens, truth), skip_broken)
+    raw = _read_columns(path, (*columns.values(), *several), skip_broken, tokens, truth)
     for name in several:
-        if name not in reader.names:
-            raise UserError(f"{path}: there is no column {name}; got: {_listed(reader.names)}.")
-    for role, column in columns.items():
-        name, _, divisor = column.rpartition("/")
-        is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) is not None
-        if column not in reader.names and name and is_number and float(divisor):
-            columns[role], divisors[role] = name, float(divisor)
-    names = _assigned(path, reader.names, columns)
+        if name not in raw.names:
+            raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
+    columns, divisors = _without_divisors(columns, raw.names)
+    names = _assigned(path, raw.names, columns)
     if several:
         names.setdefault("confidence", several[0])
-    probabilities = logits = None
-    if "confidence" not in columns:  # one that the caller named takes precedence over logits
-        probabilities, logits = reader.class_scores(names)
-    if logits is not None and ("label" in names or not outcomes):
-        labels = reader.classes(names["label"], logits) if "label" in names else None
-        predictions = Predictions(logits=logits, labels=labels)
-    elif "confidence" in names and ("correct" in names or not outcomes):
-        probabilities = right = None
-        confidence = reader.fractions(names["confidence"], divisors.get("confidence", 1.0))
-        if "correct" in names:
-            right = reader.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
-        predictions = Predictions(confidence=confidence, correct=right)
-    else:
-        raise UserError(f"{path}: {_EXPECTED}; got: {_listed(reader.names)}.")
+    reader = _Columns(path, raw, skip_broken)
+    takes_precedence = "confidence" in columns  # one that the caller named, over logits
+    predictions, probabilities = reader.predictions(names, divisors, takes_precedence, outcomes)
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
         predictions = predictions._replace(**{role: reader.matrix(names[role])})
     groups = reader.labels(names["group"]) if "group" in names else None
     categories = reader.labels(names["category"]) if "category" in names else None
-    lengths = {name: len(reader.cells[name]) for role, name in names.items() if role != "unembedding"}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"{path}: expected the same number of rows in every array, got {lengths}.")
-    rows = np.flatnonzero(~reader.broken)
-    if not len(rows):
-        raise UserError(f"{path}: expected at least one row, got none.")
-    count = reader.skipped.count + int(reader.broken.sum())
-    if count:
-        reader.notes.append(f"{count:,} broken rows left out, the first: {reader.skipped.first.rstrip('.')}")
+    rows = reader.readable_rows(names)
     table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
+    return dataclasses.replace(_with_numbers(table, path), rows=rows, notes=tuple(reader.notes))
+
+
+def _without_divisors(columns: Mapping[str, str], names: Collection[str]) -> tuple[dict[str, str], dict[str, float]]:
+    """Role -> column, and role -> divisor of those given as "NAME/100", unless a column has that name."""
+    plain, divisors = dict(columns), {}
+    for role, column in columns.items():
+        name, _, divisor = column.rpartition("/")
+        is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) is not None
+        if column not in names and name and is_number and float(divisor):
+            plain[role] = name
+            divisors[role] = float(divisor)
+    return plain, divisors
+
+
+def _with_numbers(table: PredictionTable, path: Path) -> PredictionTable:
+    """A table whose groups and categories are numbered."""
     if table.categories is not None:
         predictions = table.predictions._replace(categories=_category_numbers(path, table.categories))
         table = dataclasses.replace(table, predictions=predictions)
@@ -166,7 +159,7 @@ def read_table(
         labels = table.groups.tolist()
         number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         table = dataclasses.replace(table, groups=np.array([number_of[label] for label in labels]))
-    return dataclasses.replace(table, rows=rows, notes=tuple(reader.notes))
+    return table
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
@@ -236,7 +229,8 @@ def _read_columns(
     if suffix == ".parquet" and truth is None:
         return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
-    skipped, count = Skipped(), 0
+    skipped = Skipped()
+    count = 0
     for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
         for name in row:
             if name not in columns:
@@ -249,11 +243,11 @@ def _read_columns(
     return _RawColumns(cells, list(columns), count, skipped)
 
 
-def _load_npz(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays of a file that are wanted, all but the unembedding and scalars with as many rows, and the names of all."""
+def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Arrays whose names `is_read` selects, with one number of rows but for the unembedding and scalars; all names."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files if wanted(name)}
+            arrays = {name: file[name] for name in file.files if is_read(name)}
             names = file.files
     except Exception as error:  # of zipfile, zlib, tokenize and numpy
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
@@ -289,7 +283,8 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     import pyarrow
     import pyarrow.compute
 
-    types, compute, flat = pyarrow.types, cast(Any, pyarrow.compute), column
+    types, compute = pyarrow.types, cast(Any, pyarrow.compute)
+    flat = column
     is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
     if is_list and len(compute.list_value_length(column).unique()) == 1:
         flat = compute.list_flatten(column)
@@ -351,8 +346,38 @@ class _Columns:
 
     def __init__(self, path: Path, raw: _RawColumns, skip_broken: bool) -> None:
         self.cells, self.names, self.skipped = raw.cells, raw.names, raw.skipped
+        self.broken = np.zeros(raw.rows, bool)
+        self.notes: list[str] = []
         self._path, self._skip_broken = path, skip_broken
-        self.broken, self.notes = np.zeros(raw.rows, bool), list[str]()
+
+    def predictions(
+        self, names: Mapping[str, str], divisors: Mapping[str, float], confidence_first: bool, outcomes: bool
+    ) -> tuple[Predictions, np.ndarray | None]:
+        """Predictions with logits or with confidences; and the probabilities `[N, K]` of a file that has no logits."""
+        probabilities, logits = (None, None) if confidence_first else self.class_scores(names)
+        if logits is not None and ("label" in names or not outcomes):
+            labels = self.classes(names["label"], logits) if "label" in names else None
+            return Predictions(logits=logits, labels=labels), probabilities
+        if "confidence" in names and ("correct" in names or not outcomes):
+            confidence = self.fractions(names["confidence"], divisors.get("confidence", 1.0))
+            correct = None
+            if "correct" in names:
+                correct = self.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
+            return Predictions(confidence=confidence, correct=correct), None
+        raise UserError(f"{self._path}: {_EXPECTED}; got: {_listed(self.names)}.")
+
+    def readable_rows(self, names: Mapping[str, str]) -> np.ndarray:
+        """Indices of the rows that are not broken, at least one; a note counts the others."""
+        lengths = {name: len(self.cells[name]) for role, name in names.items() if role != "unembedding"}
+        if len(set(lengths.values())) > 1:
+            raise UserError(f"{self._path}: expected the same number of rows in every array, got {lengths}.")
+        rows = np.flatnonzero(~self.broken)
+        if not len(rows):
+            raise UserError(f"{self._path}: expected at least one row, got none.")
+        count = self.skipped.count + int(self.broken.sum())
+        if count:
+            self.notes.append(f"{count:,} broken rows left out, the first: {self.skipped.first.rstrip('.')}")
+        return rows
 
     def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:
         """Raises `UserError` for the first row that is `bad`, or marks these rows as broken."""
@@ -368,7 +393,7 @@ class _Columns:
         self.broken |= bad
 
     def _numbers(self, name: str, words: Mapping[str, float] | None = None) -> np.ndarray:
-        """Real numbers `[N]`, NaN where a row has none: of the file's dtype, or float64 of text and JSON.
+        """Real numbers `[N]`, NaN for empty cells; in the dtype of the file, float64 for text and JSON.
 
         Text may be a percentage, one of `words`, or have a decimal comma, unless it could be thousands (1,234).
         """
@@ -379,12 +404,9 @@ class _Columns:
                 raise UserError(f"{self._path}: {name}: expected real numbers, got {got}; give one for each row.")
             return cells
         cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
-        texts = [cell for cell in cells if isinstance(cell, str)]
-        commas = [text for text in texts if "," in text]
-        points = any("." in text for text in texts)
-        thousands = all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", cell) for cell in commas)
-        decimal_comma = bool(commas) and not points and not thousands
-        values, bad = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
+        decimal_comma = _has_decimal_comma([cell for cell in cells if isinstance(cell, str)])
+        values = np.full(len(cells), np.nan)
+        bad = np.zeros(len(cells), bool)
         for row, cell in enumerate(cells):
             try:
                 values[row] = _number(cell, decimal_comma, words or {})
@@ -453,7 +475,8 @@ class _Columns:
                 raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
             if role in names:
                 name = names[role]
-                values, cells = self._lists(name), self.cells[name]
+                values = self._lists(name)
+                cells = self.cells[name]
             elif by_number:
                 columns = [self._numbers(by_number[k]) for k in range(len(by_number))]
                 name, values = prefix, np.stack(columns, axis=1)
@@ -479,7 +502,8 @@ class _Columns:
         values = np.full((len(rows), lengths.max(initial=0)), -np.inf)
         for place, row in enumerate(rows):
             values[place, : lengths[place]] = row or ()
-        least, most = lengths[~self.broken].min(initial=values.shape[1]), values.shape[1]
+        most = values.shape[1]
+        least = lengths[~self.broken].min(initial=most)
         if least < most:
             self.notes.append(f"{name}: rows have {least} to {most} options; those that lack are impossible")
         return values
@@ -496,13 +520,14 @@ class _Columns:
 
     def _log_probabilities(self, name: str, values: np.ndarray, cells: Any) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities that sum to 1, float64 `[N, K]`, and their logarithms; 0 and −inf where a list has ended."""
-        there = ~np.isneginf(values)
-        p = np.where(there, values, 0.0).astype(np.float64)
+        is_option = ~np.isneginf(values)
+        p = np.where(is_option, values, 0.0).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            bad = np.asarray(~((p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1) <= 1e-3)))
+            sums_to_one = abs(p.sum(axis=1) - 1) <= 1e-3
+            bad = ~((p >= 0).all(axis=1) & sums_to_one)
         self._refuse(name, bad, "probabilities that sum to 1", cells)
         logs = np.log(np.maximum(np.where(bad[:, None], 1.0, p), _TINY))
-        return p, self._logits(name, np.where(there, logs, -np.inf), cells)
+        return p, self._logits(name, np.where(is_option, logs, -np.inf), cells)
 
 
 def _shown(cell: Any) -> str:
@@ -512,6 +537,14 @@ def _shown(cell: Any) -> str:
     plain = isinstance(cell, str) and re.fullmatch(r"[-+.,\w]*\d[-+.,\w]*%?|nan", cell, re.ASCII)
     text = cell if plain else repr(cell)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _has_decimal_comma(texts: Sequence[str]) -> bool:
+    """Whether numbers are written 0,5: some have a comma, none has a point, and not all could be thousands (1,234)."""
+    with_comma = [text for text in texts if "," in text]
+    if not with_comma or any("." in text for text in texts):
+        return False
+    return not all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", text) for text in with_comma)
 
 
 def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float:
