@@ -52,13 +52,10 @@ class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, c
 
 def run(options: EvalTasksOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    try:
-        from calibjax.eval.tasks.harness import Chat
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     if options.fit and options.temperature is not None:
         raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
-    names, assets = common.split_names(options.tasks), assets_folder(options.assets)
+    names = common.split_names(options.tasks)
+    assets = assets_folder(options.assets)
     if options.assets is not None:
         with about("--assets"):
             require_directory(options.assets, "assets")
@@ -69,6 +66,8 @@ def run(options: EvalTasksOptions, log: Log = print) -> Document:
     options = dataclasses.replace(options, tasks=names, further_confidences=further, assets=assets)
     options.check_methods(options.head is not None)
     manager = together(functools.partial(check_tasks, names, assets))
+    from calibjax.eval.tasks.harness import Chat  # needs lm-eval, which `check_tasks` has found
+
     context = common.begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
     lm = options.load(context.mesh, log)

@@ -74,6 +74,4 @@ def _read(directory: Path, name: str) -> Run:
         raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
     document = read_metrics(file)
     date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
-    tokens = directory / "tokens.json"
-    sample = read_tokens(tokens) if tokens.is_file() else None
-    return Run(name, document, sample, date, made_by(directory), directory)
+    return Run(name, document, read_tokens(directory), date, made_by(directory), directory)

@@ -76,7 +76,7 @@ def test_damaged_tokens(documents, tmp_path, monkeypatch):
     for _, damaged in mutations(report_documents.sample()):
         file.write_text(json.dumps(damaged))
         try:
-            page.page([page.Run("", documents["tokens"], read_tokens(file))])
+            page.page([page.Run("", documents["tokens"], read_tokens(tmp_path))])
         except UserError as error:
             refused += str(error).startswith(f"{file}: ")
     assert refused > 20

@@ -56,13 +56,13 @@ def verdict(document: Document) -> Verdict:
 
 
 def fit_of(document: Document) -> Row:
-    """What the run reports of its fit; of a command with an option `fit`, nothing."""
+    """What the run reports of its fit; empty for a command whose `fit` is an option."""
     fit = document.get("run", {}).get("fit")
     return fit if isinstance(fit, dict) else {}
 
 
 def _given_loss(document: Document) -> str:
-    """That `train ats` kept its head because the loss was given, not because it beat temperature scaling; or ""."""
+    """The sentence that the head of `train ats` was kept because its loss was given, not because it won; else ""."""
     plan = fit_of(document).get("plan", {"auto": True})
     if plan["auto"]:
         return ""
@@ -83,7 +83,9 @@ def set_verdict(results: Row) -> Verdict:
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
         base = methods["uncalibrated"]
-        text, is_warning = _beside("temperature scaling", methods["temperature"], "the uncalibrated model", base, base)
+        text, is_warning = _comparison(
+            "temperature scaling", methods["temperature"], "the uncalibrated model", base, base
+        )
         return Verdict(text if is_warning else text[0].upper() + text[1:], is_warning)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
@@ -93,25 +95,29 @@ def set_verdict(results: Row) -> Verdict:
 # --- tokens and answers ---
 
 
-def _beside(name: str, row: Row, other_name: str, other: Row, tested: Row) -> Verdict:
-    """That a row does not differ from another, is worse in one figure or two, or is better calibrated."""
+def _comparison(
+    name: str, row: Row, other_name: str, other: Row, tested: Row, *, addition: str = "", must_differ: bool = False
+) -> Verdict:
+    """Whether a row does not differ from another, is worse in one figure or in both, or is better calibrated.
+
+    `addition` ends the sentence of a better row; with `must_differ`, a row that does not differ is a warning.
+    """
     figures = "; ".join(_figures(row, other))
-    if reason := _indistinct(row, other, tested):
-        return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.")
-    better = Verdict(f"{name[0].upper()}{name[1:]} is better calibrated than {other_name}: {figures}.")
-    return _warning(name, row, other_name, other) or better
+    reason = _why_equal(row, other, tested)
+    if reason:
+        return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.", must_differ)
+    better = f"{name[0].upper()}{name[1:]} is better calibrated than {other_name}: {figures}{addition}."
+    return _worse(name, row, other_name, other) or Verdict(better)
 
 
 def _fine_tuning_verdict(methods: Row) -> Verdict:
-    before, after, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
-    beside = _beside("the fine-tuned model", after, "the base model", before, after)
-    if _indistinct(after, before, after):
-        return beside._replace(is_warning=True)
-    if scaled is None or beside.is_warning:
-        return beside
-    word = "higher" if after["ece"]["value"] > scaled["ece"]["value"] else "not higher"
-    ece = f"its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
-    return Verdict(f"{beside.text[:-1]}; {ece}.")
+    base, tuned, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
+    addition = ""
+    if scaled is not None:
+        word = "higher" if tuned["ece"]["value"] > scaled["ece"]["value"] else "not higher"
+        addition = f"; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
+    name, base_name = "the fine-tuned model", "the base model"
+    return _comparison(name, tuned, base_name, base, tuned, addition=addition, must_differ=True)
 
 
 def _ats_verdict(methods: Row) -> Verdict:
@@ -120,22 +126,22 @@ def _ats_verdict(methods: Row) -> Verdict:
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
         return Verdict(f"{line} uncalibrated.", is_warning=True)
-    beside = _beside("ATS", ats, "temperature scaling", scaled, ats)
-    if _indistinct(ats, scaled, ats):
-        return beside._replace(is_warning=True)
-    before = f"uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f}"
+    uncalibrated = f" (uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f})"
+    verdict = _comparison("ATS", ats, "temperature scaling", scaled, ats, addition=uncalibrated, must_differ=True)
+    if _why_equal(ats, scaled, ats):
+        return verdict
     tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}
     differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
     if all(tests.values()) and len(differing) == 1:
-        named = list(zip(("ECE", title), _figures(ats, scaled), strict=True))
-        (name, values), (other, rest) = named if differing == ["ece"] else reversed(named)
+        ece, score = _figures(ats, scaled)
+        name, values, other, rest = ("ECE", ece, title, score) if differing == ["ece"] else (title, score, "ECE", ece)
         improves = is_lower(tests[differing[0]])
         line = f"ATS has a {'lower' if improves else 'higher'} {name} than temperature scaling: {values}"
-        line = f"{line}; its {other} does not differ beyond noise: {rest} ({before})."
+        line = f"{line}; its {other} does not differ beyond noise: {rest}{uncalibrated}."
         return Verdict(line, is_warning=not improves)
-    if beside.is_warning:
-        return beside
-    return _warning("ATS", ats, "the uncalibrated model", base) or Verdict(f"{beside.text[:-1]} ({before}).")
+    if verdict.is_warning:
+        return verdict
+    return _worse("ATS", ats, "the uncalibrated model", base) or verdict
 
 
 def _base_verdict(base: Row) -> Verdict:
@@ -147,7 +153,7 @@ def _base_verdict(base: Row) -> Verdict:
 
 
 def _confidences_verdict(methods: Row) -> Verdict:
-    """Of several confidences in the same answers, without a correction."""
+    """The verdict on several confidences in the same answers, without a correction."""
     base = methods["uncalibrated"]
     lowest = min(methods, key=lambda name: methods[name]["brier"])
     line = (
@@ -174,20 +180,20 @@ def _figures(row: Row, other: Row) -> tuple[str, str]:
     return ece, f"{title} {row[key]:.4f} against {other[key]:.4f}"
 
 
-def _indistinct(row: Row, other: Row, tested: Row) -> str:
-    """How a row does not differ from another: "here" if all that a sentence shows of them is equal, "beyond noise" if
-    neither difference of `tested` from temperature scaling is significant; "" if it differs."""
+def _why_equal(row: Row, other: Row, tested: Row) -> str:
+    """Why a row counts as equal to another: "here" if the figures of a sentence are equal, "beyond noise" if neither
+    difference of `tested` from temperature scaling is significant; "" if it differs."""
     key, _ = _score_of(row, other)
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
     if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
         return "here"
-    against = [tested.get("against", {}).get(name) for name in ("ece", key)]
-    noise = all(one is not None and not is_lower(one) and not is_higher(one) for one in against)
-    return "beyond noise" if noise else ""
+    tests = [tested.get("against", {}).get(name) for name in ("ece", key)]
+    is_noise = all(test is not None and not is_lower(test) and not is_higher(test) for test in tests)
+    return "beyond noise" if is_noise else ""
 
 
-def _warning(name: str, row: Row, other_name: str, other: Row) -> Verdict | None:
-    """The sentence of a row whose ECE and score are not both as low as another's; None of one whose are."""
+def _worse(name: str, row: Row, other_name: str, other: Row) -> Verdict | None:
+    """The warning that a row's ECE or score is higher than another's; None if neither is."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
     lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
@@ -205,7 +211,7 @@ def _warning(name: str, row: Row, other_name: str, other: Row) -> Verdict | None
 
 
 def comparison_verdict(results: Row) -> Verdict:
-    """Of `compare`: the `winner`, or that none beats temperature scaling, and whether it beats no calibration."""
+    """The `winner` of `compare`, or that none beats temperature scaling; and its test against no calibration."""
     rows, reference, best = results["methods"], results["reference"], winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
@@ -220,14 +226,14 @@ def comparison_verdict(results: Row) -> Verdict:
             f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
             f"of {scaling} ({_tested(rows, best)})"
         )
-        return Verdict(f"{line}{_beside_uncalibrated(rows, best, ', and ')}.")
+        return Verdict(f"{line}{_against_uncalibrated(rows, best, ', and ')}.")
     ended = " (not converged)" if reference in unconverged else ""
     line = f"no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
     others = [name for name in finite if name not in (reference, *unconverged)]
     nearest = min(others, key=lambda name: finite[name], default=reference)
     if finite[nearest] < finite[reference] and "log_loss" in rows[nearest].get("against", {}):
         line += f"; the lowest is {finite[nearest]:.4f} of {title_of(nearest)} ({_tested(rows, nearest)})"
-    return Verdict(f"{line}{_beside_uncalibrated(rows, reference, '. It is ')}.", is_warning=True)
+    return Verdict(f"{line}{_against_uncalibrated(rows, reference, '. It is ')}.", is_warning=True)
 
 
 def _tested(rows: Row, name: str) -> str:
@@ -238,9 +244,10 @@ def _tested(rows: Row, name: str) -> str:
     return f"{interval(against)}, p = {p} after Holm's correction for {count} comparisons"
 
 
-def _beside_uncalibrated(rows: Row, name: str, joint: str) -> str:
+def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
     """Whether a method beats the uncalibrated predictions; "" where that was not compared."""
-    base, against = rows.get("uncalibrated"), rows[name].get("against_uncalibrated", {}).get("log_loss")
+    base = rows.get("uncalibrated")
+    against = rows[name].get("against_uncalibrated", {}).get("log_loss")
     if base is None or against is None or base["log_loss"] is None:
         return ""
     word = "not different beyond noise from"
@@ -276,7 +283,7 @@ def choice_verdict(comparison: Row) -> str:
 
 
 def plan_verdict(document: Document) -> str:
-    """Of `plan`: whether a step fits, and its time."""
+    """Whether a planned step fits, and its time."""
     likely = "probably " if document["fits"] is None else ""
     fits = "fits" if document["likely_fits"] else "does not fit"
     bound = milliseconds(document["roofline_seconds"]["bound"])
@@ -286,7 +293,7 @@ def plan_verdict(document: Document) -> str:
 
 
 def lhts_verdict(document: Document) -> Verdict:
-    """Of `train lhts`: the text of the trained model beside the pretrained model's, at the first myopic temperature."""
+    """The text of the model of `train lhts` against the pretrained model's, at the first myopic temperature."""
     texts = document["texts"]
     temperature = next(iter(texts["pretrained"]))
     trained = {name: rows[temperature] for name, rows in texts.items() if name.startswith("lhts")}
@@ -312,7 +319,7 @@ def lhts_verdict(document: Document) -> Verdict:
 
 
 def layers_verdict(document: Document) -> Verdict:
-    """Of `eval layers`: the effect of the chosen edit on the half of the data that did not choose it."""
+    """The effect of the edit that `eval layers` chose, on the half of the data that did not choose it."""
     methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
     before, after = methods["uncalibrated"], methods.get("edited")
     if after is None:
@@ -362,7 +369,8 @@ def conventions(results: Row) -> str:
 
 def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
-    notes, titles_of_line = [], {}
+    notes = []
+    titles_of_line: dict[str, list[str]] = {}
     for index, (title, results) in enumerate(sets_of(document)):
         of_set = set_verdict(results)
         if index and of_set.text:
@@ -381,7 +389,7 @@ def model_of(run: Row) -> str:
 def data_of(run: Row) -> str:
     """The short name of the data of a run."""
     keys = ("tasks",) if run.get("tasks") else ("data", "table", "domains", "mmlu")
-    names = ", ".join(name for key in keys if (name := _short(run.get(key))))
+    names = ", ".join(filter(None, [_short(run.get(key)) for key in keys]))
     return names or ("a synthetic language" if run.get("command") == "quickstart" else "")
 
 
@@ -437,7 +445,7 @@ class Subject(NamedTuple):
 
 
 def model_card(document: Document, subject: Subject) -> str:
-    """Returns the README.md of a repository of the Hub: its metadata as YAML, then base model, data and method, the
+    """The README.md of a repository of the Hub: its metadata as YAML, then base model, data and method, the
     table of results with intervals, the reliability diagram reliability.png, code, and limitations."""
     run = document.get("run", {})
     metadata = {

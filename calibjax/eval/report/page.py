@@ -30,7 +30,6 @@ from calibjax.runtime.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS = "tokens.json"  # beside metrics.json: a `token_sample`, if the run made one
 _ARROWS = {"lower": "↓", "higher": "↑", "": ""}
 _MAIN = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
 _REST = tuple(dict.fromkeys(column.key for column in tables.COLUMNS if column.key not in _MAIN))
@@ -57,9 +56,7 @@ def write_report(document: Document, directory: Path) -> None:
     for drawing in figures_of(document):
         if drawing.name in names:
             write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
-    file = directory / TOKENS
-    tokens = read_tokens(file) if file.is_file() else None
-    run = Run("", document, tokens, datetime.date.today().isoformat(), command_line.get(), directory)
+    run = Run("", document, read_tokens(directory), datetime.date.today().isoformat(), command_line.get(), directory)
     write_file(directory / "report.html", page([run]))
 
 

@@ -40,8 +40,14 @@ def read_metrics(file: Path) -> Document:
     return check_document(document, file)
 
 
-def read_tokens(file: Path) -> dict[str, Any]:
-    """Reads and checks a tokens.json, a `token_sample`; raises `UserError` if it is damaged."""
+def read_tokens(directory: Path) -> dict[str, Any] | None:
+    """Reads and checks the tokens.json of a run, a `token_sample`; None if the run made none.
+
+    Raises `UserError` if it is damaged.
+    """
+    file = directory / "tokens.json"
+    if not file.is_file():
+        return None
     sample = _load(file)
     with readable(file):
         for token in (token for sequence in sample["sequences"] for token in sequence):

@@ -29,13 +29,13 @@ _AFTER = ("ats", "fine_tuned", "edited", "lhts", "temperature")
 
 
 class TextTable(NamedTuple):
-    """A table before it is drawn; all but the first column are numbers.
+    """A table before it is drawn; every column but the first holds numbers.
 
     Attributes:
-        order: numbers of columns but the first, the most important first; the others follow from left to right. A
-            terminal that is too narrow drops columns from the end of this order.
-        best: numbers of the rows that are highlighted.
-        groups: the title of each row's group, which stands above the group's first row; empty for none.
+        order: indices of the columns from 1, the most important first; the others follow from left to right. A terminal
+            that is too narrow drops columns from the end of this order.
+        best: indices of the rows that are highlighted.
+        groups: title of the group of each row, shown above the group's first row; empty if there are no groups.
     """
 
     title: str
@@ -76,7 +76,7 @@ def is_lower(against: Row) -> bool:
 
 
 def is_higher(against: Row) -> bool:
-    """Whether it lies above 0."""
+    """Whether the interval of a difference lies above 0: the figure is significantly higher than the other."""
     return against["low"] > 0
 
 
@@ -117,7 +117,7 @@ def sets_of(document: Document) -> list[tuple[str, Row]]:
 
 
 def pair_of(results: Row) -> tuple[str, str]:
-    """The names of the rows before and after: of a comparison its winner, else what the run fitted."""
+    """The names of the rows before and after; "after" is the winner of a comparison, else what the run fitted."""
     names = list(results["methods"])
     before = next((name for name in _BEFORE if name in names), names[0])
     if "sort" in results:
@@ -130,10 +130,11 @@ def pair_of(results: Row) -> tuple[str, str]:
 
 
 def winner(results: Row) -> str:
-    """The method of a comparison to use: that of the lowest log loss among those that beat temperature scaling.
+    """The method to use: the one with the lowest log loss among those that beat temperature scaling.
 
-    Beaten is an interval of the difference below 0 and p < 0.05 after Holm's correction. A fit that did not converge
-    never wins. Temperature scaling where none does; where it has no finite log loss, the lowest of the others.
+    A method beats it if the interval of the difference lies below 0 and p < 0.05 after Holm's correction; a fit that
+    did not converge never does. If no method beats it, temperature scaling is returned. If temperature scaling has no
+    finite log loss, the lowest of the others wins without a test.
     """
     rows, reference = results["methods"], results["reference"]
     has_loss = figure_of(rows.get(reference, {}), "log_loss") is not None
@@ -159,9 +160,11 @@ def remarks(results: Row) -> list[str]:
     """Notes on a benchmark: its prompts, the harness's own metrics, and prompts too long for the model."""
     lines = []
     if "shots" in results:
-        own = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
         parts = [f"{results['shots']} examples before each question", results["source"]]
-        lines.append("; ".join([*parts, f"lm-eval's own metrics: {own}"] if own else parts))
+        if results["harness"]:
+            harness_metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
+            parts.append(f"lm-eval's own metrics: {harness_metrics}")
+        lines.append("; ".join(parts))
     if results.get("cut"):
         lines.append(f"{results['cut']:,} prompts exceeded the model's context and were cut at the start")
     if results.get("too_long"):
@@ -170,14 +173,14 @@ def remarks(results: Row) -> list[str]:
 
 
 def failures(results: Row) -> list[str]:
-    """A line for each reason why methods have no row, or none of a fit that converged."""
+    """A line for each reason why methods failed, did not converge or were left out."""
     lines = []
-    unconverged = dict.fromkeys(results.get("not_converged", ()), UNCONVERGED)
-    for word, reasons in (
-        ("Failed", results.get("failed", {})),
-        ("Not converged", unconverged),
-        ("Left out", results.get("left_out", {})),
-    ):
+    reasons_by_kind = {
+        "Failed": results.get("failed", {}),
+        "Not converged": dict.fromkeys(results.get("not_converged", ()), UNCONVERGED),
+        "Left out": results.get("left_out", {}),
+    }
+    for word, reasons in reasons_by_kind.items():
         for reason in dict.fromkeys(reasons.values()):
             names = ", ".join(title_of(name) for name in reasons if reasons[name] == reason)
             lines.append(f"{word}: {names}: {reason}.")
@@ -190,17 +193,15 @@ def failures(results: Row) -> list[str]:
 def cell(*path: str, form: str = ".4f", leading_zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
     """The function that shows the entry at a path in a row: a number, a figure with its interval, or a text.
 
-    Args:
-        form: format of numbers.
-        leading_zero: False writes .1234 for 0.1234.
-        absent: text where the row has no such entry.
+    Without `leading_zero` 0.1234 is .1234. A row without such an entry shows `absent`.
     """
 
     def text(row: Row) -> str:
         value: Any = row
         for name in path:
             value = None if value is None else value.get(name)
-        if (ends := row.get(f"{path[0]}_interval")) is not None:
+        ends = row.get(f"{path[0]}_interval")
+        if ends is not None:
             value = {"value": value, **ends}
         if value is None or isinstance(value, str):
             return value or absent
@@ -212,19 +213,12 @@ def cell(*path: str, form: str = ".4f", leading_zero: bool = True, absent: str =
 
 
 class Column(NamedTuple):
-    """A figure of the methods of a set.
-
-    Attributes:
-        key: field of a method's row.
-        title: title of the column.
-        text: text of a row's cell.
-        better: "lower" or "higher", the better direction; "" where there is none.
-    """
+    """A figure of the methods of a set: a field of their rows, its title, and the text of a row's cell."""
 
     key: str
     title: str
     text: Callable[[Row], str]
-    better: str = ""
+    better: str = ""  # "lower" or "higher", where one direction is better
 
 
 COLUMNS = (
@@ -269,7 +263,7 @@ def columns_of(sets: Sequence[Row]) -> list[Column]:
 def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     """The rows of all sets of a run in one table, the held-out set first.
 
-    `intervals` shows those of NLL, Brier score and accuracy of tokens too. ECE always has its.
+    ECE has an interval in any case; `intervals` adds those of NLL, Brier score and accuracy of tokens.
     """
     sets = sets_of(document)
     shown = columns_of([results for _, results in sets])
@@ -305,6 +299,8 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
 def comparison_table(results: Row, where: str) -> TextTable:
     """A row for every method of `compare`, best first: log loss, its difference from temperature scaling, and more."""
     figure = functools.partial(cell, leading_zero=False)
+    title_by_key = {column.key: column.title for column in COLUMNS}
+    further = ("nll", "brier", "debiased_ece", "adaptive_ece", "smooth_ece", "mce", "auroc")
     columns: dict[str, Callable[[Row], str]] = {
         "method": cell("title"),
         "log loss": figure("log_loss", absent="inf"),
@@ -313,13 +309,7 @@ def comparison_table(results: Row, where: str) -> TextTable:
         "accuracy": figure("accuracy"),
         "ECE": figure("ece", "value"),
         "ECE, 95% interval": lambda row: interval(row["ece"]).partition(" ")[2],
-        "NLL": figure("nll"),
-        "Brier": figure("brier"),
-        "debiased ECE": figure("debiased_ece"),
-        "adaptive ECE": figure("adaptive_ece"),
-        "smooth ECE": figure("smooth_ece"),
-        "MCE": figure("mce"),
-        "AUROC": figure("auroc"),
+        **{title_by_key[key]: figure(key) for key in further},
         "Δ ECE [95% interval]": figure("against", "ece"),
         "Δ Brier [95% interval]": figure("against", "brier"),
         "changed": cell("changed", form=","),
@@ -371,7 +361,8 @@ _figure = functools.partial(cell, form=".3f", leading_zero=False)
 def layer_findings(document: Document) -> list[str]:
     """Where the decision settles, whether there is a confidence-correction phase, and what the edit changes."""
     layers, direction = document["layers"], document["direction"]
-    phase, settled, last = layers["phase"], layers["phase"]["settled"], len(layers["curves"]) - 1
+    phase, last = layers["phase"], len(layers["curves"]) - 1
+    settled = phase["settled"]
     lines = [
         f"The decision settles at layer {settled} of {last}: from there on the most likely token equals the last "
         f"layer's for at least {phase['settled_fraction']:.0%} of the predictions."
@@ -549,12 +540,13 @@ def text_table(document: Document) -> TextTable:
     texts, analogies, methods = document["texts"], document["analogies"], document["held_out"]["methods"]
     rows = []
     for name, cells in texts.items():
-        for temperature, own in cells.items():
+        for temperature, figures in cells.items():
+            row = {**figures, "name": f"{name}, {temperature}", "nll": methods[name]["nll"]}
+            row["likelihood"] = f"{figures['log_prob']:.3f} ± {figures['log_prob_error']:.3f}"
             score = analogies.get(name, {}).get(temperature)
-            right = None if score is None else f"{100 * score['accuracy']:.1f} ± {100 * score['error']:.1f}"
-            likelihood = f"{own['log_prob']:.3f} ± {own['log_prob_error']:.3f}"
-            given = {"name": f"{name}, {temperature}", "likelihood": likelihood, "analogies": right}
-            rows.append({**own, **given, "nll": methods[name]["nll"]})
+            if score is not None:
+                row["analogies"] = f"{100 * score['accuracy']:.1f} ± {100 * score['error']:.1f}"
+            rows.append(row)
     columns = {
         "model, myopic temperature": cell("name"),
         "log p of a token": cell("likelihood"),
@@ -577,7 +569,7 @@ def text_table(document: Document) -> TextTable:
 
 
 def plan_table(document: Document) -> TextTable:
-    """Of `plan`: memory, operations and times of a step on each device, and of the run if its length is known."""
+    """Memory, operations and times of a step on each device; and those of the run, where its length is known."""
     rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
     rows.append(["fits", _margin(document)])
     counts = document["parameters"]
@@ -593,13 +585,13 @@ def plan_table(document: Document) -> TextTable:
         rows.append([kind, f"{moved['count']:,} x, {received}"])
     rows += [[f"roofline, {name}", milliseconds(x)] for name, x in document["roofline_seconds"].items()]
     if run := document.get("run"):
-        low, high = run["utilisation"]
         rows.append(["steps of the run", f"{run['steps']:,}"])
         if run["stored_bytes"] is not None:
             rows.append(["stored from the frozen pass, each host", _size(run["stored_bytes"])])
+        low, high = run["utilisation"]
         least, most = run["seconds"]
-        units = ((86400, "d"), (3600, "h"), (60, "min"))
-        unit, name = next(((unit, name) for unit, name in units if most >= 2 * unit), (1, "s"))
+        units = ((86400, "d"), (3600, "h"), (60, "min"), (0, "s"))
+        unit, name = next((max(seconds, 1), name) for seconds, name in units if most >= 2 * seconds)
         rows.append([f"run at {low:.0%} to {high:.0%}", f"{least / unit:,.1f} to {most / unit:,.1f} {name}"])
     return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
 

@@ -26,7 +26,7 @@ _PER_QUESTION = ("subject", "cut", "question", "answer", "details")
 
 
 class Answers(NamedTuple):
-    """Answers to N questions with M confidences: one per head, and for written answers the further methods after them.
+    """Answers to N questions with M confidences: one per head, then those of the further methods for written answers.
 
     Attributes:
         confidence, correct: float32.
@@ -83,15 +83,16 @@ class TemperatureFit(NamedTuple):
 def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead]) -> None:
     """Writes which model and heads the answers in `directory` belong to, or raises `UserError` if they are others."""
     digests = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
-    own, file = {"base_fingerprint": lm.fingerprint, "heads": digests}, directory / "model.json"
+    identity = {"base_fingerprint": lm.fingerprint, "heads": digests}
+    file = directory / "model.json"
 
     def claim() -> None:
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            write_file(file, json.dumps(own, indent=2) + "\n")
+            write_file(file, json.dumps(identity, indent=2) + "\n")
             return
         try:
-            same = read_json(file) == own
+            same = read_json(file) == identity
         except ValueError as error:
             raise UserError(f"{file}: not readable ({error}). Choose another --out, or remove this one.") from error
         if not same:

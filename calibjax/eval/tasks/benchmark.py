@@ -80,11 +80,8 @@ def evaluate_tasks(
         >>> calibjax.evaluate_tasks(lm, ["arc_easy"])["held_out"]["methods"]["uncalibrated"]["ece"]  # doctest: +SKIP
         {'value': ...}
     """
-    try:
-        from calibjax.eval.tasks.harness import HarnessLM
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
-    context, options = context or RunContext(), options or TasksOptions()
+    context = context or RunContext()
+    options = options or TasksOptions()
     check_options(options)
     heads = {"ats": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     options.check_methods(bool(heads))
@@ -93,6 +90,8 @@ def evaluate_tasks(
         names, assets = tuple(tasks), assets_folder(options.assets)
         manager = together(functools.partial(check_tasks, names, assets))
         tasks = together(functools.partial(load_tasks, names, manager, assets, context.log))
+    from calibjax.eval.tasks.harness import HarnessLM  # needs lm-eval, which `check_tasks` has found
+
     compared = {"uncalibrated": FittedHead.constant(lm)}
     if options.fit:
         compared["temperature"] = FittedHead.constant(lm)  # a factor of the options, not of the tokens

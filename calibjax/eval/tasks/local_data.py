@@ -27,9 +27,14 @@ _FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
 
 
 def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
-    """The harness's task definitions and ours; only those that `names` need, for all ten thousand take seconds."""
-    import lm_eval.tasks
+    """The harness's task definitions and ours; only those that `names` need: reading all ten thousand takes seconds.
 
+    Raises `UserError` if lm-eval is not installed.
+    """
+    try:
+        import lm_eval.tasks
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'calibjax[lm-eval]'.") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that its metadata can be given
     metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
     theirs = Path(lm_eval.tasks.__file__).parent
@@ -41,14 +46,14 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
 
 
 class BenchmarkTask(NamedTuple):
-    """A task by its name in `--tasks`: its parts (of MMLU the subjects), and where its questions come from."""
+    """A task by its name in `--tasks`: its parts (the subjects of MMLU), and where its questions come from."""
 
     parts: dict[str, "ConfigurableTask"]
     source: str
 
 
 def check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
-    """lm-eval's tasks; raises `UserError` for names that are none of them."""
+    """The tasks of lm-eval; raises `UserError` for names that are not among them."""
     manager = task_manager(names, assets)
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown or not names:
@@ -62,6 +67,7 @@ def check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
 def load_tasks(
     names: tuple[str, ...], manager: "TaskManager", assets: Path | None, log: Callable[[str], None]
 ) -> dict[str, BenchmarkTask]:
+    """Name -> task, from local data where the assets have it, else from the hub; logs where each comes from."""
     tasks = {}
     for name in names:
         has_local = f"{name}_local" in manager.all_tasks and assets_folder(assets) is not None
@@ -72,10 +78,9 @@ def load_tasks(
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            reason, where = str(error).strip().splitlines()[0], ""
-            if not at_hand:
-                where = " Its questions come from the hub; --assets names a folder that has some of them."
-            raise UserError(f"--tasks {name}: cannot be loaded: {reason}.{where}") from error
+            reason = str(error).strip().splitlines()[0]
+            hint = "" if at_hand else " Its questions come from the hub; --assets names a folder that has some of them."
+            raise UserError(f"--tasks {name}: cannot be loaded: {reason}.{hint}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
