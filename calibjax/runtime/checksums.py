@@ -24,17 +24,17 @@ _PARTS = 16
 
 
 def json_digest(value: Any) -> str:
-    """Returns the checksum of a JSON value, which does not depend on the order of keys."""
+    """Checksum of a JSON value; it does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode()).hexdigest()
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `content` with its own checksum under the key `sha256`."""
+    """The content with its own checksum under the key `sha256`."""
     return {**content, "sha256": json_digest(content)}
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
-    """Returns the content of `seal`; raises `ValueError` if its checksum is missing or differs."""
+    """The content that `seal` was given; raises `ValueError` if its checksum is missing or differs."""
     if not isinstance(sealed, dict) or "sha256" not in sealed:
         raise ValueError("no checksum")
     content = {key: value for key, value in sealed.items() if key != "sha256"}
@@ -44,7 +44,7 @@ def unseal(sealed: Any) -> dict[str, Any]:
 
 
 def array_digests(tree: Any) -> dict[str, str]:
-    """Returns the checksum of the dtype, shape and bytes of every array of a tree, by dotted path.
+    """Dotted path -> checksum of the dtype, shape and bytes, for every array of a tree.
 
     Each of the last two axes of an array is cut into gcd(n, 16) equal parts, and the checksum is that of the parts'
     checksums in their order. It does not depend on sharding. If devices hold whole parts, each process hashes its own
@@ -81,8 +81,8 @@ def _in_whole_parts(array: Any) -> bool:
     """Whether `_part_digests` can hash the array without gathering it; equal in all processes."""
     if _is_local(array):
         return True
-    held = array.sharding.shard_shape(array.shape)
-    return all(n % size == 0 for n, size in zip(held, _part_shape(array.shape), strict=True))
+    shard_shape = array.sharding.shard_shape(array.shape)
+    return all(n % size == 0 for n, size in zip(shard_shape, _part_shape(array.shape), strict=True))
 
 
 def _part_digests(array: Any) -> np.ndarray:
@@ -90,12 +90,12 @@ def _part_digests(array: Any) -> np.ndarray:
     sizes = np.array(_part_shape(array.shape), np.int64)
     table = np.zeros((*(array.shape // sizes), 32), np.uint8)
     if _is_local(array):
-        held = [(np.zeros_like(sizes), np.asarray(array))]
+        pieces = [(np.zeros_like(sizes), array)]
     else:
         shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        held = [(np.array([along.start or 0 for along in shard.index], np.int64), shard.data) for shard in shards]
-    for start, data in held:
-        data = np.asarray(data)
+        pieces = [(np.array([along.start or 0 for along in shard.index], np.int64), shard.data) for shard in shards]
+    for start, piece in pieces:
+        data = np.asarray(piece)
         for number in np.ndindex(*(data.shape // sizes)):
             begin = number * sizes
             inner = tuple(slice(*bounds) for bounds in zip(begin, begin + sizes, strict=True))
@@ -152,7 +152,7 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str]:
 
 
 def different_arrays(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
-    """Returns the names of arrays whose checksums differ or that occur in only one of the two."""
+    """Names of arrays whose checksums differ or that occur in only one of the two."""
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 

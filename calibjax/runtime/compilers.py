@@ -42,7 +42,7 @@ def compiler_version(platform: str = "tpu") -> str | None:
 def with_compiler(
     function: Callable[..., Any], *args: Any, flags: Sequence[str] = (), timeout: float | None = None
 ) -> Any:
-    """Returns `function(*args)`, called in a new process that can compile for devices that are not there.
+    """The result of `function(*args)`, called in a new process that can compile for devices that are not there.
 
     The function is of a module; it, its arguments and its result are pickled. `flags` are added to LIBTPU_INIT_ARGS.
 

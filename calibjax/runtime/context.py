@@ -25,13 +25,13 @@ class RunContext:
     """Context of a run, passed to functions that compute for a while.
 
     Attributes:
-        directory: directory of checkpoints, caches and logs. None: nothing is stored and the run cannot resume.
+        directory: directory of checkpoints, caches and logs. If None, nothing is stored and the run cannot resume.
         mesh: devices, such as `jax.make_mesh((2, 4), ("data", "fsdp"))`, with axes among data, fsdp and tensor; by
             default all devices along fsdp, as in the commands.
         seed: seed of all random numbers, at least 0.
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
-        title: of the progress bar of the next step; None: the step's own.
+        title: title of the next progress bar; by default that of the step.
         track: where the scalars of training go beside TensorBoard; see `calibjax.runtime.tracking`.
     """
 
@@ -51,20 +51,20 @@ class RunContext:
         return self.progress and is_first()
 
     def within(self, *parts: str) -> "RunContext":
-        """Returns the context with a subdirectory of its directory."""
+        """This context in a subdirectory of its directory."""
         return self if self.directory is None else dataclasses.replace(self, directory=self.directory.joinpath(*parts))
 
     def titled(self, title: str) -> "RunContext":
-        """Returns the context with a title for the progress bar."""
+        """This context with another title for the progress bar."""
         return dataclasses.replace(self, title=title)
 
     def silent(self) -> "RunContext":
-        """Returns the context without log lines and progress bars."""
+        """This context without log lines and progress bars."""
         return dataclasses.replace(self, log=lambda line: None, progress=False)
 
     @contextlib.contextmanager
     def with_directory(self) -> Iterator["RunContext"]:
-        """The same run with a directory: its own, or a temporary one, removed at the end; not of several processes."""
+        """This context with its directory, or with a temporary one, removed at the end; then in one process only."""
         if self.directory is not None:
             yield self
             return
@@ -74,7 +74,7 @@ class RunContext:
             yield dataclasses.replace(self, directory=Path(directory))
 
     def require_directory(self) -> Path:
-        """Returns the directory; raises `UserError` if there is none."""
+        """The directory; raises `UserError` if there is none."""
         if self.directory is None:
             raise UserError("expected a directory to write to; give RunContext(directory=...).")
         return self.directory

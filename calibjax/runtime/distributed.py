@@ -46,17 +46,17 @@ class DeviceOptions:
     def join(self) -> None:
         """Joins the other processes, if any are named. Must be called before any other use of JAX."""
         check_options(self)
-        given = {"--coordinator": self.coordinator, "--processes": self.processes, "--process-id": self.process_id}
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given) and not self.distributed:
+        address = {"--coordinator": self.coordinator, "--processes": self.processes, "--process-id": self.process_id}
+        missing = [name for name, value in address.items() if value is None]
+        if len(missing) == len(address) and not self.distributed:
             return
         if missing and not self.distributed:
-            raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}, or --distributed.")
+            raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(address)}, or --distributed.")
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
         try:
             timeout = self.heartbeat_timeout
-            jax.distributed.initialize(*given.values(), heartbeat_timeout_seconds=timeout)
+            jax.distributed.initialize(*address.values(), heartbeat_timeout_seconds=timeout)
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
@@ -116,7 +116,7 @@ def check_same(values: Sequence[Any], what: str) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Returns whole arrays as numpy arrays in every process. All processes must call this function."""
+    """The whole arrays of a tree as NumPy arrays, in every process. All processes must call this function."""
 
     def whole(x: Any) -> Any:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

@@ -29,25 +29,32 @@ _BROKEN = {getattr(errno, f"E{name}") for name in ("NOSPC", "DQUOT", "FBIG", "IO
 
 
 def storage_failure(error: BaseException) -> OSError | None:
-    """Returns the failure of storage or memory that an exception came from, such as a full disk; None if there is none.
+    """The failure of storage or memory that an exception came from, such as a full disk; None if there is none.
 
-    It is the exception itself, one that it was raised from, or named in it, as TensorStore and safetensors do.
+    This is the exception itself, one that it was raised from, or one named in its text, as in TensorStore's errors.
     """
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in chain:
-        chain.append(at)
-        if isinstance(at, OSError):
-            failure = at
-        else:
-            code = re.search(r"\bos[_ ]error(?:_code=')? ?(\d+)\b", str(at))
-            failure = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
-            if failure is None and (isinstance(at, MemoryError) or _NO_MEMORY.search(str(at))):
-                reason = " ".join(str(at).split())[:200]
-                failure = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM) + (f": {reason}" if reason else ""))
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        seen.append(current)
+        failure = _os_error(current)
         if failure is not None and failure.errno in _BROKEN | DENIED:
             return failure
-        at = at.__cause__ or at.__context__
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The exception as an `OSError`, if it is one, names the code of one, or says that memory has run out."""
+    if isinstance(error, OSError):
+        return error
+    text = str(error)
+    code = re.search(r"\bos[_ ]error(?:_code=')? ?(\d+)\b", text)
+    if code:
+        return OSError(int(code[1]), os.strerror(int(code[1])))
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+        reason = " ".join(text.split())[:200]
+        return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM) + (f": {reason}" if reason else ""))
     return None
 
 
@@ -75,7 +82,7 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def require_directory(path: str | Path, what: str) -> Path:
-    """Returns `path` as a `Path`; raises `UserError` if it is not an existing directory. `what` names its role."""
+    """The path of an existing directory; raises `UserError` if it is none. `what` names its role in the message."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{what}: {path} does not exist.")
@@ -85,7 +92,7 @@ def require_directory(path: str | Path, what: str) -> Path:
 
 
 def user_path(path: str | Path) -> Path:
-    """Returns `path` as a `Path`, with a leading `~` or `~user` expanded unless the literal path exists."""
+    """The path, with a leading `~` or `~user` expanded unless the literal path exists."""
     return Path(path) if os.path.exists(path) else Path(os.path.expanduser(path))
 
 

@@ -20,7 +20,7 @@ _TOKEN = 8  # random bytes in a temporary name
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file in UTF-8; raises `ValueError` whatever is wrong with it."""
+    """The value of a JSON file in UTF-8; raises `ValueError` whatever is wrong with the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (MemoryError, OSError, RecursionError) as error:
@@ -71,8 +71,8 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty directory with a unique name beside `path`, which is renamed to `path` if the block succeeds.
 
     All processes of a job enter the block together with the same path; the first one creates, renames and removes. It
-    also locks `path`, and clears up after a process of this host that was killed in such a block, by the names in the
-    lock's file. With `replace`, an earlier result is removed after the new one is complete, and only if the new one has
+    locks `path`, and clears up after a process of this host that was killed in such a block: the lock's file holds the
+    names. With `replace`, an earlier result is removed after the new one is complete, and only if the new one has
     all of its entries. Raises `UserError` for anything else at `path`.
     """
     path = path.absolute()

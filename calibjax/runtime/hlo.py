@@ -58,7 +58,7 @@ def collectives(text: str) -> tuple[dict[str, Collective], int]:
 
 
 def executions(text: str) -> dict[str, int]:
-    """How often each instruction of an HLO module runs, by name; those in loops of unknown length as if it were 1."""
+    """Name -> how often an instruction of an HLO module runs; a loop of unknown length counts as one pass."""
     counts: dict[str, int] = {}
     for x, times, _ in _executed(text):
         counts[x.name] = counts.get(x.name, 0) + times

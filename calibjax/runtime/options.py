@@ -81,7 +81,7 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Checks every number against the `Range` in its annotation, and every text, in groups of options too.
+    """Checks every number against the `Range` in its annotation, and every text; groups of options are included.
 
     Text must be Unicode without NUL. If it is not marked `AnyText`, it is a name: not empty, without control
     characters, and its parts between slashes are at most 255 bytes long, as in a path.
@@ -92,18 +92,19 @@ def check_options(options: Any) -> None:
         if dataclasses.is_dataclass(value):
             check_options(value)
             continue
-        for each in value if isinstance(value, tuple) else (value,):
-            check_value(flag_of(field), hints[field.name], each)
+        for entry in value if isinstance(value, tuple) else (value,):
+            check_value(flag_of(field), hints[field.name], entry)
 
 
 def check_value(name: str, annotation: Any, value: Any) -> None:
-    """`check_options` for one number or text of an option; raises `UserError` likewise."""
+    """Checks one number or text of an option against its annotation; raises `UserError` as `check_options` does."""
     if isinstance(value, int | float):
         for limits in marks(annotation, Range):
             if not limits.holds(value):
                 raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
     if isinstance(value, str | Path):
-        text, expected = str(value), None
+        text = str(value)
+        expected = None
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             expected = "Unicode text without NUL"
         elif any(marks(annotation, AnyText)):
@@ -128,7 +129,7 @@ def shortened(value: Any) -> str:
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:
-    """What makes two runs the same: the command and its `options_identity`; JSON-able."""
+    """The command and its `options_identity`, JSON-able: two runs with equal identities are the same run."""
     return {"command": command, **options_identity(options)}
 
 

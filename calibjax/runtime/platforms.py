@@ -1,6 +1,6 @@
 """What makes a command start fast: plugins and libraries that are not used are left out, compiled programs are kept.
 
-JAX initialises libtpu also where it only serves as a compiler, which fails with lines on standard error after about a
+JAX initialises libtpu even where it only serves as a compiler, which fails with lines on standard error after about a
 second. transformers imports PyTorch, which takes about three seconds and is not needed for configurations.
 """
 
@@ -15,8 +15,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
-_ANNOUNCED = ("TPU_NAME", "TPU_WORKER_", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_", "TPU_VISIBLE_", "JAX_FORCE_TPU_INIT")
+_TPU_NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")  # below /dev
+_TPU_VARIABLES = (
+    "TPU_NAME",
+    "TPU_WORKER_",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_PROCESS_",
+    "TPU_VISIBLE_",
+    "JAX_FORCE_TPU_INIT",
+)
 
 
 def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
@@ -27,8 +34,8 @@ def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("
     """
     if environment.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
         return None
-    announced = any(name.startswith(_ANNOUNCED) for name in environment)
-    if announced or any(any(devices.glob(pattern)) for pattern in _NODES):
+    is_announced = any(name.startswith(_TPU_VARIABLES) for name in environment)
+    if is_announced or any(any(devices.glob(pattern)) for pattern in _TPU_NODES):
         return None
     plugins = importlib.util.find_spec("jax_plugins")
     names = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()

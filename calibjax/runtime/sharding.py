@@ -35,7 +35,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
-    """Parses `--mesh`, such as "data=2,fsdp=4", to the number of devices along each of `AXES`; None: all along fsdp."""
+    """Parses `--mesh`, such as "data=2,fsdp=4": devices along each of `AXES`; by default all along fsdp."""
     if text is None:
         return 1, devices, 1
     sizes: dict[str, int] = {}
@@ -109,8 +109,8 @@ def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
     """
     if mesh is None:
         return np.arange(count)
-    held = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
-    return np.unique(np.concatenate([np.arange(count)[index] for index in held]))
+    local_slices = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([np.arange(count)[rows] for rows in local_slices]))
 
 
 def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def constrain_cache(x: jax.Array) -> jax.Array:
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
     """`table[index]`; NaN where an index is too large. Its gradient is allocated late in the backward pass.
 
-    XLA schedules zeros [V, D] that depend on nothing as early as the loss, and holds them during the whole backward
-    pass, 1 GB at V = 128,256 and D = 2,048. These depend on the cotangent.
+    The gradient begins as zeros [V, D]. If they depended on nothing, XLA would allocate them as early as the loss and
+    hold them during the whole backward pass: 1 GB at V = 128,256 and D = 2,048. They depend on the cotangents.
     """
     return jnp.take(table, index, axis=0, mode="fill")
 
@@ -164,8 +164,7 @@ def _take_forward(table: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[
 
 def _take_backward(residuals: tuple[jax.Array, jax.Array], cotangents: jax.Array) -> tuple[jax.Array, None]:
     table, index = residuals
-    # Zeros that depend on the cotangents: XLA makes no table of them before. CPUs drop an optimization barrier.
-    first = cotangents[(0,) * cotangents.ndim]
+    first = cotangents[(0,) * cotangents.ndim]  # a zero made of it; CPUs drop an optimization barrier
     zero = (jnp.isnan(first) & jnp.isfinite(first)).astype(table.dtype)
     return jnp.broadcast_to(zero, table.shape).at[index].add(cotangents, mode="drop"), None
 
@@ -176,15 +175,16 @@ _take.defvjp(_take_forward, _take_backward)
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied: bool = False) -> jax.Array:
     """`table[index]` in `dtype` for `[V, D]` and `[B, T]`; NaN where an index is out of range.
 
-    `tied`, to another use of the table, changes only the memory of its gradient: XLA then adds to the other one. If a
-    mesh with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`, and each device looks up rows of
-    its part for its tokens and those of its neighbours along fsdp: rows are moved instead of the table.
+    `tied` states that the table has another use, to whose gradient XLA adds this one: it changes memory only. If a mesh
+    with `AXES` is set, the table is the parameter at `path`, sharded by `RULES`, and each device looks up rows of its
+    part for its tokens and those of its neighbours along fsdp: rows are moved instead of the table.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
     if not spec or mesh.size == 1 or index.shape[0] % batch_shards(mesh):
         index = jnp.where(index < 0, table.shape[0], index)  # negative ones would count from the end
-        return (jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)).astype(dtype)
+        rows = jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)
+        return rows.astype(dtype)
     over_rows, over_columns = spec
 
     def on_device(part: jax.Array, index: jax.Array) -> jax.Array:
@@ -192,9 +192,8 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
             index = jax.lax.all_gather(index, over_columns, axis=0, tiled=True)
         beyond = (index < 0) | (index >= table.shape[0])
         if over_rows is not None:
-            index = index - jax.lax.axis_index(over_rows) * part.shape[0]
-            held = (index >= 0) & (index < part.shape[0])
-            rows = jnp.where(held[..., None], part[jnp.where(held, index, 0)].astype(dtype), 0)
+            is_local, index = _local_index(index, over_rows, part.shape[0])
+            rows = jnp.where(is_local[..., None], part[index].astype(dtype), 0)
             rows = jax.lax.psum(rows, over_rows)
         else:
             rows = part[jnp.where(beyond, 0, index)].astype(dtype)
@@ -205,6 +204,13 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
 
     batch = PartitionSpec(_BATCH)
     return jax.shard_map(on_device, in_specs=(spec, batch), out_specs=batch)(table, index)
+
+
+def _local_index(index: jax.Array, axis: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    """Whether an index lies in this device's part of `size` rows, and its place there; 0 if it does not."""
+    local = index - jax.lax.axis_index(axis) * size
+    is_local = (local >= 0) & (local < size)
+    return is_local, jnp.where(is_local, local, 0)
 
 
 def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -218,9 +224,9 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
         return hidden[row, position]
 
     def on_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-        row = row - jax.lax.axis_index(_BATCH) * part.shape[0]
-        held = (row >= 0) & (row < part.shape[0])
-        return jax.lax.psum(jnp.where(held[:, None], part[jnp.where(held, row, 0), position], 0), _BATCH)
+        is_local, row = _local_index(row, _BATCH, part.shape[0])
+        states = jnp.where(is_local[:, None], part[row, position], 0)
+        return jax.lax.psum(states, _BATCH)
 
     specs = PartitionSpec(_BATCH), PartitionSpec(), PartitionSpec()
     return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)
@@ -230,9 +236,11 @@ def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -
     """Sharding of the parameter at a dotted path by `RULES`; dimensions that an axis does not divide stay whole."""
     for pattern, axes in RULES:
         if len(axes) == len(shape) and re.fullmatch(pattern, path):
-            pairs = zip(axes, shape, strict=True)
-            divided = (axis if axis in mesh.shape and n % mesh.shape[axis] == 0 else None for axis, n in pairs)
-            return NamedSharding(mesh, PartitionSpec(*divided))
+            spec = []
+            for axis, length in zip(axes, shape, strict=True):
+                divides = axis in mesh.shape and length % mesh.shape[axis] == 0
+                spec.append(axis if divides else None)
+            return NamedSharding(mesh, PartitionSpec(*spec))
     return replicated(mesh)
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: a run ends so that it can be resumed.
 
-SIGTERM in training ends with a checkpoint of the current step. Of several processes perhaps only one gets the signal:
-JAX's notice of preemption reaches all of them, and they agree on the step to end with. Ctrl-C ends at once.
+SIGTERM in training ends with a checkpoint of the current step. If only one of several processes gets the signal, JAX's
+notice of preemption reaches all of them, and they agree on the step to end with. Ctrl-C ends at once.
 """
 
 import contextlib

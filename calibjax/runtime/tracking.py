@@ -1,4 +1,4 @@
-"""Trackers of a training run beside TensorBoard: Weights & Biases and Trackio, where they are installed."""
+"""Trackers of a training run in addition to TensorBoard: Weights & Biases and Trackio, where they are installed."""
 
 import contextlib
 import importlib.util
@@ -39,13 +39,13 @@ def make_tracker(name: TrackerName, directory: Path) -> Any:
             import wandb  # pyright: ignore[reportMissingImports]
 
             settings = wandb.Settings(console="off", silent=True)
-            given: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
-            return wandb.init(project="calibjax", name=title, **given)
+            options: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
+            return wandb.init(project="calibjax", name=title, **options)
         import trackio  # pyright: ignore[reportMissingImports]
 
         more: dict[str, Any] = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
             trackio.init(project="calibjax", name=f"{title} {identity}", resume="allow", **more)
-        return trackio  # the module's own `finish` also ends what it would do at exit
+        return trackio  # its `finish` ends what the module would do at exit
     except Exception as error:  # of the network, of a missing login: whatever goes wrong is the tracker's
         raise UserError(f"--track {name}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
