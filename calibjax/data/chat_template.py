@@ -26,7 +26,7 @@ LONGEST = 2**26  # characters of a text
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns `tokenizer.apply_chat_template(messages, tokenize=False, **options)`; see `render_chats`."""
+    """The text of `tokenizer.apply_chat_template(messages, tokenize=False, **options)`; errors as of `render_chats`."""
     return render_chats(tokenizer, [messages], **options)[0]
 
 
@@ -102,7 +102,7 @@ def _main() -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         seconds, request = json.loads(line)
-        # Ends the process from a thread of its own, so that it also stops a loop inside a built-in function.
+        # Ends the process from another thread, so that a loop inside a built-in function is stopped as well.
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             texts, _ = render_jinja_template(**request)

@@ -43,7 +43,7 @@ def choice_sequences(
     Args:
         rows: with the columns question, choices (equally many in each row) and answer, and optionally subject.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
-        limit: number of questions to draw at random by `seed`, in the order of the rows. None: all.
+        limit: number of questions to draw at random by `seed`, in the order of the rows; by default all.
 
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
@@ -52,12 +52,14 @@ def choice_sequences(
     cue, letters = _letter_ids(tokenizer, count)
     texts, places, subjects = [], [], []
     for place, row in rows.placed():
-        choices, answer = _choices(row, place), row.get("answer")
+        choices = _choices(row, place)
+        answer = row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
             expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
             raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
         lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-        text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
+        last_line = cue + string.ascii_uppercase[answer]
+        text = "\n".join([str(row.get("question")), *lines, last_line])
         if not is_text(text):
             raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
         texts.append(text)
@@ -67,20 +69,23 @@ def choice_sequences(
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
     if not len(short):
-        context = f"the model's context of {max_tokens} tokens (the shortest has {min(map(len, ids)) - 1})"
+        shortest = min(map(len, ids)) - 1
+        context = f"the model's context of {max_tokens} tokens (the shortest has {shortest})"
         hint = "Use a model with a longer context, or shorter questions."
         raise UserError(f"{rows.name}: every question is longer than {context}. {hint}")
     chosen = short
     if limit is not None and limit < len(short):
         chosen = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
     examples = []
-    for i in chosen:
-        place, letter = places[i]
-        if ids[i][-1] != letter:
+    for number in chosen:
+        tokens = ids[number]
+        place, letter = places[number]
+        if tokens[-1] != letter:
             raise UserError(f"{place}: the last token of the question is not the letter.")
-        examples.append(Example(ids[i], np.arange(len(ids[i])) == len(ids[i]) - 1, int(i)))
-    sequences = make_sequences(examples, max(len(ids[i]) for i in chosen), layout="pad")
-    chosen_subjects = tuple(subjects[i] for i in chosen)
+        is_last = np.arange(len(tokens)) == len(tokens) - 1
+        examples.append(Example(tokens, is_last, int(number)))
+    sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")
+    chosen_subjects = tuple(subjects[number] for number in chosen)
     return Choices(sequences, letters, cue, chosen_subjects, too_long=len(ids) - len(short), read=len(ids))
 
 
@@ -97,8 +102,9 @@ def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]
         encoded: Any = tokenizer([cue + letter for letter in names])
         ids = encoded["input_ids"]
         letters = tuple(int(tokens[-1]) for tokens in ids)
-        unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in letters
-        if len({tuple(tokens[:-1]) for tokens in ids}) == 1 and len(set(letters)) == count and not unknown:
+        has_unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in letters
+        beginnings = {tuple(tokens[:-1]) for tokens in ids}
+        if len(beginnings) == 1 and len(set(letters)) == count and not has_unknown:
             return cue, letters
     why = f"does not write {', '.join(names)} after {_CUES[1]!r} as one token each"
     raise UserError(f"The tokenizer {why}, so the answer is not one prediction.")

@@ -31,7 +31,7 @@ class Example(NamedTuple):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether the loss leaves out a token beside the first, such as those of a prompt."""
+        """Whether the loss leaves out more than the first token, such as a prompt."""
         return not self.loss_mask[1:].all()
 
 
@@ -78,8 +78,9 @@ def tokenize_rows(
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:
-        index, twice = 0, False
-        begins = [tokenizer.bos_token_id] * 2
+        index = 0
+        is_warned = False
+        two_starts = [tokenizer.bos_token_id] * 2
         special: set[Any] = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         special |= set(tokenizer.all_special_ids)
         special.discard(tokenizer.unk_token_id)  # it encodes text
@@ -95,8 +96,8 @@ def tokenize_rows(
                         loss_mask = np.arange(len(tokens)) > 0
                     else:
                         tokens, loss_mask = _find_answers(item, tokens, offsets, special, tokenizer.eos_token_id)
-                    if add_special_tokens and not twice and tokens[:2].tolist() == begins:
-                        twice = True
+                    if add_special_tokens and not is_warned and tokens[:2].tolist() == two_starts:
+                        is_warned = True
                         begins_with = f"row {index} begins with {tokenizer.bos_token}"
                         _log.warning("%s, and the tokenizer adds it: the model reads it twice. Remove it.", begins_with)
                     yield Example(tokens, loss_mask, index, format.kind == "document")
@@ -108,16 +109,17 @@ def tokenize_rows(
 
 def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
     """Groups texts for calls of the tokenizer; a long one is alone."""
-    held: list[Rendered] = []
+    batch: list[Rendered] = []
     characters = 0
     for item in rendered:
-        if held and (len(held) == _ROWS_PER_CALL or characters + len(item.text) > _CHARACTERS_PER_CALL):
-            yield held
-            held, characters = [], 0
-        held.append(item)
+        is_full = len(batch) == _ROWS_PER_CALL or characters + len(item.text) > _CHARACTERS_PER_CALL
+        if batch and is_full:
+            yield batch
+            batch, characters = [], 0
+        batch.append(item)
         characters += len(item.text)
-    if held:
-        yield held
+    if batch:
+        yield batch
 
 
 def _encode(
@@ -147,18 +149,21 @@ def _encode_long(
         ids, offsets = next(_encode([Rendered(text, None)], tokenizer, special, offsets=True))
         return np.column_stack([ids, offsets])
 
-    before, after = _special_tokens(encode) if add_special_tokens else (np.zeros((0, 3), np.int64),) * 2
+    before = after = np.zeros((0, 3), np.int64)
+    if add_special_tokens:
+        before, after = _special_tokens(encode)
     part, parts = encode(text[:_PART]), [before]
     count, end, overlap = len(before), min(_PART, len(text)), _OVERLAP
     while end < len(text) and (max_tokens is None or count + len(part) < max_tokens):
         start = end - overlap
         more = encode(text[start : start + _PART]) + np.array([0, start, start])
         middle = (start + overlap // 2, end - overlap // 4)
-        (first, last), (other, other_last) = (np.searchsorted(tokens[:, 1], middle) for tokens in (part, more))
-        if last - first >= _AGREED and np.array_equal(part[first:last], more[other:other_last]):
+        first, last = np.searchsorted(part[:, 1], middle)
+        first_more, last_more = np.searchsorted(more[:, 1], middle)
+        if last - first >= _AGREED and np.array_equal(part[first:last], more[first_more:last_more]):
             parts.append(part[:first])
             count += int(first)
-            part, overlap, end = more[other:], _OVERLAP, min(start + _PART, len(text))
+            part, overlap, end = more[first_more:], _OVERLAP, min(start + _PART, len(text))
         elif (overlap := 4 * overlap) >= _PART:  # such as a single word: it has no boundary to join parts at
             parts, part, after = [], encode(text, add_special_tokens), after[:0]
             break

@@ -56,7 +56,7 @@ def recognise(
     prompt_template: str | None = None,
     score_template_text: bool = False,
 ) -> Format:
-    """Returns the first format that matches the columns of the first row: chat, instructions, prompts, plain text.
+    """The first format that fits the columns of the first row, of chat, instructions, prompts and plain text.
 
     `text_column` is read as plain text, whatever other columns exist. The other options are fields of the format.
 
@@ -64,7 +64,8 @@ def recognise(
         UserError: there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template` does
             not apply to the format or is not a format string.
     """
-    format, template = _recognise(rows, text_column), prompt_template
+    format = _recognise(rows, text_column)
+    template = prompt_template
     if template is not None:
         if format.kind not in ("instruction", "prompt"):
             raise UserError(f"prompt_template is for instructions and prompts, but rows are {format}. Leave it out.")
@@ -82,7 +83,8 @@ def recognise(
 
 def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
     rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
-    columns, plain = list(rows.first), "document" if rows.documents else "text"
+    columns = list(rows.first)
+    plain = "document" if rows.documents else "text"
     if text_column is not None:
         if text_column not in columns:
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
@@ -92,24 +94,22 @@ def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
         return next((name for name in names if name in columns), None)
 
     for kind, *roles in _FORMATS:
-        found = [first_present(names) for names in roles]
-        if None not in found:
-            return Format(plain if kind == "text" else kind, tuple(map(str, found)))
-    expected = []
-    for kind, *roles in _FORMATS:
-        expected.append(f"{kind} ({', '.join(map(' or '.join, roles))})")
+        present = [first_present(names) for names in roles]
+        if None not in present:
+            return Format(plain if kind == "text" else kind, tuple(map(str, present)))
+    expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]
     hint = "To read one column as plain text, set `text_column`."
     raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {', or '.join(expected)}. {hint}")
 
 
 def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:
-    """Returns the Unicode string in `column`; "" for a missing one if `optional`."""
+    """The Unicode string in `column`; "" if it is missing and `optional`."""
     value = row.get(column)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        came = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
-        raise UserError(f"{place}, column {column!r}: expected a string, got {came}.")
+        got = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+        raise UserError(f"{place}, column {column!r}: expected a string, got {got}.")
     if not is_text(value):
         raise UserError(f"{place}, column {column!r}: expected Unicode text, got half of a surrogate pair.")
     return value
@@ -131,12 +131,12 @@ class Conversation(NamedTuple):
 
 
 def read_conversation(row: Row, format: Format, place: str) -> Conversation:
-    """Returns the conversation of a row: its messages, or its prompt and response as two messages.
+    """The conversation of a row: its messages, or its prompt and response as two messages.
 
-    Messages have `role` and `content`, or ShareGPT's `from` and `value`; messages, tools and the arguments of calls may
-    be JSON strings; null values are absent, because columnar files add them. Of a prompt and a completion that are
-    messages (TRL's), and of `history` with a prompt and a response (LLaMA-Factory's), the answers are those of the last
-    part. Columns `system`, `tools`, `documents` and `chat_template_kwargs` are used beside the messages.
+    Messages have `role` and `content`, or ShareGPT's `from` and `value`. Messages, tools and the arguments of calls may
+    be JSON strings. Null values count as absent, because columnar files add them. In rows of several parts, which are
+    TRL's prompt and completion as messages and LLaMA-Factory's `history` before a prompt and a response, only the last
+    part holds answers. The columns `system`, `tools`, `documents` and `chat_template_kwargs` are read as well.
     """
     options: dict[str, Any] = {}
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
@@ -160,7 +160,8 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
 
 
 def _turns(row: Row, column: str, place: str) -> tuple[str, list[Any]]:
-    where, turns = f"{place}, column {column!r}", row.get(column)
+    where = f"{place}, column {column!r}"
+    turns = row.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parsed(turns, where)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
@@ -186,12 +187,14 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
-    """A message, and its weight or None."""
+    """A message, and its weight if it has one."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
     message = _without_nulls(turn)
-    sender, value = message.pop("from", None), message.pop("value", None)
-    role, content = message.get("role") or sender, message.get("content") or value or ""
+    sender = message.pop("from", None)
+    value = message.pop("value", None)
+    role = message.get("role") or sender
+    content = message.get("content") or value or ""
     if not isinstance(role, str):
         raise UserError(f"{where}: expected role and content (or from and value) as strings, got {str(turn)[:60]!r}.")
     if "train_detail" in message:
@@ -212,7 +215,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     if call is not None:
         message["tool_calls"] = [{"type": "function", "function": _parsed(call, where)}]
     if "tool_calls" in message:
-        message["tool_calls"] = [_read_call(each, where) for each in _parsed(message["tool_calls"], where)]
+        message["tool_calls"] = [_read_call(call, where) for call in _parsed(message["tool_calls"], where)]
     return {**message, "role": _ROLES.get(role, role), "content": content}, weight
 
 
@@ -221,8 +224,9 @@ def _read_call(call: Any, where: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {str(call)[:60]!r}.")
-    read = {**function, "arguments": _parsed(function.get("arguments", {}), where)}
-    return {**call, "function": read} if "function" in call else read
+    arguments = _parsed(function.get("arguments", {}), where)
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _template_options(row: Row, place: str) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def _template_options(row: Row, place: str) -> dict[str, Any]:
         where = f"{place}, column {column!r}"
         value = _without_nulls(_parsed(row.get(column) or [], where))
         if value:
-            if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+            if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
                 raise UserError(f"{where}: expected a list of objects, got {str(value)[:60]!r}.")
             options[column] = value
     more = _without_nulls(row.get("chat_template_kwargs") or {})
@@ -253,5 +257,5 @@ def _parsed(value: Any, where: str) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,8 @@
 """Records of other tools as rows of a table: responses of servers with log-probabilities, and samples of lm-eval.
 
-Of OpenAI, vLLM, SGLang, llama.cpp and Ollama, each choice is a row: `answer`, its number of `tokens`, and a confidence
-by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), which is `confidence`
-too, `arithmetic_mean`, `product` and `minimum`. `correct` is a list where a response has several choices.
+Each choice in a response of OpenAI, vLLM, SGLang, llama.cpp or Ollama is a row: `answer`, its number of `tokens`, and a
+confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), `confidence`
+(the same), `arithmetic_mean`, `product` and `minimum`. `correct` is a list where a response has several choices.
 
 With `tokens`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
 likely tokens and of all others together as one more outcome; `label` is the place of the text's token. Temperature
@@ -51,9 +51,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                 yield place, UserError(f"{place}: not a record as in the first row ({type(error).__name__}: {error}).")
             else:
                 group = str(row.get("custom_id") or _body(row).get("id") or number)
-                for one in flat:
-                    result = one if len(flat) == 1 else {"group": group, **one}
-                    yield place, result
+                for record in flat:
+                    yield place, record if len(flat) == 1 else {"group": group, **record}
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 
@@ -138,14 +137,15 @@ def _read_choices(row: Row) -> list[_Choice]:
 def _read_choice(choice: Row) -> _Choice:
     if "delta" in choice:
         raise UserError("a part of a streamed response; save whole responses (stream=false).")
-    held, message = choice.get("logprobs") or {}, choice.get("message") or {}
+    logprobs = choice.get("logprobs") or {}
+    message = choice.get("message") or {}
     text = message.get("content") if message else choice.get("text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if not held.get("token_logprobs"):
-        return _from_items(held.get("content") or [], text, reasoning)
-    log_probs = held["token_logprobs"]
-    top = held.get("top_logprobs") or [None] * len(log_probs)
-    return _Choice(text, reasoning, held.get("tokens") or [], log_probs, top)
+    if not logprobs.get("token_logprobs"):
+        return _from_items(logprobs.get("content") or [], text, reasoning)
+    log_probs = logprobs["token_logprobs"]
+    top = logprobs.get("top_logprobs") or [None] * len(log_probs)
+    return _Choice(text, reasoning, logprobs.get("tokens") or [], log_probs, top)
 
 
 def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
@@ -156,14 +156,14 @@ def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
 
 
 def _answers(row: Row) -> list[Row]:
-    several = _read_choices(row)
+    choices = _read_choices(row)
     correct = row.get("correct")
-    if isinstance(correct, list) and len(correct) != len(several):
-        raise UserError(f"correct: expected one value for each of {len(several)} choices, got {len(correct)}.")
+    if isinstance(correct, list) and len(correct) != len(choices):
+        raise UserError(f"correct: expected one value for each of {len(choices)} choices, got {len(correct)}.")
     flat: list[Row] = []
-    for number, choice in enumerate(several):
-        echoed = choice.log_probs[0] is None and bool(choice.top)
-        start = _prompt_tokens(row) if echoed else _reasoning_tokens(choice)
+    for number, choice in enumerate(choices):
+        echoes_prompt = choice.log_probs[0] is None and bool(choice.top)
+        start = _prompt_tokens(row) if echoes_prompt else _reasoning_tokens(choice)
         log_probs = [_known(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
             raise UserError("the answer has no tokens.")
@@ -211,9 +211,9 @@ def _prompt_tokens(row: Row) -> int:
 
 def _scored_tokens(row: Row) -> list[Row]:
     choices = _records(_body(row).get("choices"))
-    prompts = [held for held in (_body(row), *choices) if held.get("prompt_logprobs")]
+    prompts = [record for record in (_body(row), *choices) if record.get("prompt_logprobs")]
     if prompts:
-        texts = [_from_prompt(held["prompt_logprobs"], held.get("prompt_token_ids")) for held in prompts]
+        texts = [_from_prompt(record["prompt_logprobs"], record.get("prompt_token_ids")) for record in prompts]
         ends = [len(text.tokens) for text in texts]
     else:
         texts = _read_choices(row)
@@ -224,7 +224,7 @@ def _scored_tokens(row: Row) -> list[Row]:
             "that a model wrote itself, nothing says which were right."
         )
     flat = itertools.chain.from_iterable(map(_token_rows, texts, ends))
-    return [{**one, **_scalars(row)} for one in flat]
+    return [{**token_row, **_scalars(row)} for token_row in flat]
 
 
 def _from_prompt(places: list[Row | None], ids: list[int] | None) -> _Choice:
@@ -232,14 +232,14 @@ def _from_prompt(places: list[Row | None], ids: list[int] | None) -> _Choice:
     tokens = ["the first"]
     log_probs: list[float | None] = [None]
     top: list[Any] = [None]
-    for number, held in enumerate(places[1:], 1):
-        assert held is not None
-        token = str(ids[number]) if ids else next(iter(held))
-        most_likely = {name: item["logprob"] for name, item in held.items() if item["rank"] <= len(held)}
-        if not held.keys() - {token} <= most_likely.keys():
+    for number, listed in enumerate(places[1:], 1):
+        assert listed is not None
+        token = str(ids[number]) if ids else next(iter(listed))
+        most_likely = {name: item["logprob"] for name, item in listed.items() if item["rank"] <= len(listed)}
+        if not listed.keys() - {token} <= most_likely.keys():
             raise UserError(f"prompt_logprobs: place {number}: the order of the keys has changed; save it as it was.")
         tokens.append(token)
-        log_probs.append(held[token]["logprob"])
+        log_probs.append(listed[token]["logprob"])
         top.append(most_likely)
     return _Choice(None, "", tokens, log_probs, top)
 
@@ -250,7 +250,8 @@ def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
     for place in range(1, end):
         # A server lists the text's own token beside the K most likely ones: it belongs to the others.
         ranked = sorted((text.top[place] or {}).items(), key=lambda item: -item[1])[:fewest]
-        names, logits = [name for name, _ in ranked], [float(value) for _, value in ranked]
+        names = [name for name, _ in ranked]
+        logits = [float(value) for _, value in ranked]
         others = 1.0 - math.fsum(map(math.exp, logits))
         token = text.tokens[place]
         label = names.index(token) if token in names else len(names)
@@ -263,10 +264,12 @@ def _options(row: Row) -> list[Row]:
     if not answers or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
         raise UserError("expected log-likelihoods of options in filtered_resps; a written answer has none.")
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
-    chosen, most = logits.index(max(logits)), max(logits)
-    confidence = 1 / math.fsum(math.exp(value - most) for value in logits)
+    largest = max(logits)
+    chosen = logits.index(largest)
+    confidence = 1 / math.fsum(math.exp(value - largest) for value in logits)
     flat = {"confidence": confidence, "logits": logits}
-    target, correct = str(row.get("target", "")), row.get("acc")
+    target = str(row.get("target", ""))
+    correct = row.get("acc")
     if correct is not None:
         flat["correct"] = float(correct)
     if target.isdecimal() and int(target) < len(logits):

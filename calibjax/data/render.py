@@ -52,7 +52,7 @@ def render_row(row: Row, format: Format, tokenizer: Tokenizer, place: str) -> Re
 
 
 def describe_template(format: Format, tokenizer: Tokenizer) -> str:
-    """Returns how `render_row` renders rows, "" for plain text."""
+    """How `render_row` renders rows, in words; "" for plain text."""
     if format.is_plain:
         return ""
     if format.prompt_template is not None:
@@ -66,7 +66,8 @@ def describe_template(format: Format, tokenizer: Tokenizer) -> str:
 
 
 def _without_chat_template(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
-    text, answers, last = "", [], len(conversation.messages) - 1
+    text = ""
+    answers = []
     extras = sorted({key for message in conversation.messages for key in _extras(message)} | set(conversation.options))
     if extras:
         raise UserError(f"{', '.join(extras)}: only a chat template can write this, and the model has none.")
@@ -77,7 +78,7 @@ def _without_chat_template(conversation: Conversation, tokenizer: Tokenizer) -> 
             answers.append((start, len(text)))
         if message["role"] != "assistant":
             text += SEPARATOR
-        elif position < last:
+        elif position < len(conversation.messages) - 1:
             # tokenize_rows appends the end-of-sequence token after the last answer, as after a chat template.
             text += str(tokenizer.eos_token or SEPARATOR)
     return Rendered(text, tuple(answers))
@@ -100,17 +101,18 @@ class _Chat:
         return render_chat(self._tokenizer, messages, add_generation_prompt=prompt, **self._options)
 
     def rendered(self, score_template_text: bool) -> Rendered:
-        """Returns the text with its answers; raises `UserError` if the template leaves out something of the row."""
+        """The text with its answers; raises `UserError` if the template leaves out something of the row."""
         self._check_context()
         marked = [self._marked(index) for index in self._answers]
         try:
             skeletons = render_chats(self._tokenizer, marked, add_generation_prompt=False, **self._options)
         except UserError:  # one of them is refused
             skeletons = [""] * len(marked)
-        ranges = [self._locate(*each) for each in zip(self._answers, skeletons, strict=True)]
+        ranges = [self._locate(index, skeleton) for index, skeleton in zip(self._answers, skeletons, strict=True)]
         if score_template_text:
             starts = [self._prompt_end(self._text, index) for index in self._answers]
-            ranges = [(min(a, b or a), end) for (a, end), b in zip(ranges, starts, strict=True)]
+            pairs = zip(ranges, starts, strict=True)
+            ranges = [(min(start, prompt_end or start), end) for (start, end), prompt_end in pairs]
         return Rendered(self._text, tuple(ranges))
 
     def _check_context(self) -> None:
@@ -140,10 +142,10 @@ class _Chat:
         """Locates one answer, text or a tool call: what stands where the mark stands in the skeleton."""
         message, marked = self._messages[index], self._marked(index)
         # Without the call that it answers, a tool's message may be refused: then the messages up to the answer.
-        for stop, given in ((len(marked), skeleton), (index + 1, "")):
+        for stop, rendered in ((len(marked), skeleton), (index + 1, "")):
             try:
                 whole = self._text if stop == len(marked) else self._render(self._messages[:stop])
-                before, *others = (given or self._render(marked[:stop])).split(self._mark)
+                before, *others = (rendered or self._render(marked[:stop])).split(self._mark)
             except UserError:
                 continue
             if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):
@@ -152,7 +154,7 @@ class _Chat:
             if not whole.startswith(before) or start > end:
                 bare = before.rstrip()  # some templates write a space or a line end before text only
                 starts = [self._prompt_end(whole, index), len(bare) if whole.startswith(bare) else None]
-                start = next((each for each in starts if each is not None and each <= end), None)
+                start = next((start for start in starts if start is not None and start <= end), None)
             if start is None:
                 continue
             for key in _extras(message):
@@ -202,8 +204,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = [value["function"]] if "function" in value else list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from _strings(each)
+        for entry in value:
+            yield from _strings(entry)
 
 
 def _changed(index: int, reason: str) -> UserError:

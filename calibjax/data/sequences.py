@@ -40,31 +40,34 @@ class Sequences(NamedTuple):
         return f"Sequences({sequences:,} of {length:,} inputs, {int(np.sum(self.where)):,} targets in the loss)"
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the fields `[S, T]` by name."""
+        """Name -> field, for the fields of shape `[S, T]`."""
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
-        """Returns the sequences at `indices`."""
+        """The sequences at `indices`."""
         return Sequences(*(field[indices] for field in self))
 
 
 def check_context(seq_len: int, max_positions: int | None) -> None:
-    """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions` (None: no limit)."""
+    """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions`; None is no limit."""
     if max_positions is not None and seq_len > max_positions:
-        most = f"{max_positions} tokens. Give {max_positions} or less."
-        raise UserError(f"seq_len={seq_len} is longer than the model's context of {most}")
+        hint = f"Give {max_positions} or less."
+        raise UserError(f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens. {hint}")
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
-    """Raises `UserError` if no target counts, or one that counts, or a token (of `input_ids`), is out of range."""
+    """Raises `UserError` if no target counts, or if a target that counts or a token is not an id of the vocabulary.
+
+    `input_ids` is the number of ids of tokens where it differs from `vocab_size`.
+    """
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
         raise UserError("sequences: expected at least one target that counts (`where` True, not -100), got none.")
-    for name, ids, read, size in (
+    for name, ids, is_used, size in (
         ("tokens", sequences.tokens, sequences.segment_ids > 0, input_ids or vocab_size),
         ("targets", sequences.targets, counted, vocab_size),
     ):
-        outside = ids[read & ((ids < 0) | (ids >= size))]
+        outside = ids[is_used & ((ids < 0) | (ids >= size))]
         if outside.size:
             raise UserError(
                 f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences made with the "
@@ -76,7 +79,9 @@ def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_do
     """The largest number of tokens of a row of plain text that `make_sequences` uses; None for all of them."""
     if layout == "full" and not is_document:
         return seq_len
-    return None if max_sequences is None else round_up(max_sequences, _GROUP) * (seq_len - 1) + 1
+    if max_sequences is None:
+        return None
+    return round_up(max_sequences, _GROUP) * (seq_len - 1) + 1
 
 
 def make_sequences(
@@ -87,8 +92,8 @@ def make_sequences(
     - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A document is
       cut into consecutive full sequences.
     - "pad": every token is predicted once. A longer example continues in the next sequence, whose first input is the
-      last target of the previous one; but of an example with a prompt only the first sequence is read, because the next
-      one would not hold the prompt. The end is padded.
+      last target of the previous one. An example with a prompt is cut after its first sequence, because the next one
+      would not hold the prompt. The end is padded.
     - "pack": as "pad", but pieces shorter than a sequence are packed by first fit, into 256 sequences at a time;
       `segment_ids` must keep attention within examples.
 
@@ -116,10 +121,10 @@ def make_sequences(
         raise UserError(f"no sequence of {seq_len} tokens has anything to predict (layout {layout!r}). {hint}")
     # A row has at most one piece shorter than a sequence, so it is in at most one sequence with other rows: one step to
     # the smallest row of that sequence connects all.
-    source = [min(piece.row for piece in pieces_of_one) for pieces_of_one in packed]
+    source = [min(piece.row for piece in sequence) for sequence in packed]
     smallest_row: dict[int, int] = {}
-    for first, pieces_of_one in zip(source, packed, strict=True):
-        for piece in pieces_of_one:
+    for first, sequence in zip(source, packed, strict=True):
+        for piece in sequence:
             smallest_row[piece.row] = min(smallest_row.get(piece.row, first), first)
     row = np.array([smallest_row[first] for first in source], np.int32)
     order = np.argsort(row, kind="stable")[:max_sequences]
@@ -127,7 +132,7 @@ def make_sequences(
 
 
 class _Piece(NamedTuple):
-    tokens: Int32[np.ndarray, " t+1"]  # consecutive ones of an example, 1 <= t <= T: each but the last is an input
+    tokens: Int32[np.ndarray, " t+1"]  # consecutive tokens of an example, 1 <= t <= T: all but the last are inputs
     where: Bool[np.ndarray, " t"]  # whether the loss includes the token after each input
     row: int
 
@@ -148,7 +153,7 @@ def _cut(example: Example, length: int, *, full: bool) -> Iterator[_Piece]:
 
 
 def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Piece]]]:
-    """Groups of sequences: a piece goes to the first one with room; where none has, it begins a new group."""
+    """Groups of sequences: a piece goes to the first sequence with room; if none has room, it begins a new group."""
     group: list[list[_Piece]] = []
     free = np.full(_GROUP, length)
     for piece in pieces:
@@ -165,7 +170,7 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
 
 
 def _join(packed: list[list[_Piece]], source: Int32[np.ndarray, " S"], length: int) -> Sequences:
-    """A sequence of each list of pieces."""
+    """Joins each list of pieces into a sequence."""
     shape = len(packed), length
     tokens, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
     where = np.zeros(shape, bool)
@@ -203,13 +208,17 @@ def split_sequences(
 
 
 def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], size: float) -> Bool[np.ndarray, " N"]:
-    """Marks the elements of the first groups in `order`: as many as come nearest to `size` elements, but never all."""
-    ends = np.cumsum(np.bincount(group)[order])[:-1]
-    return np.isin(group, order[: 1 + int(np.argmin(np.abs(ends - size)))])
+    """True for the elements of the first groups in `order`: the number of groups whose total size is nearest to `size`.
+
+    At least one group is chosen, and never all.
+    """
+    total_sizes = np.cumsum(np.bincount(group)[order])[:-1]  # of the first 1, 2, ... groups
+    count = 1 + int(np.argmin(np.abs(total_sizes - size)))
+    return np.isin(group, order[:count])
 
 
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
-    """Counts texts of the held-out part that the fitting part has as well; returns their number and that of all texts.
+    """The number of texts of the held-out part that are in the fitting part as well, and the number of all its texts.
 
     A text is the part of a row within one sequence, of at least 8 predictions: shorter ones are equal by chance.
     """
@@ -220,10 +229,12 @@ def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
 
 def _texts(sequences: Sequences) -> Iterator[bytes]:
     for tokens, targets, segments in zip(sequences.tokens, sequences.targets, sequences.segment_ids, strict=True):
-        ends = np.flatnonzero(np.diff(segments, append=0))
-        for start, end in zip([0, *(ends[:-1] + 1)], ends + 1, strict=True):
+        ends = np.flatnonzero(np.diff(segments, append=0)) + 1
+        starts = [0, *ends[:-1]]
+        for start, end in zip(starts, ends, strict=True):
             if segments[start] and end - start >= 8:
-                yield hashlib.blake2b(tokens[start:end].tobytes() + targets[end - 1].tobytes(), digest_size=16).digest()
+                content = tokens[start:end].tobytes() + targets[end - 1].tobytes()
+                yield hashlib.blake2b(content, digest_size=16).digest()
 
 
 def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
@@ -243,7 +254,7 @@ def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, 
     fold = starts * folds // total
     if (fold == fold[0]).all():
         fold[drawn[-1]] = 1  # the last row starts a fold of its own where one row fills the rest
-    return [np.flatnonzero(fold[group] == each) for each in np.unique(fold)]
+    return [np.flatnonzero(fold[group] == number) for number in np.unique(fold)]
 
 
 def limit_tokens(sequences: Sequences, most: int, seed: int) -> Sequences:
@@ -258,15 +269,16 @@ def limit_tokens(sequences: Sequences, most: int, seed: int) -> Sequences:
 
 def concatenate(sets: list[Sequences]) -> Sequences:
     """Joins sets of sequences of one length; rows of different sets stay different."""
-    lengths = {each.tokens.shape[1] for each in sets}
+    lengths = {sequences.tokens.shape[1] for sequences in sets}
     if len(lengths) != 1:
         raise UserError(f"sets: expected sequences of one length, got {sorted(length + 1 for length in lengths)}.")
-    first, sources = 0, []
-    for each in sets:
-        sources.append(each.source + np.int32(first))
-        first = int(sources[-1].max()) + 1
-    joined = (np.concatenate(fields) for fields in zip(*sets, strict=True))
-    return Sequences(*joined)._replace(source=np.concatenate(sources))
+    first_row = 0
+    sources = []
+    for sequences in sets:
+        sources.append(sequences.source + np.int32(first_row))
+        first_row = int(sources[-1].max()) + 1
+    joined = Sequences(*(np.concatenate(fields) for fields in zip(*sets, strict=True)))
+    return joined._replace(source=np.concatenate(sources))
 
 
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
@@ -292,10 +304,12 @@ def check_fraction(fraction: float, name: str) -> None:
 
 
 def row_groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " G"]]:
-    """Group of each sequence, its row or the sequence itself if all are of one row, and the sizes of the groups."""
+    """Group of each sequence, and the sizes of the groups: a row is a group, or each sequence if there is one row."""
     source = sequences.source
-    source = np.arange(len(source)) if (source == source[0]).all() else source
-    return np.unique(source, return_inverse=True, return_counts=True)[1:]
+    if (source == source[0]).all():
+        source = np.arange(len(source))
+    _, group, counts = np.unique(source, return_inverse=True, return_counts=True)
+    return group, counts
 
 
 def _part_size(fraction: float, total: int, name: str) -> int:

@@ -155,7 +155,7 @@ def _check_one_split(directory: Path, splits: list[str], names: str) -> None:
 
 
 def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
-    """Rows of a directory that `datasets.save_to_disk` wrote."""
+    """The rows in a directory that `datasets.save_to_disk` wrote."""
     import datasets
 
     data: Any = cast(Any, datasets).load_from_disk(str(directory.absolute()))

@@ -95,7 +95,7 @@ def read_table(
             `confidence` (0 to 1) and `correct` (0, 1, yes, no, or the fraction of correct attempts); or `logits`, or
             `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and `label` (0 to K − 1).
             A logit of −inf is an option that is impossible, as are those that a list lacks. Optionally `group`, labels
-            of dependent rows, and `category`, labels of kinds of questions that new data will have too. Or `.npz` with
+            of dependent rows, and `category`, kinds of questions that new data will have as well. Or `.npz` with
             arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or records of servers
             and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
@@ -432,7 +432,7 @@ class _Columns:
         return values
 
     def labels(self, name: str) -> np.ndarray:
-        """Text `[N]`: text unchanged, whole numbers (also of floats) in digits, and true or false."""
+        """Labels as text `[N]`: text unchanged, whole numbers in digits (floats as well), and true or false."""
         cells = self.cells[name]
         if isinstance(cells, np.ndarray) and cells.ndim != 1:
             raise UserError(f"{self._path}: {name}: expected one label for each row, got shape {cells.shape}.")

@@ -45,10 +45,10 @@ def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Row]]) -> N
     import pyarrow
     import pyarrow.parquet
 
-    held = list(rows())
+    listed = list(rows())
     columns: dict[str, Any] = {}
-    for name in dict.fromkeys(name for row in held for name in row):
-        cells = [row.get(name) for row in held]
+    for name in dict.fromkeys(name for row in listed for name in row):
+        cells = [row.get(name) for row in listed]
         try:
             columns[name] = pyarrow.array(cells) if out.suffix == ".parquet" else np.array(cells)
             if out.suffix == ".npz" and columns[name].dtype == object:
