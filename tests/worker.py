@@ -68,7 +68,7 @@ def evaluate(out: Path, announce):
     tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
     asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS, "quiet": True}
     eval_tasks.run(eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks"), announce)
-    text = {"data": str(data_path("lima")), "text": DataOptions(rows=8, seq_len=256, examples=24)}
+    text = {"data": str(data_path("lima")), "text": DataOptions(max_rows=8, seq_len=256, max_sequences=24)}
     edits = {"strengths": (0.25,), "sweep_layers": (4,), "batch_size": 8, "quiet": True}
     document = eval_layers.run(eval_layers.EvalLayersOptions(model=model, **text, **edits), announce)
     (out / f"layers{jax.process_index()}.json").write_text(json.dumps(document))

@@ -91,7 +91,7 @@ def run_one(study: Study, family: str, name: str, beta: float) -> dict[str, Any]
             fit_fraction=0.6,
             dtype="float32",
             save_dtype="float32",
-            text=dataclasses.replace(small.text, seq_len=128, rows=4000, examples=study.sequences),
+            text=dataclasses.replace(small.text, seq_len=128, max_rows=4000, max_sequences=study.sequences),
             sft=dataclasses.replace(
                 small.sft,
                 label_smoothing=beta,

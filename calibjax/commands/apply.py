@@ -83,7 +83,7 @@ def run(options: ApplyOptions, log: Log = print) -> Document:
 
 
 def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, Any]:
-    """What is written, by column: confidence; with log-probabilities also prediction and p `[N, K]`."""
+    """Column -> values to write: confidence, and for methods that give log-probabilities prediction and p `[N, K]`."""
     data = table.predictions
     if data.logits is not None and data.confidence is None:
         base = uncalibrated(data._replace(labels=np.zeros(len(table), np.int32)))

@@ -33,6 +33,7 @@ from calibjax.runtime.options import (
     Range,
     Seed,
     check_options,
+    named,
     run_identity,
 )
 from calibjax.runtime.sharding import make_mesh
@@ -130,7 +131,7 @@ class TrainingOutputOptions(OutputOptions):
     """Where the result of training goes, and what follows its steps.
 
     Attributes:
-        track: where the scalars of training go beside TensorBoard and train.jsonl.
+        track: tracker that receives the scalars of training, in addition to TensorBoard and train.jsonl.
     """
 
     track: TrackerName = presentation("tensorboard")
@@ -158,7 +159,7 @@ class ColumnOptions:
             as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
             precedence over logits. confidences=NAME,NAME,... are several, which stacking makes one of; the first is the
             confidence where there is no other.
-        tokens: of a table that holds responses of a server with a text that it scored, a row for each token; by
+        tokens: read a row for each token, where the table holds responses of a server with a text that it scored; by
             default each answer is a row (docs/data.md).
         truth: file with the columns of the table that it lacks, such as correct: rows with the same custom_id or id, or
             else in the same order.
@@ -173,8 +174,8 @@ class ColumnOptions:
         from calibjax.data.table import read_table
 
         columns = {}
-        for given in self.columns:
-            for pair in re.split(r",(?=\w+=)", given.strip(", ")):
+        for argument in self.columns:
+            for pair in re.split(r",(?=\w+=)", argument.strip(", ")):
                 if not re.fullmatch(r"\w+=.+", pair):
                     raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
                 role, columns[role] = pair.split("=", 1)
@@ -207,24 +208,24 @@ class DataOptions:
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
         score_template_text: include in the loss what the chat template writes between its generation prompt and an
             answer, such as an empty <think></think>.
-        rows: read only the first so many rows.
+        max_rows: read only the first so many rows.
         skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         seq_len: tokens per sequence; by default a length that holds 95% of the rows with answers (128 to 1,024), and
             128 for plain text, within the model's context.
         full_sequences: cut each row to exactly --seq-len tokens and drop shorter rows; nothing is packed or padded.
         packing: pack several short examples into one sequence, each attending to itself alone; --no-packing pads.
-        examples: keep only the first so many sequences.
+        max_sequences: keep only the first so many sequences.
     """
 
     text_column: str | None = None
     prompt_template: Annotated[str, AnyText()] | None = None
     score_template_text: bool = False
-    rows: Count | None = None
+    max_rows: Count | None = named("rows", None)
     skip_broken: bool = False
     seq_len: Annotated[int, Range(2, INT_MAX)] | None = None
     full_sequences: bool = False
     packing: bool = True
-    examples: Count | None = None
+    max_sequences: Count | None = named("examples", None)
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
@@ -233,13 +234,13 @@ class DataOptions:
         return "pack" if self.packing else "pad"
 
     def open(self, source: str, split: str | None = None) -> "Rows":
-        """The rows of a source, of which the first was read."""
+        """Opens a source and reads its first row."""
         from calibjax.data import read_source
 
-        return read_source(source, split=split, rows=self.rows, skip_broken=self.skip_broken)
+        return read_source(source, split=split, rows=self.max_rows, skip_broken=self.skip_broken)
 
     def recognise(self, rows: "Rows", *, column_optional: bool = False) -> "Format":
-        """The format of rows; where `column_optional`, `text_column` counts where the rows have that column."""
+        """The format of rows; with `column_optional`, a `text_column` that the rows lack is ignored."""
         from calibjax.data import recognise
 
         return recognise(
@@ -263,10 +264,11 @@ class DataOptions:
         split: str | None = None,
         column_optional: bool = True,
     ) -> dict[str, "Sequences"]:
-        """Reads sets by short names, of one length. Where `column_optional`, sets may lack `text_column`."""
+        """Reads sets of one length, by short names. With `column_optional`, sets may lack `text_column`."""
         from calibjax.data import check_context, check_ids, choose_seq_len, load_sequences
 
-        longest, sets = lm.config.max_positions, {}
+        longest = lm.config.max_positions
+        sets = {}
         with about("--data"):
             opened = [self.open(source, split) for source in sources]
             formats = [self.recognise(rows, column_optional=column_optional) for rows in opened]
@@ -278,7 +280,7 @@ class DataOptions:
                 lengths = [choose_seq_len(*pair, lm.tokenizer, longest, self.layout) for pair in pairs]
                 seq_len = max(lengths, default=min(128, longest))
             for source, rows, format in zip(sources, opened, formats, strict=True):
-                shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.examples}
+                shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.max_sequences}
                 sequences, description = load_sequences(rows, lm.tokenizer, format=format, **shape)
                 check_ids(sequences, lm.config.vocab_size)
                 for line in description.splitlines():
@@ -318,7 +320,7 @@ class TextOptions(SourceOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalDataOptions:
-    """Text to evaluate on beside the part that is held out.
+    """Text to evaluate on, in addition to the part that is held out.
 
     Attributes:
         eval_data: further sets to evaluate on: files, directories or hub ids.
@@ -328,8 +330,9 @@ class EvalDataOptions:
 
 
 def attention_context(options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Within it, attention is cuDNN's where the options of a command choose it."""
-    if not (hasattr(options, "devices") and options.devices.cudnn_attention):
+    """The context in which attention is cuDNN's, if the options of a command choose it."""
+    devices: DeviceOptions | None = getattr(options, "devices", None)
+    if devices is None or not devices.cudnn_attention:
         return contextlib.nullcontext()
     from calibjax.nn.attention import cudnn_attention
 
@@ -349,11 +352,11 @@ def load_placed(
 ) -> "LanguageModel":
     """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
 
-    It computes in `dtype`; None: in bfloat16 on accelerators where the weights are stored in it, else in float32.
+    It computes in `dtype`, by default in bfloat16 on accelerators where the weights are stored in it, else in float32.
     `stored` is the dtype of the weights, by default `dtype`.
 
     Raises:
-        UserError: as `load_model`; or `cudnn_attention` is set and cuDNN has none for this model.
+        UserError: as `load_model`; or cuDNN has no attention for this model, within `attention_context`.
     """
     from calibjax.models import load_model
     from calibjax.models.load import stored_dtype
@@ -382,7 +385,7 @@ def load_placed(
 def begin(command: str, options: Any, log: Log) -> RunContext:
     """Checks the options of a command, makes its mesh, opens its data and claims its output directory.
 
-    Of data that is at hand the first row is read, so that a wrong path or column is found before the model is loaded.
+    It reads the first row of local data, so that a wrong path or column is found before the model is loaded.
     """
     check_options(options)
     if hasattr(options, "check"):
@@ -405,7 +408,7 @@ def begin(command: str, options: Any, log: Log) -> RunContext:
 def split_text(
     sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
-    """`split_sequences`; logs how much of the held-out part occurs in the other one too."""
+    """`split_sequences`; logs how much of the held-out part is in the fitting part as well."""
     from calibjax.data import count_repeats, split_sequences
 
     fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
@@ -428,9 +431,9 @@ def check_sources(options: Any) -> None:
     from calibjax.data import is_hub_id, is_multiple_choice
 
     sources = data if isinstance(data, tuple) else (data,)
-    given = [("--data", source, options.split, len(sources) > 1) for source in sources if source is not None]
-    given += [("--eval-data", source, None, True) for source in further]
-    for option, source, split, column_optional in given:
+    checks = [("--data", source, options.split, len(sources) > 1) for source in sources if source is not None]
+    checks += [("--eval-data", source, None, True) for source in further]
+    for option, source, split, column_optional in checks:
         if not is_hub_id(source):
             with about(option):
                 rows = options.text.open(source, split)
@@ -440,7 +443,7 @@ def check_sources(options: Any) -> None:
 
 @contextlib.contextmanager
 def leaving_nothing(out: Path | None) -> Iterator[None]:
-    """Removes what a run has made (directories, run.json, run.yaml), where it ends by a `UserError` without results."""
+    """Removes the directories, run.json and run.yaml that a run made, if it ends by a `UserError` without results."""
     if out is None:
         yield
         return
@@ -460,7 +463,7 @@ def leaving_nothing(out: Path | None) -> Iterator[None]:
 
 
 def claim_directory(out: Path, identity: dict[str, Any]) -> None:
-    """Makes `out` the directory of the run that `identity` describes, or finds that it already is, and locks it."""
+    """Makes `out` the directory of the run that `identity` describes, unless it already is, and locks it."""
 
     def claim() -> None:
         content = json.loads(json.dumps(identity))
@@ -524,9 +527,9 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
     return source
 
 
-def split_names(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Names, each once, of an option that takes them apart or joined by commas, with spaces or without."""
-    names = map(str.strip, ",".join(given).split(","))
+def split_names(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in the arguments of an option, each once; a name may be an argument, or joined to others by commas."""
+    names = map(str.strip, ",".join(arguments).split(","))
     return tuple(dict.fromkeys(filter(None, names)))
 
 
@@ -552,8 +555,8 @@ def write_results(document: Document, out: Path) -> None:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         curve: dict[str, list[Any]] = {}
         for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
-            chosen = [row for row in rows if value in row]
-            curve |= {step: [row["step"] for row in chosen], value: [row[value] for row in chosen]}
+            logged = [row for row in rows if value in row]
+            curve |= {step: [row["step"] for row in logged], value: [row[value] for row in logged]}
         curves[file.parent.relative_to(out).as_posix().removeprefix("fit/")] = curve
     if curves:
         document["training"] = curves
@@ -562,9 +565,9 @@ def write_results(document: Document, out: Path) -> None:
 
 
 def finish(document: Document, options: Any, *, holds: str = "head/ (for calibjax.load_head)") -> None:
-    """In the first process, writes the results in --out, if any, and prints verdict, table and the names of files.
+    """In the first process, writes the results to --out, if it is given, and prints verdict, table and names of files.
 
-    `holds` names what else the run left in --out.
+    `holds` names the further files that the run left in --out.
     """
     if not is_first():
         return

@@ -42,14 +42,14 @@ class CompareOptions(
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
-        base_table: the same rows, and options, of the base model that the model was post-trained from: adds daca to the
-            comparison, whose temperature needs no labels (docs/recalibration.md). Of --table with logits.
+        base_table: the rows and options of --table, with logits of the base model that the model was post-trained from:
+            adds daca to the comparison, whose temperature needs no labels (docs/recalibration.md).
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
         save: new directory for the fitted winner, or else temperature scaling, for `calibjax apply`.
         fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
-        max_tokens: of text, predictions in each part at most, whole sequences drawn at random.
+        max_tokens: largest number of predictions in each part of a text, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
     """
 
@@ -80,12 +80,12 @@ class CompareOptions(
 
 def run(options: CompareOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    given = common.split_names(options.methods)
-    unknown = [name for name in given if name not in (*METHODS, "all", "uncalibrated")]
-    if unknown or not given:
+    chosen = common.split_names(options.methods)
+    unknown = [name for name in chosen if name not in (*METHODS, "all", "uncalibrated")]
+    if unknown or not chosen:
         raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(METHODS)}.")
-    named = "all" not in given
-    names = tuple(name for name in METHODS if not named or name in given)
+    named = "all" not in chosen
+    names = tuple(name for name in METHODS if not named or name in chosen)
     context = common.begin("compare", options, log)
     with contextlib.ExitStack() as directory:
         if options.table is not None:
@@ -142,11 +142,11 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (part.predictions for part in parts)
-    read = (name for name, value in table.predictions._asdict().items() if value is not None)
+    fields = (name for name, value in table.predictions._asdict().items() if value is not None)
     groups = "" if table.groups is None else f" in {len(set(table.groups)):,} groups"
     log(
-        f"table: {len(table):,} rows of {', '.join(read)}{groups}; {len(parts[0]):,} to fit on, {len(parts[1]):,} held "
-        "out, drawn at random"
+        f"table: {len(table):,} rows of {', '.join(fields)}{groups}; {len(parts[0]):,} to fit on, {len(parts[1]):,} "
+        "held out, drawn at random"
     )
     inputs = prediction_inputs(calibration, held_out, names, parts[1].groups, include_large=include_large)
     if base_logits is not None:

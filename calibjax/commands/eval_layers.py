@@ -31,9 +31,9 @@ class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOption
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
-        letters_only: of a question, compare only the letters; --no-letters-only reads the whole vocabulary.
-        subjects: print the table of subjects too.
-        text: how text becomes sequences; of questions, only `examples` counts, which are drawn at random.
+        letters_only: compare only the letters of a question; --no-letters-only reads the whole vocabulary.
+        subjects: print the table of subjects as well.
+        text: how text becomes sequences; questions are drawn at random, as many as --examples.
     """
 
     out: Path | None = common.presentation(None)
@@ -73,7 +73,7 @@ def _read(
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return common.split_text(sequences, 0.5, log), "tokens", {}
     questions = choice_sequences(
-        rows, lm.tokenizer, lm.config.max_positions, limit=options.text.examples, seed=options.seed
+        rows, lm.tokenizer, lm.config.max_positions, limit=options.text.max_sequences, seed=options.seed
     )
     check_ids(questions.sequences, lm.config.vocab_size)
     names = lm.tokenizer.convert_ids_to_tokens(list(questions.letters))

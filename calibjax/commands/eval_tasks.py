@@ -40,7 +40,7 @@ class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, c
         temperature: temperature of temperature scaling, in place of that of --head.
         out: directory for metrics.json, report.html, figures and answers/TASK.jsonl, a question a line, which compare,
             apply and decide read; without it only the tables are printed.
-        subjects: print the table of subjects too.
+        subjects: print the table of subjects as well.
     """
 
     tasks: tuple[str, ...]

@@ -103,12 +103,12 @@ def write_export(
         config = dataclasses.replace(head.config, kind="constant")
         head = FittedHead(config, {"log_scale": np.float32(-np.log(temperature))}, head.fingerprint)
         try:
-            own = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
+            base_config = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
         except ValueError:
-            own = {}
+            base_config = {}
         # Left out, transformers cuts the distribution to its 50 most likely tokens.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        config = {**(own if isinstance(own, dict) else {}), **sampling}
+        config = {**(base_config if isinstance(base_config, dict) else {}), **sampling}
         more["generation_config.json"] = json.dumps(config, indent=2) + "\n"
         log(
             f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "

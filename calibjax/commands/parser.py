@@ -54,7 +54,7 @@ class Option(NamedTuple):
     heading: str
     annotation: Any
     default: Any  # `dataclasses.MISSING` where the option is required
-    unset: Any  # what a default of None comes to, where that is known
+    unset: Any  # the value that a default of None stands for, where it is known
     help: str
 
     @property
@@ -112,7 +112,7 @@ class Option(NamedTuple):
 
 
 def list_options(options_type: type, default: Any = None, path: Fields = ()) -> Iterator[Option]:
-    """The options of a dataclass, those of dataclasses in it too; `default` is an instance with other defaults."""
+    """The options of a dataclass and of the dataclasses in it; `default` is an instance with other defaults."""
     hints, documented = typing.get_type_hints(options_type, include_extras=True), _documented(options_type)
     for field in dataclasses.fields(options_type):
         if default is not None:
@@ -141,7 +141,7 @@ def _documented(options_type: type) -> dict[str, str]:
 
 
 def _without_none(annotation: Any) -> Any:
-    """The one type that an annotation allows besides None, without its marks."""
+    """The one type, other than None, that an annotation allows, without its marks."""
     if typing.get_origin(annotation) is Annotated:
         return _without_none(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):
@@ -173,10 +173,11 @@ def parse(
         if arg.startswith("--") and name not in (*known, "--help", _HELP_ALL):
             fail(f"{name}: {prog} has no such option", name, known, f"{prog} --help lists them")
     values = vars(parser.parse_args(args))
-    given = {option.path: values[option.flag[2:]] for option in options}
-    several = [option.path for option in options if option.several and given[option.path] is not None]
-    given |= {path: tuple(given[path]) for path in several}
-    return _assemble(options_type, given, ())
+    value_at: dict[Fields, Any] = {}
+    for option in options:
+        value = values[option.flag[2:]]
+        value_at[option.path] = tuple(value) if option.several and value is not None else value
+    return _assemble(options_type, value_at, ())
 
 
 def parse_script(
@@ -206,8 +207,8 @@ def parse_script(
         Options(model='path/to/model', steps=100)
     """
     try:
-        given = sys.argv[1:] if args is None else args
-        return parse(options_type, given, prog=f"python {sys.argv[0]}", config=False, default=default)
+        args = sys.argv[1:] if args is None else args
+        return parse(options_type, args, prog=f"python {sys.argv[0]}", config=False, default=default)
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
@@ -225,11 +226,11 @@ def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> 
 
 def _assemble(options_type: type, values: dict[Fields, Any], path: Fields) -> Any:
     hints = typing.get_type_hints(options_type)
-    given = {}
+    fields = {}
     for field in dataclasses.fields(options_type):
         at = (*path, field.name)
-        given[field.name] = values[at] if at in values else _assemble(hints[field.name], values, at)
-    return options_type(**given)
+        fields[field.name] = values[at] if at in values else _assemble(hints[field.name], values, at)
+    return options_type(**fields)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -70,7 +70,7 @@ class PlanOptions(JsonOptions):
             states take.
         dtype: compute dtype, and that of frozen weights; by default that of the weights, as of a run on accelerators.
             Trained weights are float32.
-        head_kind: of ats: the head that gives a token its temperature.
+        head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
         compile: --no-compile reports what follows from the shapes alone.
         sft: how the model is trained; ats reads batch_size only.
         json: print one JSON document instead of tables.
@@ -85,7 +85,7 @@ class PlanOptions(JsonOptions):
     mesh: str | None = None
     tokens: Annotated[int, Range(1, 10**15)] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
-    head_kind: HeadKind = RECIPES["default"]["head"]
+    head_kind: HeadKind | None = None
     compile: bool = True
     sft: SftOptions = SftOptions()
 
@@ -94,7 +94,7 @@ class PlanOptions(JsonOptions):
         unread = [field for field in dataclasses.fields(SftOptions) if field.name != "batch_size"]
         given = [flag_of(field) for field in unread if getattr(self.sft, field.name) != field.default]
         if self.objective == "sft":
-            given = ["--head-kind"] if self.head_kind != PlanOptions.head_kind else []
+            given = [] if self.head_kind is None else ["--head-kind"]
         if given:
             raise UserError(f"{', '.join(given)}: --objective {self.objective} does not read it; leave it out.")
 
@@ -103,8 +103,8 @@ class PlanOptions(JsonOptions):
         """What is read of a run's run.yaml, with the objective; the mesh of the run is not."""
         fields = {"model", "batch_size", "seq_len", "dtype"}
         fields |= set(SftOptions.__dataclass_fields__) if command == "train sft" else {"head_kind", "tokens"}
-        read = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
-        return {"objective": command.removeprefix("train "), **read}
+        planned = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
+        return {"objective": command.removeprefix("train "), **planned}
 
 
 def run(options: PlanOptions, log: Log = print) -> Document:
@@ -115,7 +115,8 @@ def run(options: PlanOptions, log: Log = print) -> Document:
     config, stored = _model(options.model)
     method = options.sft
     if options.objective == "ats":
-        method = make_plan(AtsOptions(head=options.head_kind, batch_size=method.batch_size), config.hidden_size)
+        head = options.head_kind or RECIPES["default"]["head"]
+        method = make_plan(AtsOptions(head=head, batch_size=method.batch_size), config.hidden_size)
     mesh = mesh_shape(options.mesh, topology.devices)
     job = Job(config, method, options.seq_len, mesh, options.dtype or stored)
     job.check()
@@ -272,9 +273,9 @@ class Program(NamedTuple):
 
 
 def build(job: Job, mesh: Any = None) -> Program:
-    """The step of a checked job, divided over a mesh (also an `AbstractMesh`), which is to be set when it is traced.
+    """The step of a checked job, divided over a mesh (or an `AbstractMesh`), which must be set when it is traced.
 
-    Without a mesh, for one device.
+    Without a mesh, the step is for one device.
     """
     config, method, dtype = job.config, job.method, jnp.dtype(job.dtype)
 
@@ -327,8 +328,8 @@ def flops(jaxpr: Any) -> float:
     """Operations of the matrix products in a jaxpr, over all devices; 2 for each product of two numbers.
 
     XLA's own `cost_analysis` counts the body of a loop once, and a model is a loop over its layers. A Pallas kernel
-    counts as it declares itself (`pl.CostEstimate`), or else its body for each point of its grid. Of several branches
-    the largest one counts, what runs within `shard_map` once for each device, and the body of a `while_loop` once.
+    counts as it declares itself (`pl.CostEstimate`), or else its body for each point of its grid. For `cond`, the most
+    expensive branch counts. The body of `shard_map` counts once for each device, and that of a `while_loop` once.
     """
     return sum((_equation_flops(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns), start=0.0)
 
@@ -391,10 +392,10 @@ def compile_step(job: Job, topology: Topology) -> Compiled:
         # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
         # jaxlib 0.10.2 cannot read an async-update with several operands, which libtpu 0.0.51 emits for v5p and v6e.
         moved, unknown = None, 0
-    beside = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
         arguments=memory.argument_size_in_bytes,
-        total=memory.argument_size_in_bytes + beside + memory.generated_code_size_in_bytes,
+        total=memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         collectives=moved,
         unknown_loops=unknown,
     )
@@ -442,7 +443,7 @@ class _Memory(NamedTuple):
     """What a step holds on each device.
 
     `sizes` are bytes by what holds them, `arguments` those that a step reads. `fits` is None where only the compiler
-    could tell; `is_compiled` also where it refused the step. `collectives` is None where they are not known.
+    could tell. A step that the compiler refused is compiled (`is_compiled`). `collectives` is None if not known.
     """
 
     sizes: dict[str, int]
@@ -454,12 +455,12 @@ class _Memory(NamedTuple):
 
 
 def _memory(job: Job, topology: Topology, *, compiles: bool) -> _Memory:
-    """By the compiler, or from the shapes."""
+    """The memory of a step, by the compiler if it `compiles`, else from the shapes."""
     placed = build(job, job.abstract_mesh())
     sizes = {"parameters": device_bytes(placed.parameters), "optimizer": device_bytes(placed.optimizer)}
     known, available = sum(sizes.values()), topology.chip.memory
     if not compiles or known > available:
-        sizes |= _held(job, placed, topology)
+        sizes |= _resident_bytes(job, placed, topology)
         at_least = sum(sizes.values()) - sizes["estimated_temporaries"]
         note = "Parameters and optimiser alone do not fit: not compiled." if compiles else None
         return _Memory(sizes, None if at_least <= available else False, known, note=note)
@@ -482,14 +483,14 @@ def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
     whole = build(job)
     with use_ragged_dot(True):  # on one device, where each copy of a token is a row of one expert
         operations = flops(whole.function.trace(*whole.arguments).jaxpr)
-    moved, received = None, None
+    moved = seconds_moving = None
     if memory.collectives is not None:
-        moved = {kind: each._asdict() for kind, each in sorted(memory.collectives.items())}
-        received = sum(each["bytes"] for each in moved.values()) / topology.chip.interconnect
+        moved = {kind: collective._asdict() for kind, collective in sorted(memory.collectives.items())}
+        seconds_moving = sum(entry["bytes"] for entry in moved.values()) / topology.chip.interconnect
     seconds = {
         "compute": operations / topology.devices / topology.chip.flops,
         "memory": memory.arguments / topology.chip.bandwidth,
-        "interconnect": received,
+        "interconnect": seconds_moving,
     }
     bound = max(x for x in seconds.values() if x is not None)
     return {
@@ -501,7 +502,7 @@ def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
 
 
 def _note(result: Compiled, topology: Topology) -> str | None:
-    """What there is to know about a step that was compiled."""
+    """A note on a compiled step, if there is one to make."""
     if result.collectives is None:
         return (
             "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
@@ -529,19 +530,19 @@ def parameter_counts(config: DecoderConfig) -> dict[str, int]:
     return {"total": total, "active": total - (mixture.experts - mixture.per_token) * expert}
 
 
-def _held(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
-    """Bytes that the step holds besides its arguments: what it holds at least, and an estimate of its temporaries.
+def _resident_bytes(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
+    """Bytes that a step holds in addition to its arguments: what it needs at least, and an estimate of temporaries.
 
-    These are one block's activations, with their cotangents in training, and the kernels that it gathers. On GPUs, and
-    of float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary are held to 16 MiB.
+    Temporaries are one block's activations, with their cotangents in training, and the kernels that it gathers. On GPUs
+    and in float32, attention holds its logits `[B, H, T, T]`. Chunks of the vocabulary take at most 16 MiB.
     """
     config, itemsize = job.config, jnp.dtype(job.dtype).itemsize
     data, fsdp, tensor = job.mesh
     tokens = job.batch // (job.method.accumulate * data * fsdp) * job.seq
-    held = {}
+    resident_bytes = {}
     if job.trains:
         block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
-        held = {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
+        resident_bytes = {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
     passes, copies = (3, 2) if job.trains else (1, 1)
     activations_per_token = (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
     estimate = passes * tokens * activations_per_token
@@ -551,7 +552,7 @@ def _held(job: Job, placed: Program, topology: Topology) -> dict[str, int]:
     if math.prod(job.mesh) > 1:
         gathered_kernels = 2 * (parameter_counts(config)["total"] // config.num_layers * itemsize)
         estimate += gathered_kernels // tensor
-    return {**held, "estimated_temporaries": estimate}
+    return {**resident_bytes, "estimated_temporaries": estimate}
 
 
 def stored_bytes_per_token(job: Job) -> int:

@@ -27,7 +27,7 @@ class ReportOptions(JsonOptions):
     Attributes:
         runs: directories with a metrics.json.
         out: where to write; by default the run's own directory, where there is one run.
-        subjects: print the table of subjects too, where a run has one.
+        subjects: print the table of subjects as well, where a run has one.
         json: print the list of the files written as JSON, and no tables.
     """
 

@@ -33,9 +33,9 @@ class TrainAtsOptions(
     checkpoints of training. Started again with the same options, a killed run resumes.
 
     Attributes:
-        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. Of several,
-            such as one per domain, each is predicted by heads fitted on the others, so that the loss is chosen for text
-            of a domain that it has not seen.
+        data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. With
+            several, such as one per domain, each is predicted by heads fitted on the others, so that the loss is chosen
+            for text of a domain that it has not seen.
         ats: how the head is fitted.
     """
 
@@ -49,10 +49,10 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     lm = options.load(context.mesh, log)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
-    read = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
+    texts = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
     parts = {
         name: common.split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-        for name, sequences in read.items()
+        for name, sequences in texts.items()
     }
     fit = {name: part for name, (part, _) in parts.items()}
     held_out = concatenate([part for _, part in parts.values()])

@@ -33,11 +33,11 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
         fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that
             are evaluated.
         dtype: compute dtype, by default as of `train ats`; trained weights are float32 in any case.
-        partition: also train the baseline of likelihood quantiles.
+        partition: train the baseline of likelihood quantiles as well.
         myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.
         text_prompt: number of first tokens of a held-out sequence that a text continues.
-        self_bleu: also evaluate the texts by self-BLEU; needs sacrebleu.
+        self_bleu: evaluate the texts by self-BLEU as well; needs sacrebleu.
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
         analogy_rows: number of analogy questions.
         text: how text becomes sequences; by default of full length, without packing.
@@ -92,8 +92,8 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     with jax.set_mesh(context.mesh):
         for method in methods:
             within = context.within("fit", method)
-            shared = options.out / "fit"
-            fitted = fit_lhts(base, fit, options.lhts, context=within, method=method, samples_directory=shared)
+            samples = options.out / "fit"  # of both methods
+            fitted = fit_lhts(base, fit, options.lhts, context=within, method=method, samples_directory=samples)
             fits[method] = fitted.report
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name

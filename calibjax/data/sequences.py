@@ -56,10 +56,7 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
-    """Raises `UserError` if no target counts, or if a target that counts or a token is not an id of the vocabulary.
-
-    `input_ids` is the number of ids of tokens where it differs from `vocab_size`.
-    """
+    """Raises `UserError` if no target counts, or a token (below `input_ids`) or target is outside the vocabulary."""
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
         raise UserError("sequences: expected at least one target that counts (`where` True, not -100), got none.")
@@ -208,10 +205,7 @@ def split_sequences(
 
 
 def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], size: float) -> Bool[np.ndarray, " N"]:
-    """True for the elements of the first groups in `order`: the number of groups whose total size is nearest to `size`.
-
-    At least one group is chosen, and never all.
-    """
+    """True for the first groups in `order`: as many as have a total size nearest to `size`, but never all groups."""
     total_sizes = np.cumsum(np.bincount(group)[order])[:-1]  # of the first 1, 2, ... groups
     count = 1 + int(np.argmin(np.abs(total_sizes - size)))
     return np.isin(group, order[:count])

@@ -119,8 +119,9 @@ def read_table(
     for name in several:
         if name not in raw.names:
             raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
-    columns, divisors = _without_divisors(columns, raw.names)
-    names = _assigned(path, raw.names, columns)
+    divided = {role: _divided(column, raw.names) for role, column in columns.items()}
+    names = _assigned(path, raw.names, {role: name for role, (name, _) in divided.items()})
+    divisors = {role: divisor for role, (_, divisor) in divided.items()}
     if several:
         names.setdefault("confidence", several[0])
     reader = _Columns(path, raw, skip_broken)
@@ -134,32 +135,26 @@ def read_table(
     categories = reader.labels(names["category"]) if "category" in names else None
     rows = reader.readable_rows(names)
     table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
-    return dataclasses.replace(_with_numbers(table, path), rows=rows, notes=tuple(reader.notes))
-
-
-def _without_divisors(columns: Mapping[str, str], names: Collection[str]) -> tuple[dict[str, str], dict[str, float]]:
-    """Role -> column, and role -> divisor of those given as "NAME/100", unless a column has that name."""
-    plain, divisors = dict(columns), {}
-    for role, column in columns.items():
-        name, _, divisor = column.rpartition("/")
-        is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) is not None
-        if column not in names and name and is_number and float(divisor):
-            plain[role] = name
-            divisors[role] = float(divisor)
-    return plain, divisors
-
-
-def _with_numbers(table: PredictionTable, path: Path) -> PredictionTable:
-    """A table whose groups and categories are numbered."""
+    predictions, groups = table.predictions, table.groups
     if table.categories is not None:
-        predictions = table.predictions._replace(categories=_category_numbers(path, table.categories))
-        table = dataclasses.replace(table, predictions=predictions)
-    if table.groups is not None:
-        # By first appearance, so that labels as numbers and as text give the same result.
-        labels = table.groups.tolist()
-        number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        table = dataclasses.replace(table, groups=np.array([number_of[label] for label in labels]))
-    return table
+        predictions = predictions._replace(categories=_category_numbers(path, table.categories))
+    if groups is not None:
+        groups = _group_numbers(groups.tolist())
+    return dataclasses.replace(table, predictions=predictions, groups=groups, rows=rows, notes=tuple(reader.notes))
+
+
+def _divided(column: str, names: Collection[str]) -> tuple[str, float]:
+    """The name and the divisor of a column given as "NAME/100"; 1 if a column has this name or no number follows."""
+    name, _, divisor = column.rpartition("/")
+    if column in names or not name or not re.fullmatch(r"\d+(\.\d+)?", divisor) or not float(divisor):
+        return column, 1.0
+    return name, float(divisor)
+
+
+def _group_numbers(labels: list[str]) -> np.ndarray:
+    """Numbers by first appearance, so that labels as numbers and as text give the same result."""
+    number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([number_of[label] for label in labels])
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
@@ -283,8 +278,7 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     import pyarrow
     import pyarrow.compute
 
-    types, compute = pyarrow.types, cast(Any, pyarrow.compute)
-    flat = column
+    types, compute, flat = pyarrow.types, cast(Any, pyarrow.compute), column
     is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
     if is_list and len(compute.list_value_length(column).unique()) == 1:
         flat = compute.list_flatten(column)

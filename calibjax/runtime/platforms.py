@@ -15,15 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_TPU_NODES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")  # below /dev
-_TPU_VARIABLES = (
-    "TPU_NAME",
-    "TPU_WORKER_",
-    "TPU_ACCELERATOR_TYPE",
-    "TPU_PROCESS_",
-    "TPU_VISIBLE_",
-    "JAX_FORCE_TPU_INIT",
-)
+_DEVICES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
+_VARIABLES = ("TPU_NAME", "TPU_WORKER_", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_", "TPU_VISIBLE_", "JAX_FORCE_TPU_INIT")
 
 
 def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
@@ -34,8 +27,8 @@ def platforms_without_tpu(environment: Mapping[str, str], devices: Path = Path("
     """
     if environment.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
         return None
-    is_announced = any(name.startswith(_TPU_VARIABLES) for name in environment)
-    if is_announced or any(any(devices.glob(pattern)) for pattern in _TPU_NODES):
+    is_announced = any(name.startswith(_VARIABLES) for name in environment)
+    if is_announced or any(any(devices.glob(pattern)) for pattern in _DEVICES):
         return None
     plugins = importlib.util.find_spec("jax_plugins")
     names = {module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()

@@ -98,13 +98,9 @@ def set_verdict(results: Row) -> Verdict:
 def _comparison(
     name: str, row: Row, other_name: str, other: Row, tested: Row, *, addition: str = "", must_differ: bool = False
 ) -> Verdict:
-    """Whether a row does not differ from another, is worse in one figure or in both, or is better calibrated.
-
-    `addition` ends the sentence of a better row; with `must_differ`, a row that does not differ is a warning.
-    """
+    """The sentence on a row against another; `addition` ends that of a better row, `must_differ` warns of equality."""
     figures = "; ".join(_figures(row, other))
-    reason = _why_equal(row, other, tested)
-    if reason:
+    if reason := _why_equal(row, other, tested):
         return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.", must_differ)
     better = f"{name[0].upper()}{name[1:]} is better calibrated than {other_name}: {figures}{addition}."
     return _worse(name, row, other_name, other) or Verdict(better)

@@ -41,10 +41,7 @@ def read_metrics(file: Path) -> Document:
 
 
 def read_tokens(directory: Path) -> dict[str, Any] | None:
-    """Reads and checks the tokens.json of a run, a `token_sample`; None if the run made none.
-
-    Raises `UserError` if it is damaged.
-    """
+    """Reads and checks the `token_sample` in a run's tokens.json, None without one; `UserError` if it is damaged."""
     file = directory / "tokens.json"
     if not file.is_file():
         return None

@@ -27,10 +27,7 @@ _FOLDERS = ("mmlu/default", "arc", "hellaswag", "truthfulqa", "triviaqa")
 
 
 def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "TaskManager":
-    """The harness's task definitions and ours; only those that `names` need: reading all ten thousand takes seconds.
-
-    Raises `UserError` if lm-eval is not installed.
-    """
+    """The harness's task definitions and ours, only those that `names` need; raises `UserError` without lm-eval."""
     try:
         import lm_eval.tasks
     except ModuleNotFoundError as error:
@@ -39,6 +36,7 @@ def task_manager(names: Iterable[str], assets: str | Path | None = None) -> "Tas
     metadata: dict[str, Any] = {} if assets is None else {"assets": str(assets)}
     theirs = Path(lm_eval.tasks.__file__).parent
     folders: list[str | Path] = [*(theirs / folder for folder in _FOLDERS), TASKS]
+    # All ten thousand definitions take seconds.
     few = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if set(names) <= set(few.all_tasks):
         return few
