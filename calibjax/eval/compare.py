@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """Returns the outcome of the uncalibrated predictions."""
+    """The outcome of the uncalibrated predictions."""
     if data.logits is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
@@ -74,9 +74,9 @@ def uncalibrated(data: Predictions) -> Outcome:
 def contenders(
     calibration: Predictions, held_out: Predictions, base: Outcome, names: tuple[str, ...], *, include_large: bool
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders of `METHODS` for predictions to fit on and to evaluate on, by name; and why others are left out.
+    """Name -> contender, for predictions to fit on and to evaluate on, and name -> reason for methods left out.
 
-    `include_large` False leaves out methods with a parameter per pair of classes if there are fewer predictions.
+    Without `include_large`, methods with a parameter for each pair of classes are left out if predictions are fewer.
     """
     rows, left_out = {}, {}
     classes = class_count(held_out)
@@ -171,7 +171,7 @@ def comparison_json(
     seed: int = 0,
     sort: SortKey = "log_loss",
 ) -> dict[str, dict[str, Any]]:
-    """The rows of a comparison, best first; fits that did not converge are last. Beside the metrics a row has
+    """The rows of a comparison, best first; fits that did not converge are last. In addition to the metrics a row has
 
     - `nll`: negative log-likelihood of the true class, null for methods that give a confidence alone;
     - `log_loss`: that of correctness, null where it is infinite;
@@ -243,7 +243,7 @@ class ComparisonInputs(NamedTuple):
         rows: name -> contender, in the order in which they are fitted.
         left_out: name -> why it cannot run.
         reference: name of temperature scaling among the rows.
-        groups: labels `[N]` of held-out predictions that are resampled together; None: each by itself.
+        groups: labels `[N]` of held-out predictions that are resampled together; by default each by itself.
         unit: what a prediction is, in the plural, such as "tokens".
         clusters: what is resampled, in the plural.
         title: a few words on the held-out data.

@@ -123,7 +123,7 @@ class AnalogyQuestion(NamedTuple):
 
 
 def read_analogies(source: str) -> Rows:
-    """The rows of analogies; raises `UserError` if columns are missing."""
+    """The rows of a source of analogies; raises `UserError` if columns are missing."""
     rows = read_source(source)
     missing = {"category", "a", "b", "c", "d"} - set(rows.first)
     if missing:
@@ -212,11 +212,12 @@ def evaluate_analogies(
     groups = np.array(analogies.categories)
     scores_of_each = log_probs.reshape(len(heads), -1, CHOICES)
     for name, temperature, scores in zip(heads, temperatures, scores_of_each, strict=True):
-        each = accuracy(scores, analogies.right, temperature)
+        is_right = accuracy(scores, analogies.right, temperature)
+        categories = sorted(set(analogies.categories))
         results[name] = {
-            "accuracy": float(each.mean()),
-            "error": float(each.std() / np.sqrt(len(each))),
-            "questions": len(each),
-            "categories": {name: float(each[groups == name].mean()) for name in sorted(set(analogies.categories))},
+            "accuracy": float(is_right.mean()),
+            "error": float(is_right.std() / np.sqrt(len(is_right))),
+            "questions": len(is_right),
+            "categories": {category: float(is_right[groups == category].mean()) for category in categories},
         }
     return results

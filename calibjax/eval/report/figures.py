@@ -185,10 +185,10 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
 
 def _frontier(comparison: Row, ax: "Axes") -> None:
     """Every candidate, and temperature scaling, by NLL and calibration error."""
-    for number, each in enumerate(comparison["candidates"]):
-        at = each["nll"], each["calibration_error"]
-        ax.plot(*at, **_style(number, each["candidate"]), linestyle="none")
-        if each["candidate"] == kept_candidate(comparison):
+    for number, candidate in enumerate(comparison["candidates"]):
+        at = candidate["nll"], candidate["calibration_error"]
+        ax.plot(*at, **_style(number, candidate["candidate"]), linestyle="none")
+        if candidate["candidate"] == kept_candidate(comparison):
             ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
     ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
     ax.margins(0.15)

@@ -84,9 +84,9 @@ def page(runs: Sequence[Run]) -> str:
         f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; "
         "form-action 'none'"
     )
-    given = {"runs": runs, "policy": policy, "style": Markup(style), "script": Markup(script)}
+    values = {"runs": runs, "policy": policy, "style": Markup(style), "script": Markup(script)}
     try:  # the template calls the functions of this module
-        text = template.render({**globals(), **given})
+        text = template.render({**globals(), **values})
     except jinja2.UndefinedError as error:
         raise LookupError(str(error)) from error
     return text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, has no encoding
@@ -166,7 +166,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
 
 
 def cards_of(results: Row) -> Iterator[dict[str, Any]]:
-    """The figures before and after of ECE, NLL (or log loss of correctness) and Brier score, where a set has them."""
+    """ECE, NLL (or log loss of correctness) and Brier score before and after, where a set has them."""
     methods = results["methods"]
     before, after = pair_of(results)
     keys = [("ece", "ECE"), ("nll", "NLL"), ("brier", "Brier")]
@@ -213,7 +213,7 @@ def _cell(text: str, **fields: Any) -> Cell:
 
 
 def set_tables(results: Row) -> list[dict[str, Any]]:
-    """The main figures of every method; the others folded, and of many methods those behind the first ones."""
+    """The main figures of every method; other figures are folded, as are the methods after the first of many."""
     methods = results["methods"]
     names: list[str] = list(methods)
     shown = names
@@ -284,16 +284,16 @@ def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
 def candidates_of(comparison: Row) -> list[list[str]]:
     """What was compared to choose the head and its loss."""
     rows = []
-    for each in comparison["candidates"]:
-        name = each["candidate"]
+    for candidate in comparison["candidates"]:
+        name = candidate["candidate"]
         chosen = " (chosen)" if name == notes.kept_candidate(comparison) else ""
-        figures = [each[key] for key in ("nll", "brier", "ece", "calibration_error")]
+        figures = [candidate[key] for key in ("nll", "brier", "ece", "calibration_error")]
         rows.append([name + chosen, *(f"{figure:.4f}" for figure in figures)])
     return rows
 
 
 def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Of several runs: one table of the main figures, and the curves in one diagram."""
+    """Several runs in one table of the main figures and one diagram of their curves."""
     befores, afters, rows, titles = {}, {}, [], []
     for run in runs:
         options, held_out = run.document.get("run", {}), run.document["held_out"]

@@ -59,7 +59,7 @@ def read_tokens(directory: Path) -> dict[str, Any] | None:
 
 
 def check_document(document: Document, file: Path) -> Document:
-    """Returns the contents of a metrics.json; raises `UserError` for the first that is no number but should be."""
+    """The contents of a metrics.json; raises `UserError` for the first that is no number but should be."""
     for problem in _problems(document, ""):
         raise UserError(f"{file}: {problem}. Restore the file from a copy, or run the command again.")
     return document

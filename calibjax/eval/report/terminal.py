@@ -50,9 +50,9 @@ def print_result(
     line = line if isinstance(line, Verdict) else Verdict(line)
     if line.text:
         console.print(str(line), style="bold red" if line.is_warning else "bold")
-    for one in (table, *more):
-        if one is not None:
-            _print_table(console, one)
+    for printed in (table, *more):
+        if printed is not None:
+            _print_table(console, printed)
     for note in notes:
         console.print(note, style="dim")
     if files:
@@ -75,7 +75,7 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     else:
         table, notes = held_out_table(document), notes_of(document)
     if more and not subjects:
-        count = sum(len(one.rows) for one in more)
+        count = sum(len(subjects_of_task.rows) for subjects_of_task in more)
         notes.append(f"{count} subjects: --subjects prints them, and the report has them.")
     print_result(verdict(document), table, notes=notes, more=more if subjects else (), files=files)
 

@@ -44,7 +44,7 @@ _FURTHER = {
     "aurc": metrics.aurc,
     "excess_aurc": metrics.excess_aurc,
 }
-"""Figures of a row beside those of a comparison, without intervals."""
+"""Figures of a row in addition to those of a comparison, without intervals."""
 
 
 def evaluate_tasks(
@@ -137,11 +137,12 @@ def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
     answers = {part: read_answers(file) for part, file in files.items() if on_first(file.is_file)}
     for part in answers:
         bar.update(len(evaluator.question_numbers(parts[part])))
-    for part, own in evaluator.answers([part for part in parts if part not in answers], tick=bar.update):
+    missing = [part for part in parts if part not in answers]
+    for part, part_answers in evaluator.answers(missing, tick=bar.update):
         bar.set_postfix_str(part)
         if part in files and is_first():
-            write_answers(files[part], own)
-        answers[part] = own
+            write_answers(files[part], part_answers)
+        answers[part] = part_answers
     return Answers.join([answers[part] for part in parts])
 
 
@@ -153,10 +154,10 @@ def tasks_document(
     binning: dict[str, Any] = {}
     fitted = any(evaluator.fit for evaluator in evaluators.values())
     for name, evaluator in evaluators.items():
-        options, own = evaluator.options, answers[name]
+        options, task_answers = evaluator.options, answers[name]
         binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
-        methods = names[: len(own.confidence)]
-        method = options.text_confidence if (own.choice < 0).all() else options.option_confidence
+        methods = names[: len(task_answers.confidence)]
+        method = options.text_confidence if (task_answers.choice < 0).all() else options.option_confidence
         read_from[name] = f"{method} ({DESCRIPTIONS[str(method)]})"
         if not fitted and {"temperature", "ats"} & set(names):
             read_from[name] += "; temperatures calibrate tokens"
@@ -165,17 +166,17 @@ def tasks_document(
             if options.further_confidences and options.closed == "none":
                 read_from[name] += "; bins of further confidences are closed on the right"
         sets[name] = {
-            **answers_json(own, methods, **binning),
+            **answers_json(task_answers, methods, **binning),
             "title": name,
             "confidence": read_from[name] + (f"; {evaluator.fit}" if evaluator.fit else ""),
             "shots": evaluator.shots(next(iter(evaluator.task.parts.values()))),
             "source": evaluator.task.source,
-            "subjects": subjects_json(own, methods, **binning),
+            "subjects": subjects_json(task_answers, methods, **binning),
         }
     if len(sets) == 1:
         return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
-    shared = min(len(own.confidence) for own in answers.values())  # options have no further confidences
-    together = answers_json(Answers.join(list(answers.values()), shared), names[:shared], **binning)
+    common = min(len(task_answers.confidence) for task_answers in answers.values())  # options have no further ones
+    together = answers_json(Answers.join(list(answers.values()), common), names[:common], **binning)
     last = ["temperature over the options of each task"] if fitted else []
     confidence = "; ".join([*dict.fromkeys(read_from.values()), *last])
     return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": confidence}, "tasks": sets}
@@ -236,13 +237,13 @@ def subjects_json(
     pairs = zip(answers.confidence[..., None], answers.correct[..., None], strict=True)
     # One group per question, computed once: a subject is a slice.
     groups = [metrics.calibration_sums(*pair, **binning) for pair in pairs]
-    each = [CalibrationSums(*(np.asarray(field, np.float64) for field in sums)) for sums in groups]
+    sums_by_method = [CalibrationSums(*(np.asarray(field, np.float64) for field in sums)) for sums in groups]
     for row in subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0):
-        mine = answers.subject == row["subject"]
+        in_subject = answers.subject == row["subject"]
         methods = {}
-        for name, sums in zip(names, each, strict=True):
-            own = CalibrationSums(*(field[mine] for field in sums))
-            ece = metrics.error_interval(own, seed=seed)
-            methods[name] = {"confidence": metrics.summarise(own)["confidence"], **ece_json(ece)}
+        for name, sums in zip(names, sums_by_method, strict=True):
+            subject_sums = CalibrationSums(*(field[in_subject] for field in sums))
+            ece = metrics.error_interval(subject_sums, seed=seed)
+            methods[name] = {"confidence": metrics.summarise(subject_sums)["confidence"], **ece_json(ece)}
         rows.append({**row, "methods": methods})
     return rows

@@ -22,7 +22,7 @@ class Continued(NamedTuple):
         text: text before the first stop sequence, without special tokens.
         tokens: ids of that text without trailing space; at least the first token, even if the text is empty. A token
             that holds the end of the text and the beginning of the stop sequence is included.
-        log_probs: of these tokens under the base model, nats, whatever distribution they were drawn from.
+        log_probs: log-probabilities of these tokens under the base model, nats, however they were drawn.
         confidence: calibrated probability of each token, by the head; without one that of the base model.
     """
 
@@ -33,7 +33,7 @@ class Continued(NamedTuple):
 
 
 def room_for_context(max_new_tokens: int, max_length: int) -> int:
-    """Returns how many tokens of a context fit beside `max_new_tokens`; raises `UserError` if none do."""
+    """The number of tokens of a context that fit together with `max_new_tokens`; raises `UserError` if none do."""
     if not 1 <= max_new_tokens < max_length:
         raise UserError(
             f"max_gen_toks: expected 1 to {max_length - 1}, so that a context fits beside what is generated; got "
@@ -52,17 +52,17 @@ def continue_contexts(
     sampling: Sampling = Sampling(),
     head: FittedHead | None = None,
 ) -> Iterator[tuple[int, Continued]]:
-    """Yields the index of each context and its continuation, batch by batch, of each `sampling.count` times.
+    """Yields the index of each context and its continuation, batch by batch, `sampling.count` times for each context.
 
-    Contexts are cut to the last tokens that fit beside `max_new_tokens`. A row ends at a stop sequence, at a stop token
-    of the model or after `max_new_tokens`; rows that have ended are not computed further.
+    Contexts are cut to the last tokens that leave room for `max_new_tokens`. A row ends at a stop sequence, at a stop
+    token of the model or after `max_new_tokens`; rows that have ended are not computed further.
 
     Args:
         contexts: token ids, none empty, which is checked before the first batch.
         until: stop sequences; a space at the very start of the text does not count as one.
         batch_size: rows per step.
         sampling: how tokens are chosen, by default the most likely one; `prompt_seeds` are those of the contexts.
-        head: of `sampling.calibrated`, and of the confidence.
+        head: the head of the confidence, and of the distribution that `sampling.calibrated` draws from.
     """
     room = room_for_context(max_new_tokens, lm.config.max_positions)
     if any(not len(context) for context in contexts):
@@ -102,15 +102,16 @@ def _continue(
     open_rows, done = list(range(len(starts))), 0
     while open_rows and done < max_new_tokens:
         step = min(_AT_ONCE, max_new_tokens - done)
-        inputs, seeds, each, size = prompts, list(sampling.prompt_seeds), count, batch_size
+        inputs, seeds, samples, size = prompts, list(sampling.prompt_seeds), count, batch_size
         if done:
-            inputs, seeds = [starts[row] + tokens[row] for row in open_rows], [row_seeds[row] for row in open_rows]
-            each, size = 1, batch_size * count
+            inputs = [starts[row] + tokens[row] for row in open_rows]
+            seeds = [row_seeds[row] for row in open_rows]
+            samples, size = 1, batch_size * count
         missing = size - len(inputs)  # one shape, whatever the number of unfinished rows
         now = dataclasses.replace(
             sampling,
             key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
-            count=each,
+            count=samples,
             prompt_seeds=(*seeds, *seeds[-1:] * missing),
         )
         padded = [*inputs, *inputs[-1:] * missing]

@@ -42,13 +42,13 @@ _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Batch(NamedTuple):
-    """Up to `BATCH` questions of a part of a task, or with written answers as many as a step has rows.
+    """Up to `BATCH` questions of a part of a task; with written answers as many as a step has rows.
 
     Attributes:
-        subject: of questions that have no column category.
-        numbers: indices of the questions in the task's data, with those that are left out.
-        documents, prompts: of each question that the model can read.
-        options: of multiple choice, a continuation for each option of each question.
+        subject: subject of questions that have no column category.
+        numbers: indices of the questions in the task's data, including those that are left out.
+        documents, prompts: those of each question that the model can read.
+        options: a continuation for each option of each question; empty for written answers.
     """
 
     part: str
@@ -138,8 +138,8 @@ class TaskEvaluator:
         return next((split for split in splits if split and split not in (evaluated, examples)), None)
 
     def calibration_questions(self, task: "ConfigurableTask") -> tuple[Any, list[int]]:
-        """Documents of `calibration_split`, or else the task's own, and indices of up to 1,000 of them to fit on, which
-        are not asked."""
+        """Documents of `calibration_split`, or else those of the task, and indices of up to 1,000 of them to fit on,
+        which are not asked."""
         seed, split = self.context.seed, self.calibration_split(task)
         if split is None:
             documents: Any = task.eval_docs
@@ -159,19 +159,20 @@ class TaskEvaluator:
         # Written answers take long: few at a time, so that progress shows and little is lost where a run is killed.
         size = BATCH if task.OUTPUT_TYPE == "multiple_choice" else min(lm.scorer.batch_size, BATCH)
         for start in range(0, len(numbers), size):
-            own = list(numbers[start : start + size])
+            chosen = list(numbers[start : start + size])
             task.set_fewshot_seed(self.context.seed)
-            questions = [documents[number] for number in own]
+            questions = [documents[number] for number in chosen]
             prompts = [lm.prompt(task, question, self.shots(task)) for question in questions]
-            check_same([str(len(own)), *prompts], f"the questions of {task.config.task}")
+            check_same([str(len(chosen)), *prompts], f"the questions of {task.config.task}")
             options: list[list[Continuation]] = []
             if task.OUTPUT_TYPE == "multiple_choice":
                 for question, prompt in zip(questions, prompts, strict=True):
                     requests: Any = task.construct_requests(question, prompt, apply_chat_template=lm.chat is not None)
                     options.append([lm.encode(*request.args) for request in requests])
-                readable = [n for n, pairs in enumerate(options) if max(len(p.tokens) for p in pairs) <= lm.max_length]
-                questions, prompts, options = ([rows[n] for n in readable] for rows in (questions, prompts, options))
-            yield Batch(part, task, subject, own, questions, prompts, options)
+                longest = [max(len(option.tokens) for option in question) for question in options]
+                readable = [place for place, length in enumerate(longest) if length <= lm.max_length]
+                questions, prompts, options = ([x[place] for place in readable] for x in (questions, prompts, options))
+            yield Batch(part, task, subject, chosen, questions, prompts, options)
 
     def _calibration_batches(self) -> list[Batch]:
         parts = self.task.parts.items()
@@ -222,51 +223,56 @@ class TaskEvaluator:
     ) -> Iterator[tuple[Batch, list[list[Score]], Float[np.ndarray, "M _ K"]]]:
         """Yields each batch, the scores of its options, and their log-likelihoods under each head, padded with −inf:
         sums over their tokens, or means (`options_per_token`). `tick` is called with 1 for each scored question."""
-        questions = [pairs for batch in batches for pairs in batch.options]
-        question = [number for number, pairs in enumerate(questions) for _ in pairs]
-        longest = max((len(pair.tokens) for pairs in questions for pair in pairs), default=0)
+        questions = [options for batch in batches for options in batch.options]
+        continuations = [option for options in questions for option in options]
+        question_of = [number for number, options in enumerate(questions) for _ in options]
+        longest = max((len(option.tokens) for option in continuations), default=0)
         if longest > 1 and self.options.option_confidence == "full_vocabulary":
             self.context.log(
                 f"WARNING: options of up to {longest} tokens: among everything the model could write, the probability "
                 "of a text is near 0 and says nothing; --option-confidence options compares the options"
             )
-        unscored, results = [len(pairs) for pairs in questions], {}
-        for number, score in self.model.scorer.stream([pair for pairs in questions for pair in pairs]):
+        unscored = [len(options) for options in questions]
+        results = {}
+        for number, score in self.model.scorer.stream(continuations):
             results[number] = score
-            unscored[question[number]] -= 1
-            if not unscored[question[number]]:
+            unscored[question_of[number]] -= 1
+            if not unscored[question_of[number]]:
                 tick(1)
-        remaining = (results[number] for number in range(len(question)))
+        per_token = self.options.option_confidence == "options_per_token"
+        remaining = (results[number] for number in range(len(continuations)))
         for batch in batches:
-            scores = [list(islice(remaining, len(pairs))) for pairs in batch.options]
+            scores = [list(islice(remaining, len(options))) for options in batch.options]
             most = max(map(len, scores), default=1)
             width = max(round_up(most, 4), 4)  # few shapes
             log_probs = np.full((len(self.model.heads), BATCH, width), -np.inf, np.float32)
-            for question, options in enumerate(scores):
+            for number, options in enumerate(scores):
                 for place, score in enumerate(options):
                     total = score.log_probs.sum(axis=1)
-                    per_token = self.options.option_confidence == "options_per_token"
-                    log_probs[:, question, place] = total / score.log_probs.shape[1] if per_token else total
+                    log_probs[:, number, place] = total / score.log_probs.shape[1] if per_token else total
             yield batch, scores, log_probs
 
     def _confidences(self, method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.ndarray, "M _"]:
-        return np.stack([_confidence(method, own) for own in log_probs])
+        return np.stack([_confidence(method, of_head) for of_head in log_probs])
 
     def _chosen(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
         """The most likely options and their confidence."""
-        task, method, n = batch.task, self.options.option_confidence, len(batch.documents)
+        task, method = batch.task, self.options.option_confidence
+        count = len(batch.documents)
         if self.fit is not None:
             log_probs = np.asarray(self.fit.scales, np.float32)[:, None, None] * log_probs
-        confidence = self._confidences(method, log_probs)[:, :n]
-        log_probs = log_probs[:, :n]
+        confidence = self._confidences(method, log_probs)[:, :count]
+        log_probs = log_probs[:, :count]
         choice = log_probs.argmax(axis=-1)
         distribution = log_probs
         if method != "full_vocabulary":
             distribution = log_probs - np.logaddexp.reduce(log_probs, axis=-1, keepdims=True)
-        correct, log_prob = np.zeros(choice.shape, np.float32), np.full(choice.shape, np.nan, np.float32)
+        correct = np.zeros(choice.shape, np.float32)
+        log_prob = np.full(choice.shape, np.nan, np.float32)
         harness, texts = [], []
-        for number, (document, own) in enumerate(zip(batch.documents, scores, strict=True)):
-            right, options = right_options(task, document), [str(option) for option in task.doc_to_choice(document)]
+        for number, (document, option_scores) in enumerate(zip(batch.documents, scores, strict=True)):
+            right = right_options(task, document)
+            options = [str(option) for option in task.doc_to_choice(document)]
             facts: dict[str, Any] = {"right": [options[place] for place in right], "options": options}
             correct[:, number] = np.isin(choice[:, number], right)
             if len(right) == 1:
@@ -277,7 +283,7 @@ class TaskEvaluator:
             if not task.multiple_input:
                 text = task.doc_to_text(document)
             texts.append((str(text or ""), options[choice[0, number]], json.dumps(facts)))
-            results = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in own]
+            results = [(float(score.log_probs[0].sum()), bool(score.greedy.all())) for score in option_scores]
             harness.append(task.process_results(document, results))
         columns = zip(*texts, strict=True) if texts else ((), (), ())
         question, answer, details = (np.array(column, str) for column in columns)
@@ -288,8 +294,8 @@ class TaskEvaluator:
             log_prob=log_prob,
             subject=_subjects(batch),
             harness=_numbers(harness),
-            cut=np.array([max(score.cut for score in own) for own in scores], np.int32),
-            too_long=len(batch.numbers) - n,
+            cut=np.array([max(score.cut for score in option_scores) for option_scores in scores], np.int32),
+            too_long=len(batch.numbers) - count,
             question=question,
             answer=answer,
             details=details,
@@ -326,12 +332,12 @@ class TaskEvaluator:
     # Written answers.
 
     def generation_options(self, task: "ConfigurableTask") -> dict[str, Any]:
-        """Returns the arguments of `continue_contexts` for an answer: greedy, whatever the task requests."""
-        given: dict[str, Any] = dict(task.config.generation_kwargs or {})
+        """The arguments of `continue_contexts` for an answer: greedy, whatever the task requests."""
+        requested: dict[str, Any] = dict(task.config.generation_kwargs or {})
         if self.options.max_new_tokens is not None:
-            given = {name: value for name, value in given.items() if not name.startswith("max_")}
-            given["max_gen_toks"] = self.options.max_new_tokens
-        return {**self.model.generation_options(given), "sampling": Sampling()}
+            requested = {name: value for name, value in requested.items() if not name.startswith("max_")}
+            requested["max_gen_toks"] = self.options.max_new_tokens
+        return {**self.model.generation_options(requested), "sampling": Sampling()}
 
     def _write(self, batch: Batch) -> Written:
         """Greedy answers, and the contexts that they are scored in: those in which they were generated."""
@@ -348,28 +354,30 @@ class TaskEvaluator:
         """Judgements of K answers to each question, in one process only: a judge may cost money, and may vary."""
         rows = list(zip(batch.prompts, texts, map(references, batch.documents), strict=True))
         return from_first(
-            lambda: [[self.judge(prompt, text, right) for text in own] for prompt, own, right in rows],
+            lambda: [[self.judge(prompt, answer, right) for answer in answers] for prompt, answers, right in rows],
             np.zeros((len(texts), len(texts[0]) if texts else 1), np.float32),
         )
 
     def _written(self, batch: Batch) -> Answers:
         """Written answers, and their confidence by the probability of their tokens and by the further methods."""
-        written, n = self._write(batch), len(batch.documents)
+        written = self._write(batch)
+        count = len(batch.documents)
         pairs = zip(written.contexts, written.answers, strict=True)
+        continuations = [Continuation(context, answer.tokens) for context, answer in pairs]
         top_k = _TOP_K if self._reads("distributions") else 0
-        scores = self.model.scorer.score([Continuation(context, answer.tokens) for context, answer in pairs], top_k)
+        scores = self.model.scorer.score(continuations, top_k)
         shape = (len(self.model.heads), BATCH, self.generation_options(batch.task)["max_new_tokens"])
         log_probs = np.full(shape, -np.inf, np.float32)
         for number, score in enumerate(scores):
             log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
-        confidence = self._confidences(self.options.text_confidence, log_probs)[:, :n]
-        if self.options.further_confidences and n:
-            evidence = {"tokens": log_probs[0, :n]}
+        confidence = self._confidences(self.options.text_confidence, log_probs)[:, :count]
+        if self.options.further_confidences and count:
+            evidence = {"tokens": log_probs[0, :count]}
             if top_k:
-                own = np.full((n, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
+                distributions = np.full((count, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
                 for number, score in enumerate(scores):
-                    own[number, : score.distributions.shape[2]] = score.distributions[0].T
-                evidence["distributions"] = own
+                    distributions[number, : score.distributions.shape[2]] = score.distributions[0].T
+                evidence["distributions"] = distributions
             confidence = np.concatenate([confidence, self._further_confidences(batch, written, evidence)])
         correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
         texts, documents = written.texts(), batch.documents
@@ -395,18 +403,16 @@ class TaskEvaluator:
     def _further_confidences(
         self, batch: Batch, written: Written, evidence: dict[str, Any]
     ) -> Float[np.ndarray, "Q N"]:
-        """The further confidences; `evidence`: fields of `Evidence` of the answers' tokens under the base model."""
+        """The further confidences; `evidence` holds fields of `Evidence`, of the base model for the answers' tokens."""
         texts = written.texts()
         if self._reads("clusters"):
             samples = self._samples(batch, written)
             sampled = [[text for text, *_ in row] for row in samples]
-            pair = clusters_of(self.clustering, written.questions, texts, sampled)
-            evidence["clusters"], evidence["answer"] = pair
+            clusters, answer = clusters_of(self.clustering, written.questions, texts, sampled)
             numbers = np.array([[values for _, *values in row] for row in samples], np.float32)
-            evidence["sample_log_probs"], evidence["traces"] = numbers[..., 0], numbers[..., 1:]
-            each, own = clusters_of(exact_clusters, written.questions, texts, sampled)
-            before = np.maximum.accumulate(np.column_stack([own, each[:, :-1]]), axis=1)  # numbers rise where new
-            evidence["distinct"] = each > before
+            evidence |= {"clusters": clusters, "answer": answer}
+            evidence |= {"sample_log_probs": numbers[..., 0], "traces": numbers[..., 1:]}
+            evidence["distinct"] = _is_new(*clusters_of(exact_clusters, written.questions, texts, sampled))
         features = self._features(written, {PROBES[name].feature for name in self.probe_names})
         rows = []
         for name in self.options.further_confidences:
@@ -440,7 +446,8 @@ class TaskEvaluator:
         def draw() -> Samples:
             samples: Samples = [[] for _ in batch.numbers]
             for number, continued in continue_contexts(lm.lm, written.contexts, **options):
-                mean, traces = float(np.mean(continued.log_probs)), trace_confidence(continued.confidence)
+                mean = float(np.mean(continued.log_probs))
+                traces = trace_confidence(continued.confidence)
                 samples[number].append((continued.text.strip(), mean, *traces))
             return samples
 
@@ -468,7 +475,7 @@ class TaskEvaluator:
         return np.array([score.log_probs[0].sum() for score in scores], np.float32).reshape(-1, 2)
 
     def _stated(self, name: str, question: Stated, written: Written) -> Float[np.ndarray, " N"]:
-        """The confidence in each reply; NaN for those that cannot be read, whose number is logged."""
+        """The confidence that each reply states; NaN where it cannot be read. Logs how many cannot."""
         lm = self.model
         room = room_for_context(_REPLY_TOKENS, lm.max_length)
         contexts = [lm.tok_encode(prompt)[-room:] for prompt in self._prompts(question.prompt, written)]
@@ -490,17 +497,17 @@ class TaskEvaluator:
         bar = self._calibration_bar(batches)
         for batch in batches:
             written = self._write(batch)
-            own = self._features(written, {PROBES[name].feature for name in names})
+            values = self._features(written, {PROBES[name].feature for name in names})
             if "correct" in needed:
-                own["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
+                values["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
             samples = self._samples(batch, written, "-fit") if needed & {"agreement", "capability"} else []
             texts = [[text for text, *_ in row] for row in samples]
             if "agreement" in needed:
                 clusters = clusters_of(self.clustering, written.questions, written.texts(), texts)
-                own["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))
+                values["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))
             if "capability" in needed:
-                own["capability"] = self._judge(batch, texts).mean(axis=1)
-            columns.append(own)
+                values["capability"] = self._judge(batch, texts).mean(axis=1)
+            columns.append(values)
             bar.update(len(batch.documents))
         bar.close()
         joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
@@ -512,13 +519,22 @@ def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:
     return np.sort(np.random.default_rng((seed, 1)).choice(count, count // 5, replace=False))
 
 
+def _is_new(clusters: Int[np.ndarray, "N K"], answer: Int[np.ndarray, " N"]) -> np.ndarray:
+    """Whether a sample differs from the answer and from all samples before it, bool `[N, K]`.
+
+    Clusters are numbered by first appearance, so that a new one has a larger number than all before it.
+    """
+    before = np.maximum.accumulate(np.column_stack([answer, clusters[:, :-1]]), axis=1)
+    return clusters > before
+
+
 def _example_split(task: "ConfigurableTask") -> str | None:
     splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
     return next((split for split in splits if split and split != task.config.test_split), None)
 
 
 def right_options(task: "ConfigurableTask", document: dict[str, Any]) -> list[int]:
-    """Returns the correct options of a question; several in TruthfulQA's mc2."""
+    """Indices of the correct options of a question; several in TruthfulQA's mc2."""
     if task.config.task == "truthfulqa_mc2":
         return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
     right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
@@ -532,6 +548,6 @@ def _subjects(batch: Batch) -> np.ndarray:
 
 
 def _numbers(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the metrics that have one number per question."""
+    """Name -> values, of the metrics that have one number for each question."""
     names = [name for name in (rows[0] if rows else {}) if all(np.ndim(row[name]) == 0 for row in rows)]
     return {name: np.array([float(row[name]) for row in rows]) for name in names}

@@ -38,10 +38,10 @@ class HarnessLM(TemplateLM):
     batch, so that an interrupted run resumes.
 
     Args:
-        batch_size, max_length: as of `Scorer`.
+        batch_size, max_length: those of `Scorer`.
         max_gen_toks: largest number of generated tokens, where a task gives none.
-        seed: of the samples that tasks request.
-        chat: None: prompts are plain text.
+        seed: seed of the samples that tasks request.
+        chat: how prompts become messages; if None, they are plain text.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class HarnessLM(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of whole texts: each token is predicted once, in the harness's rolling windows."""
+        """Log-likelihoods of whole texts: each token is predicted once, in the harness's rolling windows."""
         totals = []
         for request in progress_bar(requests, title="rolling log-likelihoods", unit="request", disable=disable_tqdm):
             (text,) = request.args
@@ -193,7 +193,7 @@ class HarnessLM(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def generation_options(self, generation_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `continue_contexts` for the generation_kwargs of a task."""
+        """The arguments of `continue_contexts` for the generation_kwargs of a task."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
         samples = options.pop("do_sample") and options["temperature"] > 0
         arguments = {

@@ -41,8 +41,8 @@ class TasksOptions:
 
     Attributes:
         fit: fit temperature scaling over the options of each task, on calibration questions of the task: a split that
-            is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. Of a head,
-            too, the options' log-likelihoods get a fitted temperature. Tasks of written answers have no options.
+            is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. The same
+            is done for the log-likelihoods under a head. Tasks of written answers have no options.
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU and TriviaQA, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
@@ -120,5 +120,5 @@ class TasksOptions:
         )
 
     def shots_for(self, task: str) -> int | None:
-        """Examples before a question of a task; None: as the task says."""
+        """The number of examples before a question of a task; None for the task's own number."""
         return PRESETS[self.preset].shots.get(task.removesuffix("_local")) if self.shots is None else self.shots
