@@ -58,8 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
         0; 1 where training diverged, a method failed or the disk is full; 2 on invalid input; 130 after Ctrl-C; 143
         after SIGTERM.
     """
-    given = list(sys.argv[1:] if args is None else args)
-    return _until_stopped(lambda: _run_command(given), shlex.join(["calibjax", *given]))
+    words = list(sys.argv[1:] if args is None else args)
+    return _until_stopped(lambda: _run_command(words), shlex.join(["calibjax", *words]))
 
 
 def execute(options: Any, run: Run) -> int:
@@ -192,8 +192,8 @@ def _command_name(args: list[str]) -> str:
 def _execute(options: Any, run: Run) -> int:
     """Runs a command; returns the exit code. With --json only the document goes to standard output.
 
-    Of several processes the first prints and shows progress. Where one fails, it leaves at once: the others, which wait
-    for it, are ended by JAX's heartbeat, and clean-up would wait for them in turn.
+    The first of several processes prints and shows progress. A process that fails leaves at once: the others, which
+    wait for it, are ended by JAX's heartbeat, and clean-up would wait for them in turn.
     """
     import jax
 
@@ -205,11 +205,11 @@ def _execute(options: Any, run: Run) -> int:
     try:
         if hasattr(options, "devices"):
             options.devices.join()
-        prints = not hasattr(options, "devices") or is_first()
+        is_printing = not hasattr(options, "devices") or is_first()
         as_json = getattr(options, "json", False)
 
         def log(line: str) -> None:
-            if prints:
+            if is_printing:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
         with leaving_nothing(getattr(options, "out", None)), attention_context(options):
@@ -227,7 +227,7 @@ def _execute(options: Any, run: Run) -> int:
             print(f"error: {_one_line(error, options)}", file=sys.stderr)
             return code
         if failure is not None:
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail likewise
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail as well
             where = failure.filename or getattr(options, "out", None)
             print(
                 f"stopped: {failure.strerror}{f' ({where})' if where else ''}. What was complete before is unchanged; "
@@ -248,7 +248,7 @@ def _execute(options: Any, run: Run) -> int:
             flush=True,
         )
         os._exit(1)
-    if as_json and prints:
+    if as_json and is_printing:
         print(json.dumps(document, indent=2))
     return 1 if document and document.get("held_out", {}).get("failed") else 0
 

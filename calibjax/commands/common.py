@@ -22,7 +22,7 @@ from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file, writing
-from calibjax.runtime.locks import RUN_LOCK, hold
+from calibjax.runtime.locks import RUN_LOCK, lock_run
 from calibjax.runtime.options import (
     INT_MAX,
     NOT_IDENTITY,
@@ -471,7 +471,7 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
         _holds_run(out, content)  # before anything is made
         with writing(f"--out {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            hold(out)
+            lock_run(out)
             if not _holds_run(out, content):
                 write_file(out / "run.json", json.dumps(content, indent=2) + "\n")
 

@@ -23,7 +23,7 @@ import yaml
 
 from calibjax.runtime.errors import UserError, printable, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, plain, shortened
+from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, shortened, to_json
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -64,7 +64,7 @@ class Option(NamedTuple):
         return _without_none(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
 
     @property
-    def several(self) -> bool:
+    def is_several(self) -> bool:
         return typing.get_origin(_without_none(self.annotation)) is tuple
 
     @property
@@ -176,7 +176,7 @@ def parse(
     value_at: dict[Fields, Any] = {}
     for option in options:
         value = values[option.flag[2:]]
-        value_at[option.path] = tuple(value) if option.several and value is not None else value
+        value_at[option.path] = tuple(value) if option.is_several and value is not None else value
     return _assemble(options_type, value_at, ())
 
 
@@ -297,7 +297,7 @@ def _add(group: Any, option: Option, *, hidden: bool) -> None:
     name = option.flag[2:]
     shown: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else option.described()}
     if option.is_positional:
-        form = {"nargs": "+"} if option.several else {}
+        form = {"nargs": "+"} if option.is_several else {}
         group.add_argument(name, type=option.read, metavar=option.path[-1].upper(), **form, **shown)
         return
     is_required = option.default is dataclasses.MISSING
@@ -306,7 +306,7 @@ def _add(group: Any, option: Option, *, hidden: bool) -> None:
         metavar = "NAME" if option.choices else "TEXT" if option.kind is str else option.kind.__name__.upper()
         if option.choices and not _is_long(option.choices):
             metavar = "{" + ",".join(option.choices) + "}"
-        form = {"nargs": "*"} if option.several else {}
+        form = {"nargs": "*"} if option.is_several else {}
         group.add_argument(option.flag, type=option.read, metavar=metavar, **form, **shown)
     elif option.default is False:
         group.add_argument(option.flag, action="store_true", **shown)
@@ -363,7 +363,7 @@ def write_config(directory: Path, command: str, options: Any) -> None:
     for option in list_options(type(options)):
         value = functools.reduce(getattr, option.path, options)
         if option.path[-1] not in ("json", "quiet") and value != () and (value, option.default) != (None, None):
-            values[option.flag[2:]] = "None" if value is None else plain(value)
+            values[option.flag[2:]] = "None" if value is None else to_json(value)
     head = (
         f"# To run it again: calibjax {command} --config {shlex.quote(str(directory / CONFIG))}\n"
         "# Options on the command line take precedence over these.\n"

@@ -92,11 +92,11 @@ class PlanOptions(JsonOptions):
     def check(self) -> None:
         """Raises `UserError` for options that this objective does not read."""
         unread = [field for field in dataclasses.fields(SftOptions) if field.name != "batch_size"]
-        given = [flag_of(field) for field in unread if getattr(self.sft, field.name) != field.default]
+        not_read = [flag_of(field) for field in unread if getattr(self.sft, field.name) != field.default]
         if self.objective == "sft":
-            given = [] if self.head_kind is None else ["--head-kind"]
-        if given:
-            raise UserError(f"{', '.join(given)}: --objective {self.objective} does not read it; leave it out.")
+            not_read = [] if self.head_kind is None else ["--head-kind"]
+        if not_read:
+            raise UserError(f"{', '.join(not_read)}: --objective {self.objective} does not read it; leave it out.")
 
     @classmethod
     def planned(cls, command: str, content: Mapping[str, Any]) -> dict[str, Any]:

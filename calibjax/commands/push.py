@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from calibjax.commands.export import HeadOptions, write_export
 from calibjax.eval.report.figures import figures_of, png
 from calibjax.eval.report.notes import Subject, model_card
-from calibjax.eval.report.schema import Document, read_metrics, readable
+from calibjax.eval.report.schema import Document, as_user_error, read_metrics
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
@@ -65,7 +65,7 @@ def run(options: PushOptions, log: Log = print) -> Document:
         head=repr(head),
     )
     document["run"] = _without_paths(document.get("run", {}))
-    with readable(options.run / "metrics.json"):
+    with as_user_error(options.run / "metrics.json"):
         drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
         files |= {
             "reliability.png": png(drawing.figure()),

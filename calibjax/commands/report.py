@@ -9,12 +9,12 @@ from typing import Annotated
 from calibjax.commands.common import JsonOptions
 from calibjax.commands.parser import made_by
 from calibjax.eval.report.page import Run, save_report
-from calibjax.eval.report.schema import Document, read_metrics, read_tokens, readable
+from calibjax.eval.report.schema import Document, as_user_error, read_metrics, read_tokens
 from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import writing
-from calibjax.runtime.locks import hold
+from calibjax.runtime.locks import lock_run
 from calibjax.runtime.options import Positional
 
 
@@ -49,10 +49,10 @@ def run(options: ReportOptions, log: Log = print) -> Document:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: expected a directory, but this is a file.")
     runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
-    with readable(", ".join(str(directory / "metrics.json") for directory in options.runs)):
+    with as_user_error(", ".join(str(directory / "metrics.json") for directory in options.runs)):
         with writing(f"--out {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            hold(out)
+            lock_run(out)
             files = save_report(runs, out)
         done = f"report in {out}: report.html and its plots"
         if not options.json:

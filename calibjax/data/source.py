@@ -97,7 +97,7 @@ def read_source(
     path = user_path(source)
     if is_hub_id(source):
         return _read_hub(str(source), split or "train", rows)
-    with _readable(path, "data"):
+    with _as_user_error(path, "data"):
         if not path.exists():
             raise UserError(f"{path} does not exist. Check the path (the current directory is {Path.cwd()}).")
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -180,7 +180,7 @@ def _read_file(path: Path) -> Iterator[Placed]:
     opened: Any = open
     if path.name.endswith(".gz"):
         kind, opened = f"gzipped {kind}", gzip.open
-    with _readable(path, kind), opened(path, "rb") as file:
+    with _as_user_error(path, kind), opened(path, "rb") as file:
         for at, row in read(file if read is _parquet else _as_utf8(file)):
             place = f"{path}, {at}"
             yield place, UserError(f"{place}: {row}.") if isinstance(row, str) else row
@@ -197,7 +197,7 @@ def _as_utf8(file: BinaryIO) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _readable(path: Path, kind: str) -> Iterator[None]:
+def _as_user_error(path: Path, kind: str) -> Iterator[None]:
     """Raises a `UserError` for what the readers raise for a damaged file."""
     import pyarrow
 
@@ -232,11 +232,11 @@ def _json_object(line: bytes) -> Row | str:
     except UnicodeDecodeError as error:
         return f"invalid UTF-8 at byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
-        return f"cannot be read as json ({str(error)[:60]}): {_shown(line)}"
-    return value if isinstance(value, dict) else f"expected a JSON object, got {_shown(line)}"
+        return f"cannot be read as json ({str(error)[:60]}): {_shown_line(line)}"
+    return value if isinstance(value, dict) else f"expected a JSON object, got {_shown_line(line)}"
 
 
-def _shown(line: bytes) -> str:
+def _shown_line(line: bytes) -> str:
     return repr(line[:60].decode("utf-8", "replace").strip())
 
 

@@ -293,7 +293,7 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
 def _is_read(name: str, named: Collection[str]) -> bool:
     """Whether a column may have a role; `named` are the columns that the user gave, "NAME" or "NAME/100"."""
     return (
-        _plain(name) in map(_plain, itertools.chain(*_ROLES.values()))
+        _normalised(name) in map(_normalised, itertools.chain(*_ROLES.values()))
         or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
         or any(re.fullmatch(re.escape(name) + r"(/[\d.]+)?", column) for column in named)
     )
@@ -312,7 +312,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         if role in assigned:
             continue
         exact = [name for name in names if name in spellings]
-        similar = [name for name in names if _plain(name) in map(_plain, spellings)]
+        similar = [name for name in names if _normalised(name) in map(_normalised, spellings)]
         # Columns of one name in a CSV file have their numbers after it.
         numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
         candidates = exact or similar or (numbered if len(numbered) > 1 else [])
@@ -324,7 +324,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
     return assigned
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     return re.sub(r"[\W_]+", "", name).casefold()
 
 
@@ -380,7 +380,7 @@ class _Columns:
             return
         row = int(np.argmax(bad))
         cell = (self.cells[name] if cells is None else cells)[row]
-        message = f"{self._path}: {name}: row {row} holds {_shown(cell)}, expected {expected}"
+        message = f"{self._path}: {name}: row {row} holds {_shown_cell(cell)}, expected {expected}"
         if not self._skip_broken:
             raise UserError(f"{message}. Correct or remove the row.")
         self.skipped.first = self.skipped.first or message
@@ -413,10 +413,10 @@ class _Columns:
         """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken]
-        within = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
+        are_percentages = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
         if divisor != 1:
             values = values / divisor
-        elif not words and within and not ((known > 0) & (known < 1)).any():
+        elif not words and are_percentages and not ((known > 0) & (known < 1)).any():
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
         expected = "0 to 1"
@@ -455,7 +455,7 @@ class _Columns:
     def matrix(self, name: str) -> np.ndarray:
         """Finite numbers, float32 `[N, D]`."""
         values = self._lists(name)
-        self._refuse(name, np.asarray(~_finite(values).all(axis=1)), "finite numbers of float32")
+        self._refuse(name, np.asarray(~_is_finite(values).all(axis=1)), "finite numbers of float32")
         return values.astype(np.float32)
 
     def class_scores(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -507,7 +507,7 @@ class _Columns:
         if values.shape[1] < 2:
             raise UserError(f"{self._path}: {name}: expected at least two classes, got shape {values.shape}.")
         impossible = np.isneginf(values)
-        bad = np.asarray(~(_finite(values) | impossible).all(axis=1))
+        bad = np.asarray(~(_is_finite(values) | impossible).all(axis=1))
         self._refuse(name, bad, "finite numbers of float32, or -inf", cells)
         self._refuse(name, np.asarray(impossible.all(axis=1)), "at least one logit that is finite", cells)
         return values.astype(np.result_type(values.dtype, np.float32))
@@ -524,7 +524,7 @@ class _Columns:
         return p, self._logits(name, np.where(is_option, logs, -np.inf), cells)
 
 
-def _shown(cell: Any) -> str:
+def _shown_cell(cell: Any) -> str:
     cell = cell.tolist() if isinstance(cell, np.ndarray | np.generic) else cell
     if cell is None or cell == "":
         return "nothing"
@@ -580,7 +580,7 @@ def _list(cell: Any) -> list[float] | None:
         return None
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
+def _is_finite(values: np.ndarray) -> np.ndarray:
     """Whether each value is a finite float32."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= np.finfo(np.float32).max)

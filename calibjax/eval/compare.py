@@ -192,19 +192,19 @@ def comparison_json(
         nll = None
         if result.outcome.log_prob is not None:
             likelihood = pool(*pair, log_prob=result.outcome.log_prob)
-            nll = _finite(metrics.summarise(likelihood)["nll"])
+            nll = _none_if_infinite(metrics.summarise(likelihood)["nll"])
             draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
         unknown = base.choice is None or result.outcome.choice is None
         row: dict[str, Any] = metrics.summarise(sums[name])
         log_loss = row.pop("nll")
         rows[name] = row | {
             "nll": nll,
-            "log_loss": _finite(log_loss),
+            "log_loss": _none_if_infinite(log_loss),
             "certain_and_wrong": int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum()),
             **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
-            "adaptive_ece": _finite(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
-            "smooth_ece": _finite(float(metrics.smooth_ece(*pair))),
-            "auroc": _finite(float(metrics.auroc(*pair))),
+            "adaptive_ece": _none_if_infinite(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
+            "smooth_ece": _none_if_infinite(float(metrics.smooth_ece(*pair))),
+            "auroc": _none_if_infinite(float(metrics.auroc(*pair))),
             "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
@@ -231,7 +231,7 @@ def comparison_json(
     return {name: rows[name] for name in sorted(rows, key=order)}
 
 
-def _finite(value: float) -> float | None:
+def _none_if_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -188,7 +188,9 @@ def descend(
     if not len(training):  # a single row
         training = validation
     scored = validation[: 8 * BATCH]
-    scored = np.resize(scored, (ceil_div(len(scored), BATCH), BATCH))  # whole batches, rows repeated in turn to fill them
+    scored = np.resize(
+        scored, (ceil_div(len(scored), BATCH), BATCH)
+    )  # whole batches, rows repeated in turn to fill them
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)

@@ -32,7 +32,7 @@ class RunContext:
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
         title: title of the next progress bar; by default that of the step.
-        track: where the scalars of training go beside TensorBoard; see `calibjax.runtime.tracking`.
+        track: tracker that receives the scalars of training, in addition to TensorBoard.
     """
 
     directory: Path | None = None

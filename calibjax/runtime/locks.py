@@ -43,7 +43,7 @@ def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], b
         os.close(descriptor)
 
 
-def hold(directory: Path) -> None:
+def lock_run(directory: Path) -> None:
     """Locks a directory of results until `release` or the end of the process; does nothing if it is held already."""
     file = Path(os.path.realpath(directory)) / RUN_LOCK
     if file not in _held_files:
@@ -52,7 +52,7 @@ def hold(directory: Path) -> None:
 
 
 def release() -> None:
-    """Gives up every lock of `hold`."""
+    """Gives up every lock of `lock_run`."""
     _held_files.clear()
     _held.close()
 

@@ -136,18 +136,18 @@ def run_identity(command: str, options: Any) -> dict[str, Any]:
 def options_identity(options: Any) -> dict[str, Any]:
     """Every option but those marked `NOT_IDENTITY`; JSON-able."""
     return {
-        field.name: plain(getattr(options, field.name))
+        field.name: to_json(getattr(options, field.name))
         for field in dataclasses.fields(options)
         if field.metadata.get("identity", True)
     }
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """The value of an option as JSON and YAML have it."""
     if dataclasses.is_dataclass(value):
         return options_identity(value)
     if isinstance(value, tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -63,7 +63,7 @@ def handled(on_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 def share_sigterm() -> None:
-    """Makes SIGTERM reach this module and JAX, which has set a handler of its own in C when the processes joined."""
+    """Makes SIGTERM reach this module and JAX, which sets its own handler in C when the processes join."""
     import jax
 
     if not _State.handled or not getattr(jax.config, "jax_enable_preemption_service", False):

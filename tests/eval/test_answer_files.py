@@ -10,7 +10,7 @@ from tiny import make_lm
 from calibjax import plot
 from calibjax.eval.tasks.answer_files import (
     Answers,
-    TemperatureFit,
+    OptionTemperature,
     claim_answers,
     read_answers,
     read_fit,
@@ -74,7 +74,7 @@ def one_bit_each(whole):
 
 
 def test_a_fit(tmp_path):
-    file, fit = tmp_path / "answers" / "task.fit.json", TemperatureFit((1.0, 0.5), 20, "train")
+    file, fit = tmp_path / "answers" / "task.fit.json", OptionTemperature((1.0, 0.5), 20, "train")
     write_fit(file, fit)
     assert read_fit(file) == fit
     another = json.dumps(seal({"scales": [1]})).encode()

@@ -9,7 +9,7 @@ import report_documents
 
 from calibjax.eval.report import figures, page
 from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict, verdict
-from calibjax.eval.report.schema import SCHEMA, check_document, read_metrics, read_tokens, readable
+from calibjax.eval.report.schema import SCHEMA, as_user_error, check_document, read_metrics, read_tokens
 from calibjax.eval.report.tables import winner
 from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.errors import UserError
@@ -57,7 +57,7 @@ def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
             if place in drawn or path[0] in ("run", "schema"):
                 continue
             drawn.add(place)
-            with readable(file):
+            with as_user_error(file):
                 if kind == "compare":
                     print_comparison(damaged["held_out"], "x")
                 else:
@@ -96,7 +96,7 @@ def test_the_entry_is_named(documents, tmp_path):
         with pytest.raises(UserError, match=re.escape(message)):
             read_metrics(file)
     del ats["ece"]
-    with pytest.raises(UserError, match="the entry 'ece' is missing"), readable(file):
+    with pytest.raises(UserError, match="the entry 'ece' is missing"), as_user_error(file):
         print_report(document)
 
 

@@ -451,14 +451,16 @@ def model_card(document: Document, subject: Subject) -> str:
     }
     if subject.base is not None:
         metadata |= {"base_model": subject.base, "base_model_relation": "adapter"}
-    name = _plain(subject.base or subject.name)
+    name = _markdown_text(subject.base or subject.name)
     base = name + (f" at revision {subject.revision}" if subject.revision else "")
     facts = {
         "Base model": f"{base}; frozen",
         "Fingerprint": f"`{subject.fingerprint}`",
-        "Data": _plain(data_of(run)),
-        "Method": f"{_METHODS[subject.method]}: {_plain(subject.head)}",
-        "Loss": _plain(str(run.get("fit", {}).get("candidate", ""))) if subject.method == "ats" else "cross-entropy",
+        "Data": _markdown_text(data_of(run)),
+        "Method": f"{_METHODS[subject.method]}: {_markdown_text(subject.head)}",
+        "Loss": _markdown_text(str(run.get("fit", {}).get("candidate", "")))
+        if subject.method == "ats"
+        else "cross-entropy",
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }
@@ -487,6 +489,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _plain(text: str) -> str:
+def _markdown_text(text: str) -> str:
     """Names of files and models without characters that Markdown or HTML interpret."""
     return "".join(character if character.isalnum() or character in " ./:-_,()=" else "?" for character in text)

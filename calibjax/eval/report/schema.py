@@ -46,7 +46,7 @@ def read_tokens(directory: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     sample = _load(file)
-    with readable(file):
+    with as_user_error(file):
         for token in (token for sequence in sample["sequences"] for token in sequence):
             rows = [(token["text"], 0, 0)]
             if token["scored"]:
@@ -66,7 +66,7 @@ def check_document(document: Document, file: Path) -> Document:
 
 
 @contextlib.contextmanager
-def readable(file: Path | str) -> Iterator[None]:
+def as_user_error(file: Path | str) -> Iterator[None]:
     """Turns an error that a damaged file causes where it is drawn into one `UserError` that names the file."""
     try:
         yield

@@ -105,7 +105,7 @@ def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
 
 def _print_table(console: Console, table: TextTable) -> None:
     width = console.width
-    columns, name_width = _fit(table, width)
+    columns, name_width = _fit_columns(table, width)
     if table.title:
         console.print(table.title)
     indent = len(_INDENT) if table.groups else 0
@@ -136,7 +136,7 @@ def _print_row(console: Console, cells: Sequence[str], widths: Sequence[int], st
     console.print(row)
 
 
-def _fit(table: TextTable, width: int) -> tuple[list[int], int]:
+def _fit_columns(table: TextTable, width: int) -> tuple[list[int], int]:
     """Columns to show, at least two, in their order, and the width of the first.
 
     The first column wraps only where that lets another column in, and then has what the others leave.

@@ -65,7 +65,7 @@ class Answers(NamedTuple):
         return cls(**columns, harness=harness, too_long=sum(part.too_long for part in parts))
 
 
-class TemperatureFit(NamedTuple):
+class OptionTemperature(NamedTuple):
     """Temperature scaling over the options: the factor of each head, the number of questions, and their source."""
 
     scales: tuple[float, ...]
@@ -107,7 +107,7 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
 def resumed(
     file: Path | None, read: Callable[[Path], Value], compute: Callable[[], Value], write: Callable[[Path, Value], None]
 ) -> Value:
-    """The value in `file`, if it is there; otherwise computes and writes it. None: computes it."""
+    """The value in `file` if it exists; otherwise computes and writes it. Without a file, only computes it."""
     if file is not None and on_first(file.is_file):
         return read(file)
     value = compute()
@@ -154,15 +154,15 @@ def write_table(file: Path, names: Sequence[str], answers: Answers) -> None:
     write_rows(file, lambda: iter([{**row, **more} for row, more in zip(rows, details, strict=True)]))
 
 
-def write_fit(file: Path, fit: TemperatureFit) -> None:
+def write_fit(file: Path, fit: OptionTemperature) -> None:
     file.parent.mkdir(exist_ok=True)
     write_file(file, json.dumps(seal(fit._asdict())) + "\n")
 
 
-def read_fit(file: Path) -> TemperatureFit:
+def read_fit(file: Path) -> OptionTemperature:
     """Reads what `write_fit` wrote; raises `UserError` if the file is damaged."""
     try:
-        fit = TemperatureFit(**unseal(read_json(file)))
+        fit = OptionTemperature(**unseal(read_json(file)))
         return fit._replace(scales=tuple(map(float, fit.scales)))
     except (TypeError, ValueError) as error:
         raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error

@@ -107,7 +107,7 @@ def evaluate_tasks(
     for name, evaluator in evaluators.items():
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
-            evaluator.fit = resumed(file, read_fit, evaluator.fit_temperature, write_fit)
+            evaluator.fit = resumed(file, read_fit, evaluator.fit_option_temperature, write_fit)
             context.log(f"task {name}: {evaluator.fit}")
         if evaluator.probe_names:
             if probes is None:

@@ -17,7 +17,7 @@ from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
 from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
-from calibjax.eval.tasks.answer_files import Answers, Samples, TemperatureFit, read_samples, resumed, write_samples
+from calibjax.eval.tasks.answer_files import Answers, OptionTemperature, Samples, read_samples, resumed, write_samples
 from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
 from calibjax.eval.tasks.scoring import Continuation, Score
 from calibjax.models.generate import Sampling
@@ -91,7 +91,7 @@ class TaskEvaluator:
         self.judge, self.clustering = find_judge(options.judge), find_clustering(options.clustering, model.lm)
         written = all(part.OUTPUT_TYPE == "generate_until" for part in task.parts.values())
         self.probe_names = [method for method in options.further_confidences if method in PROBES and written]
-        self.fit: TemperatureFit | None = None
+        self.fit: OptionTemperature | None = None
         self.probes: Mapping[str, Any] = {}
 
     # Requests.
@@ -301,7 +301,7 @@ class TaskEvaluator:
             details=details,
         )
 
-    def fit_temperature(self) -> TemperatureFit:
+    def fit_option_temperature(self) -> OptionTemperature:
         """Fits temperature scaling over the options to each head but the first, on the calibration questions that have
         one right option: s minimises the mean of −log softmax(s a)_right over the options' log-likelihoods a."""
         rows, labels = [], []
@@ -327,7 +327,7 @@ class TaskEvaluator:
         source = "a fifth of the questions, which are not asked"
         if None not in splits:
             source = ", ".join(sorted(map(str, splits)))
-        return TemperatureFit(tuple(scales), len(labels), source)
+        return OptionTemperature(tuple(scales), len(labels), source)
 
     # Written answers.
 
