@@ -6,8 +6,9 @@ import pytest
 import report_documents
 from rich.cells import cell_len
 
+from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.tables import ABSENT, TextTable, held_out_table
-from calibjax.eval.report.terminal import print_report, print_result
+from calibjax.eval.report.terminal import print_report, print_result, result_text
 
 TABLE = TextTable(
     "a title that is longer than the narrowest of terminals",
@@ -30,6 +31,9 @@ def printed(capsys, monkeypatch, width, call):
 def test_no_width_cuts_a_number(capsys, monkeypatch, width):
     lines = printed(capsys, monkeypatch, width, lambda: print_result("A verdict of several words.", TABLE))
     text = "\n".join(lines)
+    assert result_text(Verdict("A verdict of several words."), TABLE, width=width) == re.sub(
+        " +$", "", text, flags=re.M
+    )
     assert max(map(cell_len, lines)) <= width
     assert "…" not in text
     hidden = re.search(r"Not shown at \d+ columns: ([^.]*)\.", " ".join(text.split()))
