@@ -47,7 +47,6 @@ CALLS = {
     "sums": (lambda x, y: metrics.calibration_sums(x, y, bins=5), (CONFIDENCE, CORRECT)),
     "ECE": (metrics.expected_calibration_error, (CONFIDENCE, CORRECT)),
     "classwise": (metrics.classwise_calibration_error, (PROBABILITIES, GROUPS)),
-    "groupwise": (metrics.groupwise_calibration_error, (CONFIDENCE, CORRECT, GROUPS[:, None] == np.arange(3))),
     "local": (metrics.local_calibration_error, (CONFIDENCE, CORRECT, FEATURES)),
     "grouping": (metrics.grouping_loss, (CONFIDENCE, CORRECT, FEATURES)),
     "capability": (lambda x, c: metrics.capability_error(x, c, np.full(50, 5)), (CONFIDENCE, SUCCESSES)),

@@ -14,7 +14,7 @@ from calibjax.eval.report.schema import Document
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.calibrated import head_program
-from calibjax.recalibrate.programs import onnx_model, stablehlo_program
+from calibjax.recalibrate.programs import stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
@@ -75,12 +75,10 @@ def _recalibrator(options: ExportOptions, log: Log) -> dict[str, Any]:
     if options.method != "ats" or options.model is not None:
         raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
     method = load(options.run)
-    _check_programs(tuple(kind if kind != "onnx" else "method-onnx" for kind in options.also))
-    more: dict[str, bytes] = {}
-    if "stablehlo" in options.also:
-        more["method.stablehlo"] = stablehlo_program(method)
     if "onnx" in options.also:
-        more["method.onnx"] = onnx_model(method)
+        raise UserError(f"--also onnx: {options.run} holds a recalibrator, which is exported as stablehlo.")
+    _check_programs(options.also)
+    more = {"method.stablehlo": stablehlo_program(method)} if "stablehlo" in options.also else {}
     save(options.out, method.name, method.state, notes=method.notes, more=more)
     files = sorted(file.name for file in options.out.iterdir())
     log(f"The recalibration method was exported: {method.name}.")
@@ -130,7 +128,6 @@ def write_export(
 
 _NEEDS = {
     "onnx": ("torch", "onnx", "onnxscript"),
-    "method-onnx": ("onnx", "onnx_ir", "jax2onnx"),
     "stablehlo": ("flatbuffers",),
 }
 
@@ -139,11 +136,7 @@ def _check_programs(names: tuple[str, ...]) -> None:
     """Raises `UserError` where a package that writes one of `--also` is missing."""
     for name in names:
         if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
-            # jax2onnx requires an older Orbax than calibjax does, and does not use it for this.
-            remedy = "--no-deps jax2onnx" if missing == ["jax2onnx"] else "'calibjax[export]'"
-            raise UserError(
-                f"--also {name.removeprefix('method-')}: {', '.join(missing)} not installed: pip install {remedy}."
-            )
+            raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install 'calibjax[export]'.")
 
 
 def _model_of(options: HeadOptions, notes: dict[str, Any]) -> str:

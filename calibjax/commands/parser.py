@@ -195,12 +195,6 @@ def parse_script(
         >>> import dataclasses
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
         ... class Options:
-        ...     '''What to train.
-        ...
-        ...     Attributes:
-        ...         model: directory of the model.
-        ...         steps: steps of the optimiser.
-        ...     '''
         ...     model: str
         ...     steps: int = 100
         >>> parse_script(Options, ["--model", "path/to/model"])

@@ -28,7 +28,6 @@ from calibjax.metrics.errors import debiased_calibration_error as debiased_calib
 from calibjax.metrics.errors import debiased_from_sums as debiased_from_sums
 from calibjax.metrics.errors import ece_from_sums as ece_from_sums
 from calibjax.metrics.errors import expected_calibration_error as expected_calibration_error
-from calibjax.metrics.errors import groupwise_calibration_error as groupwise_calibration_error
 from calibjax.metrics.errors import maximum_calibration_error as maximum_calibration_error
 from calibjax.metrics.errors import mce_from_sums as mce_from_sums
 from calibjax.metrics.errors import rmsce_from_sums as rmsce_from_sums
@@ -44,13 +43,9 @@ from calibjax.metrics.local import local_calibration_error as local_calibration_
 from calibjax.metrics.ranking import aurc as aurc
 from calibjax.metrics.ranking import auroc as auroc
 from calibjax.metrics.ranking import excess_aurc as excess_aurc
-from calibjax.metrics.scores import BrierParts as BrierParts
-from calibjax.metrics.scores import brier_parts as brier_parts
 from calibjax.metrics.scores import brier_score as brier_score
 from calibjax.metrics.scores import capability_error as capability_error
 from calibjax.metrics.scores import negative_log_likelihood as negative_log_likelihood
-from calibjax.metrics.scores import pass_at_k as pass_at_k
-from calibjax.metrics.scores import predicted_pass_at_k as predicted_pass_at_k
 from calibjax.metrics.scores import success_fraction as success_fraction
 from calibjax.metrics.scores import summarise as summarise
 from calibjax.metrics.sums import CalibrationSums as CalibrationSums

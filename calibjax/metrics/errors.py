@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import divisor, is_known, metric, module_of, points
 from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
@@ -208,58 +208,3 @@ def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
     confidence, correct, weight = (x.T for x in data[:3])
     sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight)
     return data.answer(ece_from_sums(sums).mean())
-
-
-def groupwise_calibration_error(
-    confidence: Float[AnyArray, " N"],
-    correct: AnyArray,
-    groups: Int[AnyArray, " N"] | Bool[AnyArray, "N G"],
-    *,
-    reduction: Literal["mean", "max"] = "mean",
-    bins: int = 15,
-    closed: Closed = "right",
-    where: AnyArray | None = None,
-) -> Float[Array, ""]:
-    """Calibration error within groups of points, which the error over all points may hide.
-
-    With ECE_g the expected calibration error of the n_g points of group g:
-
-    - "mean": Σ_g n_g ECE_g / Σ_g n_g. If the groups are the predicted classes, this is the top-label calibration error
-      (Gupta and Ramdas 2022); if they are the true classes, it is class-conditional.
-    - "max": max_g (n_g/n) ECE_g, the multicalibration error (Hébert-Johnson et al. 2018).
-
-    Both are biased upwards where groups have few points in a bin.
-
-    Args:
-        confidence, correct, bins, closed, where: as in `expected_calibration_error`.
-        groups: `[N]`, the group of each point, >= 0 (ValueError for others; not under jit); or bool `[N, G]`, the
-            points of each group. Groups may overlap or leave points out.
-        reduction: see above.
-
-    NaN where no point counts, or where no point is in a group and `reduction` is "mean".
-    """
-    if reduction not in ("mean", "max"):
-        raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
-    if jnp.ndim(groups) == 1:
-        if not is_known(groups):
-            raise ValueError("groups: expected bool [N, G] under jit, where the largest group is not known.")
-        groups = np.asarray(groups).astype(int)
-        counted = groups if where is None or not is_known(where) else groups[np.asarray(where) > 0]
-        if (counted < 0).any():
-            raise ValueError(f"groups: expected integers >= 0, got {counted.min()}.")
-        groups = groups[:, None] == np.arange(counted.max(initial=0) + 1)
-    return _groupwise(confidence, correct, groups, reduction=reduction, bins=bins, closed=closed, where=where)
-
-
-@metric("reduction", "bins", "closed")
-def _groupwise(confidence, correct, groups, *, reduction: str, bins: int, closed: Closed, where):
-    data = points(confidence, correct, where)
-    shape = groups.T.shape
-    index = bin_index(data.confidence, bins, closed)
-    index, values, correct = (jnp.broadcast_to(x, shape) for x in (index, data.confidence, data.correct))
-    sums = sums_of_index(index, values, correct, bins, jnp.where(groups.T, data.weight, 0.0))
-    count = sums.points
-    mass = jnp.where(count > 0, count * ece_from_sums(sums), 0.0)
-    if reduction == "max":
-        return data.answer(jnp.max(mass, initial=0.0) / divisor(jnp.sum(data.weight)))
-    return data.answer(jnp.where(jnp.sum(count) > 0, jnp.sum(mass) / divisor(jnp.sum(count)), jnp.nan))

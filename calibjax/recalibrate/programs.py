@@ -1,12 +1,10 @@
-"""Fitted recalibrators as programs for processes without calibjax: StableHLO by `jax.export`, ONNX by jax2onnx.
+"""Fitted recalibrators as programs for processes without calibjax: StableHLO by `jax.export`.
 
 Their inputs are the fields of `Predictions` that the method reads, by name; the number of predictions is free, and
 so are the number of classes and the width of features where the fitted numbers do not fix them.
 """
 
 import functools
-import logging
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -39,28 +37,6 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
         specs.append(jax.ShapeDtypeStruct(shape, _dtype(field)))
     program = jax.jit(functools.partial(fitted.method.apply_arrays, fitted.state))
     return bytes(export.export(program, platforms=_PLATFORMS)(*specs).serialize())
-
-
-def onnx_model(fitted: Recalibrator) -> bytes:
-    """An ONNX model of the fields that the method reads, by name, to `calibrated`. Needs jax2onnx.
-
-    ONNX has no expm1 and log1p: where p is near 1, the log-probabilities of the other classes by `one_vs_rest_platt`
-    are off by up to some hundredths.
-    """
-    to_onnx: Any = import_module("jax2onnx").to_onnx  # by name: it is not among the requirements
-    shapes = _shapes(fitted)
-    inputs: list[Any] = [*shapes.values()]
-    if any(_dtype(field) != jnp.float32 for field in shapes):
-        (n,) = export.symbolic_shape("n")
-        inputs = [jax.ShapeDtypeStruct((n,), _dtype(field)) for field in shapes]
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # jax2onnx logs its own workings
-    try:
-        function = functools.partial(fitted.method.apply_arrays, fitted.state)
-        model = to_onnx(function, inputs, input_names=[*shapes], output_names=["calibrated"])
-    finally:
-        logging.disable(before)
-    return model.SerializeToString()
 
 
 def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:

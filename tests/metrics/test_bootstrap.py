@@ -1,7 +1,6 @@
 """Bootstrap intervals and paired comparisons of arrays; sums of batches; pass@k."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -195,42 +194,6 @@ def test_open_bins_keep_their_dropped_points():
     row = metrics.summarise(sums)
     assert_within(row["ece"], 0.7 / 4, 1e-7)
     assert (row["accuracy"], row["confidence"]) == (0.5, pytest.approx(0.45, abs=1e-7))
-    with pytest.raises(ValueError, match="in no bin"):
-        metrics.brier_parts(sums)
-
-
-def test_brier_parts():
-    rng = np.random.default_rng(2)
-    c = rng.integers(1, 10, 500) / 10 - 0.05  # the middle of each bin: nothing within
-    y = rng.binomial(4, c) / 4
-    parts = metrics.brier_parts(sums_of(c, y, bins=10))
-    values = np.unique(c)
-    share, accuracy = np.array([(c == v).mean() for v in values]), np.array([y[c == v].mean() for v in values])
-    want = ((share * (values - accuracy) ** 2).sum(), (share * (accuracy - y.mean()) ** 2).sum(), y.var())
-    for name, got, expected in zip(parts._fields, parts, (*want, ((c - y) ** 2).mean()), strict=False):
-        expected = 0.0 if name == "within" else expected
-        # With shares for truth, what shares of one confidence spread is in `uncertainty` and not in `within`.
-        assert_within(got, expected, 20 * EPS, name)
-    assert_within(parts.reliability - parts.resolution + parts.uncertainty + parts.within, ((c - y) ** 2).mean(), 1e-6)
-
-
-def test_debiased_brier_parts_are_unbiased():
-    """Their expectation over all outcomes: the reliability of the probabilities; no resolution where all are one."""
-    c = np.array([0.25, 0.25, 0.25, 0.75, 0.75])
-    for p, want in (([0.4] * 3 + [0.7] * 2, 0.6 * 0.15**2 + 0.4 * 0.05**2), ([0.5] * 5, 0.25**2)):
-        outcomes = np.array(list(itertools.product((0, 1), repeat=5)))
-        chance = np.prod(np.where(outcomes, p, 1 - np.array(p)), axis=1)
-        sums = sums_of(np.broadcast_to(c, outcomes.shape), outcomes, bins=2)
-        plain, parts = metrics.brier_parts(sums), metrics.brier_parts(sums, debiased=True)
-        assert_within(chance @ parts.reliability, want, 20 * EPS, "reliability")
-        if min(p) == max(p):
-            assert_within(chance @ parts.resolution, 0.0, 20 * EPS, "resolution")
-        np.testing.assert_allclose(parts.uncertainty, outcomes.var(axis=1, ddof=1), atol=20 * EPS)
-        np.testing.assert_array_equal(parts.within, plain.within)
-        sign = np.array([1, -1, 1])
-        np.testing.assert_allclose(sign @ np.array(parts[:3]), sign @ np.array(plain[:3]), atol=20 * EPS)
-    with pytest.raises(ValueError, match="whole counts"):
-        metrics.brier_parts(sums_of(c, c, bins=2, where=np.full(5, 0.5)), debiased=True)
 
 
 def test_capability_error_is_unbiased():
@@ -243,17 +206,6 @@ def test_capability_error_is_unbiased():
     assert np.isnan(float(metrics.capability_error(0.5, 1, 1)))
 
 
-def test_pass_at_k():
-    """Every subset of k of n samples, counted."""
-    n = 7
-    for k in (1, 3, 7):
-        got = metrics.pass_at_k(jnp.arange(n + 1), n, k)
-        want = [np.mean([min(s) < c for s in itertools.combinations(range(n), k)]) for c in range(n + 1)]
-        assert_within(got, want, 4 * EPS, f"k = {k}")
-    assert np.isnan(np.asarray(metrics.pass_at_k(jnp.array([1, 2]), jnp.array([2, 3]), 3)))[0]
-    assert_within(metrics.pass_at_k(jnp.array([1]), 10_000, 100), [0.01], 4 * EPS, "many samples")
-    assert_within(metrics.predicted_pass_at_k(jnp.array([0.0, 0.1, 1.0]), 3), [0, 1 - 0.9**3, 1], 4 * EPS)
+def test_success_fraction():
     assert_within(metrics.success_fraction(jnp.array([1, 0]), jnp.array([4, 2])), [0.25, 0], 0)
     assert np.isnan(float(metrics.success_fraction(0, 0)))
-    with pytest.raises(ValueError, match="k: expected"):
-        metrics.pass_at_k(jnp.array([1]), 2, 0)

@@ -110,7 +110,6 @@ def of_points(name, c, y, x):
     """The metric of the points as a function of `where`; classwise of two classes, groups by a feature's sign."""
     arrays = {
         "classwise_calibration_error": (np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)),
-        "groupwise_calibration_error": (c, y, (x[:, 0] > 0).astype(int)),
     }.get(name, (c, y, x) if name in FEATURED else (c, y))
     return lambda where: getattr(metrics, name)(*arrays, where=where)
 
@@ -182,8 +181,7 @@ def test_sums_of_any_scale():
         sums = sums_of(c, y, log_prob=log_prob, where=weight)
         arrays = {"log_prob": log_prob, "where": weight}
         halves = sums_of(*(x.reshape(2, -1) for x in (c, y)), **{name: x.reshape(2, -1) for name, x in arrays.items()})
-        parts = metrics.brier_parts(jax.device_get(sums))
-        return [*metrics.summarise(sums).values(), *metrics.summarise(halves).values(), *in_jax(sums), *parts]
+        return [*metrics.summarise(sums).values(), *metrics.summarise(halves).values(), *in_jax(sums)]
 
     want = figures(weight)
     for scale in (2.0**-2, 2.0**-40, 2.0**40):
@@ -311,32 +309,6 @@ def test_classwise():
     assert_within(shares, np.mean(errors), 20 * EPS, "shares")
 
 
-def test_groupwise():
-    """Groups one by one, overlapping ones and weights included; one group is the ECE."""
-    c, y, x = points("soft")
-    weights = np.arange(N) % 3
-    groups = np.stack([x[:, 0] > 0, x[:, 1] > 1, np.zeros(N, bool)], axis=1)
-    rows = np.repeat(np.arange(N), weights)
-    sizes, errors = [], []
-    for inside in groups.T[:2]:
-        own = rows[inside[rows]]
-        sizes.append(len(own))
-        errors.append(oracle.binned(c[own].astype(float), y[own].astype(float), oracle.bins_of(c[own], BINS)))
-    dirty = np.where(weights > 0, c, np.nan)
-    got = metrics.groupwise_calibration_error(dirty, y, groups, where=weights)
-    assert_within(got, np.dot(sizes, errors) / sum(sizes), 20 * EPS, "mean")
-    got = metrics.groupwise_calibration_error(dirty, y, groups, where=weights, reduction="max")
-    assert_within(got, np.max(np.multiply(sizes, errors)) / len(rows), 20 * EPS, "max")
-    one = metrics.groupwise_calibration_error(c, y, np.zeros(N, int))
-    assert_within(one, metrics.expected_calibration_error(c, y), 4 * EPS, "one group")
-    kinds = np.asarray(groups[:, 0], int)
-    jitted = jax.jit(metrics.groupwise_calibration_error)(c, y, kinds[:, None] == np.arange(2))
-    assert_within(jitted, metrics.groupwise_calibration_error(c, y, kinds), 4 * EPS, "jit")
-    assert np.isnan(metrics.groupwise_calibration_error(c, y, np.zeros((N, 2), bool)))
-    with pytest.raises(ValueError, match="groups: expected integers >= 0, got -1"):
-        metrics.groupwise_calibration_error(c, y, kinds - 1)
-
-
 @pytest.mark.parametrize("bad", [4, -1, 2**32 + 1])
 def test_a_label_that_no_class_has(bad):
     p, labels = metric_data.classes()
@@ -362,17 +334,16 @@ def test_inputs_of_other_precision():
 
 
 def test_indices_of_every_dtype():
-    """Groups, labels and regions: unsigned, bool, and of points that a traced `where` may leave out."""
+    """Labels: unsigned, bool, and of points that a traced `where` may leave out."""
     rng = np.random.default_rng(50)
     c = rng.random(200).astype(np.float32)
-    y, second, p = rng.random(200) < c, rng.random(200) < 0.5, np.stack([1 - c, c], axis=1)
-    groups = functools.partial(metrics.groupwise_calibration_error, c, y)
+    y, p = rng.random(200) < c, np.stack([1 - c, c], axis=1)
+    error = functools.partial(metrics.classwise_calibration_error, p)
     for dtype in (bool, np.uint8, np.uint16, np.int8, np.int64, np.uint64):
-        assert groups(second.astype(dtype)) == groups(second.astype(np.int32)), dtype
-        assert metrics.classwise_calibration_error(p, y.astype(dtype)) == metrics.classwise_calibration_error(p, y * 1)
+        assert error(y.astype(dtype)) == error(y * 1), dtype
     where = np.arange(200) < 150
-    got = jax.vmap(lambda where: groups(second * 1, where=where))(np.stack([where, ~where]))
-    assert_within(got[0], groups(second * 1, where=where), 4 * EPS, "where under vmap")
+    got = jax.vmap(lambda where: error(y * 1, where=where))(np.stack([where, ~where]))
+    assert_within(got[0], error(y * 1, where=where), 4 * EPS, "where under vmap")
 
 
 def test_grouping_loss_of_features_that_are_not_finite():

@@ -10,7 +10,7 @@ import recalibration_data
 from jax import export
 
 from calibjax.recalibrate import METHODS, Predictions
-from calibjax.recalibrate.programs import onnx_model, stablehlo_program
+from calibjax.recalibrate.programs import stablehlo_program
 from calibjax.recalibrate.saved import Recalibrator
 
 FAST = ("temperature", "platt", "isotonic")
@@ -56,16 +56,3 @@ numpy.save("found.npy", program.call(*(given[name] for name in given.files)))
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
         found = np.load(tmp_path / "found.npy")
     close(np.asarray(found), fitted(name)(**given))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_onnx(name):
-    pytest.importorskip("jax2onnx")
-    runtime = pytest.importorskip("onnxruntime")
-    given = inputs(name)
-    session = runtime.InferenceSession(onnx_model(fitted(name)), providers=["CPUExecutionProvider"])
-    (found,) = session.run(["calibrated"], given)
-    expected = fitted(name)(**given)
-    print(f"{name}: {np.abs(found - expected).max():.1e}")
-    close(found, expected)
