@@ -1,9 +1,7 @@
 """Text, chat and tables to batches: source -> rows -> examples -> sequences -> batches."""
 
-from calibjax.data.choices import Choices as Choices
 from calibjax.data.choices import choice_sequences as choice_sequences
 from calibjax.data.choices import is_multiple_choice as is_multiple_choice
-from calibjax.data.examples import Example as Example
 from calibjax.data.examples import tokenize_rows as tokenize_rows
 from calibjax.data.formats import Format as Format
 from calibjax.data.formats import recognise as recognise
@@ -25,5 +23,3 @@ from calibjax.data.sequences import split_sequences as split_sequences
 from calibjax.data.source import Rows as Rows
 from calibjax.data.source import is_hub_id as is_hub_id
 from calibjax.data.source import read_source as read_source
-from calibjax.data.table import read_table as read_table
-from calibjax.data.table import split_table as split_table

@@ -1,20 +1,9 @@
-"""Bounds on entropy and confidence, and the optimum of label smoothing (arXiv 2508.00264, section 4)."""
+"""Bounds on entropy and confidence (arXiv 2508.00264, section 4)."""
 
 import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-
-
-def smoothed_optimum(frequencies: Float[Array, "... V"], label_smoothing: float) -> Float[Array, "... V"]:
-    """Distribution that minimises the smoothed loss for given frequencies f of next tokens, (1−β) f + β/V.
-
-    It is the maximum a posteriori estimate from n tokens under a symmetric Dirichlet prior of the concentration
-    1 + n β / ((1−β) V) (section 4.1). The frequencies sum to 1 over the last axis.
-    """
-    return (1.0 - label_smoothing) * frequencies + label_smoothing / jnp.shape(frequencies)[-1]
 
 
 class EntropyBound(NamedTuple):
