@@ -16,7 +16,8 @@ from typing import Annotated
 import jax
 
 import calibjax
-from calibjax.data import eval_batches, even_batch_size
+from calibjax.data import eval_batches
+from calibjax.data.pipeline import even_batch_size
 from calibjax.runtime.options import Positional
 
 BATCH_SIZE = 16  # most sequences per forward pass

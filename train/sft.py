@@ -4,8 +4,8 @@
 
 Label smoothing mixes the target of the loss with the uniform distribution over the vocabulary: (1 − β)(−log p_y) +
 β (−(1/V) Σ_v log p_v). `linear_cross_entropy` computes it from hidden states and unembedding without the logits
-`[B, T, V]`, by a Pallas kernel on TPUs and chunks of the vocabulary elsewhere, so that it is affordable where V is
-large.
+`[B, T, V]`, by Pallas kernels on TPUs and Hopper GPUs, elsewhere in chunks of the vocabulary, so that it is affordable
+where V is large.
 
 `calibjax train sft` adds low-rank adapters, other losses, validation and several processes. The script runs unchanged
 on a TPU VM or several GPUs: weights are sharded over the mesh axis `fsdp`, sequences over all devices. A killed run

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Sequences, eval_batches, even_batch_size
+from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import load_text
+from calibjax.data.pipeline import even_batch_size
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits

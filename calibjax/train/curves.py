@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.data import Sequences, eval_batches, even_batch_size
+from calibjax.data import Sequences, eval_batches
+from calibjax.data.pipeline import even_batch_size
 from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from calibjax.data import batches, eval_batches, even_batch_size
+from calibjax.data import batches, eval_batches
+from calibjax.data.pipeline import even_batch_size
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_sharding, local_rows, make_mesh
 
