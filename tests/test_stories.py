@@ -63,7 +63,7 @@ def test_lhts(tmp_path, monkeypatch):
     options = {"model": str(asset(MODEL)), "data": str(asset(STORIES)), "max_sequences": 100}
     options |= {"steps": 20, "save_every": 5, "temperature": 0.8, "learning_rate": 1e-4}
     likelihood = run("train/lhts.py", out=tmp_path / "whole", **options)
-    assert likelihood["student"] > likelihood["scorer"] - 0.2
+    assert likelihood["student"] > likelihood["scorer"]
 
     def stop(line):
         if line.startswith("step 10"):

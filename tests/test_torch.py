@@ -175,13 +175,16 @@ def test_onnx_runs_any_batch_and_length(tmp_path, kind):
     np.testing.assert_allclose(found[mask], expected[mask], atol=1e-5)
 
 
-def test_what_compare_kept(tmp_path):
+def test_what_compare_kept(tmp_path, capsys):
     data = recalibrate.Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
     recalibrate.save(tmp_path / "kept", "platt", recalibrate.METHODS["platt"].fit(data))
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "p"), "--also", "stablehlo"]) == 0
     program = export.deserialize(bytearray((tmp_path / "p" / "method.stablehlo").read_bytes()))
     assert program.call(np.float32([0.9])) == pytest.approx(0.75, abs=1e-3)
     assert recalibrate.load(tmp_path / "p")(data) == pytest.approx(0.75, abs=1e-3)
+    assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "q"), "--also", "onnx"]) == 2
+    assert "recalibrator, which is exported as stablehlo" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
 
 
 def test_errors(tmp_path, llama):

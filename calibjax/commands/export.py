@@ -50,8 +50,8 @@ class ExportOptions(HeadOptions):
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
-        also: further files: the head, or the method that compare saved, as an ONNX model (onnx) or as a program of
-            StableHLO (stablehlo), which JAX runs without calibjax.
+        also: further files: the head, or the method that compare saved, as a program of StableHLO (stablehlo), which
+            JAX runs without calibjax; the head as an ONNX model (onnx).
     """
 
     out: Path

@@ -188,9 +188,8 @@ def descend(
     if not len(training):  # a single row
         training = validation
     scored = validation[: 8 * BATCH]
-    scored = np.resize(
-        scored, (ceil_div(len(scored), BATCH), BATCH)
-    )  # whole batches, rows repeated in turn to fill them
+    # Whole batches, filled by repeating rows in turn.
+    scored = np.resize(scored, (ceil_div(len(scored), BATCH), BATCH))
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)
