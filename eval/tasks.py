@@ -61,15 +61,14 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
         batch = prompts[first : first + batch_size]
         tokens = np.zeros((batch_size, longest), np.int32)
         segment_ids = np.zeros((batch_size, longest), np.int32)  # 0: padding
-        for number, ids in enumerate(batch):
-            tokens[number, : len(ids)] = ids
-            segment_ids[number, : len(ids)] = 1
+        for row, ids in enumerate(batch):
+            tokens[row, : len(ids)] = ids
+            segment_ids[row, : len(ids)] = 1
         hidden = lm.hidden_states(tokens, segment_ids=segment_ids)  # [B, T, D]
         last = np.array([len(ids) - 1 for ids in batch])
         letter_scores = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last])[:, letter_ids]
-        for number in range(len(batch)):
-            count = option_counts[first + number]
-            logits[first + number, :count] = np.asarray(letter_scores[number, :count])
+        for row, count in enumerate(option_counts[first : first + batch_size]):
+            logits[first + row, :count] = np.asarray(letter_scores[row, :count])
     return logits
 
 

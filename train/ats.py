@@ -7,11 +7,12 @@ stores the features that the head reads and the scale curves of each token, whic
 The head is trained on these alone, without the model and without the vocabulary. The final evaluation uses both.
 
 `calibjax train ats` does the same for several heads and losses, and chooses among them by cross-fitting. The script
-runs unchanged on several devices, which divide the tokens among them. A killed run resumes after its last epoch.
+divides the tokens among all devices. A killed run resumes after its last epoch; other options have other checkpoints.
 """
 
 import dataclasses
 import functools
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +91,11 @@ def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: O
 def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: Mesh, directory: Path) -> Any:
     """Fits a head by cross-entropy with AdamW and returns its parameters; a checkpoint follows every epoch."""
     head, count = config.build(), len(tokens.features)
-    tokens_per_device = min(options.tokens_per_step, count) // mesh.size
-    if tokens_per_device == 0:
+    batch_size = min(options.tokens_per_step, count) // mesh.size * mesh.size
+    if batch_size == 0:
         raise calibjax.UserError(f"expected at least {mesh.size} tokens to fit on, one per device, got {count}.")
-    batch_size = tokens_per_device * mesh.size
-    steps = count // batch_size  # of an epoch
-    optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps * options.epochs))
+    steps_per_epoch = count // batch_size
+    optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps_per_epoch * options.epochs))
 
     def loss(params: Any, batch: Tokens) -> jax.Array:
         log_scale = jnp.asarray(head.apply({"params": params}, batch.features[:, None]))[:, 0]  # heads read [B, T, F]
@@ -119,7 +119,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
         for epoch in range(first_epoch, options.epochs):
             order = np.random.default_rng((options.seed, epoch)).permutation(count)
             epoch_losses = []
-            for index in np.split(order[: steps * batch_size], steps):
+            for index in np.split(order[: steps_per_epoch * batch_size], steps_per_epoch):
                 state, value = step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
                 epoch_losses.append(value)
             print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")
@@ -134,10 +134,11 @@ def main(options: Options) -> calibjax.Evaluation:
         data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         tokens = frozen_pass(lm, fit, options)
+        directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"
         fitted = {}
         for name, kind in (("temperature", "constant"), ("ats", "mlp")):
             config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
-            params = train(config, tokens, options, mesh, options.out / "checkpoints" / name)
+            params = train(config, tokens, options, mesh, directory / name)
             fitted[name] = calibjax.FittedHead(config, params, lm.fingerprint)
         figures = calibjax.evaluate(lm, held_out, fitted)
     calibjax.save_head(options.out / "head", fitted["ats"])

@@ -3,17 +3,17 @@
     python train/lhts.py --model path/to/model --data stories.txt --out runs/lhts --temperature 0.8
 
 The target distribution of whole sequences at temperature T is p(x)^(1/T) / Z. Below T = 1 it favours sequences that are
-likely as a whole; dividing the logits by T favours each likely next token instead. Z is a sum over all sequences, so it
-is not computed: the student maximises the likelihood of samples from p, each weighted by p(x)^(1/T − 1). The weights
-are normalised over the batch (self-normalised importance sampling).
+likely as a whole; dividing the logits by T favours each likely next token instead. The student maximises the likelihood
+of samples from p, weighted by p(x)^(1/T − 1) and normalised over the batch (self-normalised importance sampling), which
+does not need Z. Here `--data` stands for samples: where p did not write it, its own distribution replaces p.
 
-`calibjax train lhts` adds several temperatures in one student, text that the model samples itself, a moving average of
-the weights' normaliser, and baselines. Sequences and weights are sharded over the devices. A killed run resumes at its
-last checkpoint.
+`calibjax train lhts` adds text that the model samples itself, several temperatures in one student and baselines. Arrays
+are sharded over the devices. A killed run resumes at its last checkpoint; other options have other checkpoints.
 """
 
 import dataclasses
 import functools
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def log_likelihood(lm: calibjax.LanguageModel, params: Any, batch: dict[str, jax
 def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Options) -> calibjax.LanguageModel:
     """The student after `steps` steps of AdamW on the weighted negative log-likelihood of sequences."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, options.steps), weight_decay=0.0)
-    exponent = 1.0 / options.temperature - 1.0
+    exponent = 1 / options.temperature - 1
 
     def loss(params: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         weight = jax.nn.softmax(exponent * log_likelihood(scorer, scorer_params, batch))  # [B]
@@ -95,7 +95,8 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
     state = params, jax.jit(optimizer.init)(params)
     loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
     policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=policy) as manager:
+    directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"
+    with ocp.CheckpointManager(directory.absolute(), options=policy) as manager:
         last_step = manager.latest_step() or 0
         if last_step:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(state), loader=ocp.args.JsonRestore())

@@ -9,11 +9,12 @@ where V is large.
 
 `calibjax train sft` adds low-rank adapters, other losses, validation and several processes. The script runs unchanged
 on a TPU VM or several GPUs: weights are sharded over the mesh axis `fsdp`, sequences over all devices. A killed run
-resumes at its last checkpoint, with the batch after it.
+resumes at its last checkpoint, with the batch after it; other options have other checkpoints.
 """
 
 import dataclasses
 import functools
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
     state = params, jax.jit(optimizer.init)(params)
     loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
     policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    with ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=policy) as manager:
+    directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"
+    with ocp.CheckpointManager(directory.absolute(), options=policy) as manager:
         last_step = manager.latest_step() or 0
         if last_step:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(state), loader=ocp.args.JsonRestore())
