@@ -195,6 +195,8 @@ def split_sequences(
     ("sequential"). The cut is at the nearest end of a row, and sequences keep their order within a part. A single row,
     such as one text file, is always cut between two sequences, its start for fitting.
     """
+    if order not in get_args(SplitOrder):
+        raise UserError(f"order: expected one of {', '.join(get_args(SplitOrder))}; got {order!r}.")
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     group, counts = row_groups(sequences)
     drawn = np.arange(len(counts))

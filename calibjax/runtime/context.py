@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Seed, check_value
 from calibjax.runtime.progress import progress_bar
 from calibjax.runtime.sharding import as_mesh, make_mesh
 from calibjax.runtime.tracking import TrackerName
@@ -28,7 +29,7 @@ class RunContext:
         directory: directory of checkpoints, caches and logs. If None, nothing is stored and the run cannot resume.
         mesh: devices, such as `jax.make_mesh((2, 4), ("data", "fsdp"))`, with axes among data, fsdp and tensor; by
             default all devices along fsdp, as in the commands.
-        seed: seed of all random numbers, at least 0.
+        seed: seed of all random numbers, from 0 to 2³² − 1.
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
         title: title of the next progress bar; by default that of the step.
@@ -44,7 +45,12 @@ class RunContext:
     track: TrackerName = "tensorboard"
 
     def __post_init__(self):
+        if not isinstance(self.mesh, Mesh):
+            raise UserError(f"mesh: expected jax.make_mesh(...), got {type(self.mesh).__name__}.")
+        check_value("seed", Seed, self.seed)
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        if self.directory is not None:
+            object.__setattr__(self, "directory", Path(self.directory))
 
     @property
     def shows_progress(self) -> bool:

@@ -3,11 +3,15 @@
 import contextvars
 import dataclasses
 import math
+import numbers
+import types
 import typing
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
 
 from calibjax.runtime.errors import INT_MAX, UserError
 
@@ -81,42 +85,84 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Checks every number against the `Range` in its annotation, and every text; groups of options are included.
+    """Checks every value against its annotation; groups of options are included.
 
-    Text must be Unicode without NUL. If it is not marked `AnyText`, it is a name: not empty, without control
+    Raises `UserError` for a value of another type, one that is no choice of a `Literal`, a number outside its `Range`,
+    and text that is not Unicode without NUL. Text that is not marked `AnyText` is a name: not empty, without control
     characters, and its parts between slashes are at most 255 bytes long, as in a path.
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
+        annotation = hints[field.name]
         if dataclasses.is_dataclass(value):
             check_options(value)
+        elif value is None and type(None) in leaf_types(annotation):
             continue
-        for entry in value if isinstance(value, tuple) else (value,):
-            check_value(flag_of(field), hints[field.name], entry)
+        elif any(typing.get_origin(part) is tuple for part in (annotation, *typing.get_args(annotation))):
+            if not isinstance(value, tuple | list):
+                raise UserError(f"{field.name}: expected a sequence, got {shortened(repr(value))}.")
+            for entry in value:
+                check_value(field.name, annotation, entry)
+        else:
+            check_value(field.name, annotation, value)
+
+
+_TYPES: dict[type, tuple[Any, str]] = {
+    bool: (bool | np.bool_, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str | Path, "a text"),
+    Path: (str | Path, "a path"),
+}
+"""Type in an annotation -> the types that it accepts, and its name in a message."""
 
 
 def check_value(name: str, annotation: Any, value: Any) -> None:
-    """Checks one number or text of an option against its annotation; raises `UserError` as `check_options` does."""
-    if isinstance(value, int | float):
+    """Checks one value of an option, or one entry of a sequence; raises `UserError` as `check_options` does."""
+    kinds = leaf_types(annotation)
+    choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
+    known = [_TYPES[kind] for kind in kinds if kind in _TYPES]
+    if choices and not known and value not in choices:
+        raise UserError(f"{name}: expected one of {', '.join(choices)}; got {shortened(repr(value))}.")
+    is_bool = isinstance(value, bool | np.bool_)
+    if known and not any(
+        isinstance(value, accepted) and is_bool == (kind == "True or False") for accepted, kind in known
+    ):
+        expected = " or ".join(kind for _, kind in known)
+        raise UserError(f"{name}: expected {expected}, got {shortened(repr(value))}.")
+    if isinstance(value, numbers.Real):
         for limits in marks(annotation, Range):
             if not limits.holds(value):
                 raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
     if isinstance(value, str | Path):
-        text = str(value)
-        expected = None
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            expected = "Unicode text without NUL"
-        elif any(marks(annotation, AnyText)):
-            return
-        elif not text:
-            expected = "a name, which is not empty"
-        elif any(unicodedata.category(character) == "Cc" for character in text):
-            expected = "a name without control characters"
-        elif len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
-            expected = "a name of at most 255 bytes, or a path of such names"
-        if expected is not None:
-            raise UserError(f"{name}: expected {expected}, got {shortened(ascii(text))}.")
+        _check_text(name, str(value), is_name=not any(marks(annotation, AnyText)))
+
+
+def _check_text(name: str, text: str, *, is_name: bool) -> None:
+    expected = None
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        expected = "Unicode text without NUL"
+    elif not is_name:
+        return
+    elif not text:
+        expected = "a name, which is not empty"
+    elif any(unicodedata.category(character) == "Cc" for character in text):
+        expected = "a name without control characters"
+    elif len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+        expected = "a name of at most 255 bytes, or a path of such names"
+    if expected is not None:
+        raise UserError(f"{name}: expected {expected}, got {shortened(ascii(text))}.")
+
+
+def leaf_types(annotation: Any) -> list[Any]:
+    """The types and `Literal`s in an annotation, such as int and NoneType in `tuple[Count, ...] | None`."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return leaf_types(typing.get_args(annotation)[0])
+    if origin in (tuple, typing.Union, types.UnionType):
+        return [leaf for part in typing.get_args(annotation) if part is not ... for leaf in leaf_types(part)]
+    return [annotation]
 
 
 def shortened(value: Any) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from calibjax.data import Sequences
+from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy, vocab_stats
 from calibjax.losses.long_horizon import (
     MODES,
@@ -86,12 +87,16 @@ class LhtsOptions(TuningOptions):
     def check(self, mesh: Mesh) -> None:
         super().check(mesh)
         if not self.temperatures:
-            raise UserError("--temperatures: expected at least one.")
+            raise UserError("temperatures: expected at least one.")
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
         """The default mode's value of an option that is None; None if the mode has none."""
         return getattr(MODES["official"], name, None)
+
+    def conditions(self, method: Method) -> int:
+        """The number of vectors that one student learns: of quantiles, or of temperatures."""
+        return self.quantiles if method == "partition" else len(self.temperatures)
 
     @property
     def objective(self) -> Horizon:
@@ -201,7 +206,7 @@ class LhtsFit(NamedTuple):
 
 def fit_lhts(
     lm: LanguageModel,
-    data: Sequences,
+    data: Sequences | Source,
     options: LhtsOptions = LhtsOptions(),
     context: RunContext | None = None,
     *,
@@ -221,7 +226,7 @@ def fit_lhts(
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.
-        data: training sequences, of which a part, chosen by the seed, is held out for validation.
+        data: training sequences, or what `load_text` takes. A part, chosen by the seed, is held out for validation.
         options: see `LhtsOptions`.
         context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
             sequences and the validation part.
@@ -245,9 +250,12 @@ def fit_lhts(
     context = context or RunContext()
     options.check(context.mesh)
     check_dense(lm.config, "choose a dense model")
+    if method not in get_args(Method):
+        raise UserError(f"method: expected one of {', '.join(get_args(Method))}; got {method!r}.")
+    data = as_sequences(data, lm)
     if not data.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
-    conditions = options.quantiles if method == "partition" else len(options.temperatures)
+    conditions = options.conditions(method)
     if conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
         raise UserError(
             f"{conditions} conditions of one student: expected a model without a soft-cap or with untied embeddings; "
@@ -324,8 +332,8 @@ def _fit_student(
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
     if "condition" in per_sequence:
-        conditions = options.quantiles if method == "partition" else len(options.temperatures)
-        student["condition"] = jax.device_put(jnp.zeros((conditions, lm.config.hidden_size)), replicated(mesh))
+        table = jnp.zeros((options.conditions(method), lm.config.hidden_size))
+        student["condition"] = jax.device_put(table, replicated(mesh))
     scale = _CONDITION_RATE * float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
     trained = LhtsObjective(
         model=lm.config, objective=objective, condition_scale=scale, dtype=lm.dtype, remat=options.remat

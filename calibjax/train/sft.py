@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from calibjax.data import Sequences
+from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy
 from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel, decoder
@@ -67,19 +68,19 @@ class SftOptions(TuningOptions):
         checked_alpha(self.loss, self.alpha)
         if self.loss == "label-smoothing":
             if self.alpha is not None:
-                raise UserError("--alpha: the weight of --loss label-smoothing is --label-smoothing; leave it out.")
+                raise UserError("alpha: the weight of loss label-smoothing is label_smoothing; leave it out.")
             return
         if self.label_smoothing != SftOptions.label_smoothing:
-            raise UserError(f"--label-smoothing: --loss {self.loss} has none; leave it out.")
+            raise UserError(f"label_smoothing: loss {self.loss} has none; leave it out.")
         if self.z_loss and self.loss != "cross-entropy":
             raise UserError(
-                f"--z-loss: expected 0 with --loss {self.loss}, got {self.z_loss}; it goes with label-smoothing and "
+                f"z_loss: expected 0 with loss {self.loss}, got {self.z_loss}; it goes with label-smoothing and "
                 "cross-entropy."
             )
         if LOSSES[self.loss].per_micro_batch:
-            raise UserError(f"--loss {self.loss}: it is for temperature heads (train ats) only; choose another loss.")
+            raise UserError(f"loss={self.loss}: it is for temperature heads (train ats) only; choose another loss.")
         if LOSSES[self.loss].top_k and mesh.size > 1:
-            raise UserError(f"--loss {self.loss}: it has no sharded form; choose another loss, or one device.")
+            raise UserError(f"loss={self.loss}: it has no sharded form; choose another loss, or one device.")
 
     def check_model(self, config: DecoderConfig) -> None:
         """Raises `UserError` if these weights of such a model cannot be trained."""
@@ -167,7 +168,7 @@ class SftFit(NamedTuple):
 
 def fit_sft(
     lm: LanguageModel,
-    data: Sequences,
+    data: Sequences | Source,
     options: SftOptions = SftOptions(),
     context: RunContext | None = None,
     *,
@@ -180,7 +181,7 @@ def fit_sft(
 
     Args:
         lm: the initial model; `lm.dtype` is the compute dtype. For full fine-tuning, load its weights in float32.
-        data: training sequences, of which a part, chosen by the seed, is held out for validation.
+        data: training sequences, or what `load_text` takes. A part, chosen by the seed, is held out for validation.
         options: see `SftOptions`.
         context: directory for checkpoints and logs, devices, log and progress; its seed determines the initial
             adapters, the order of the sequences and the validation part.
@@ -205,6 +206,7 @@ def fit_sft(
     mesh = context.mesh
     options.check(mesh)
     options.check_model(lm.config)
+    data = as_sequences(data, lm)
     if not data.where.any():
         raise UserError(
             "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."

@@ -268,7 +268,7 @@ BAD = [
     (ATS, ["--processes", "2"], "--coordinator, --process-id: missing; give all of"),
     (ATS, ["--cudnn-attention", "--dtype", "float32"], "--cudnn-attention: cuDNN takes no float32"),
     (SFT, ["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads (train ats) only"),
-    (SFT, ["--loss", "focal", "--z-loss", "1"], "--z-loss: expected 0 with --loss focal, got 1.0"),
+    (SFT, ["--loss", "focal", "--z-loss", "1"], "--z-loss: expected 0 with loss focal, got 1.0"),
     (SFT, ["--loss", "top-k-smoothing"], "--loss top-k-smoothing: it has no sharded form"),
     (LHTS, ["--temperatures"], "--temperatures: expected at least one"),
     (LHTS, ["--text-prompt-tokens", "13"], "--text-prompt-tokens: expected less than --seq-len 13, got 13"),

@@ -5,13 +5,19 @@ import math
 import re
 import typing
 
+import numpy as np
 import pytest
 
 from calibjax.cli import COMMANDS, load_command, main
 from calibjax.commands.common import begin, split_names
 from calibjax.commands.parser import list_options, parse
+from calibjax.eval.layers.analysis import LayersOptions
+from calibjax.eval.tasks.options import TasksOptions
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Range, named, run_identity
+from calibjax.runtime.options import Count, Range, check_options, named, run_identity
+from calibjax.train.lhts import LhtsOptions
+from calibjax.train.options import AtsOptions
+from calibjax.train.sft import SftOptions
 
 
 def options_of(name):
@@ -142,6 +148,35 @@ def test_ranges(limits, value, expected):
     assert limits.expected(value) == expected
     assert limits.holds(0.5)
     assert limits.holds(math.inf) == limits.infinite
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda: AtsOptions(epochs="3"), "epochs: expected a whole number, got '3'"),
+        (lambda: AtsOptions(epochs=True), "epochs: expected a whole number, got True"),
+        (lambda: AtsOptions(epochs=0), "epochs: expected at least 1, got 0"),
+        (lambda: AtsOptions(learning_rate=np.float32(np.nan)), "learning_rate: expected above 0"),
+        (lambda: AtsOptions(random_start=1), "random_start: expected True or False, got 1"),
+        (lambda: AtsOptions(features="hidden_states"), "features: expected a sequence, got 'hidden_states'"),
+        (lambda: LhtsOptions(temperatures=(0.9, "x")), "temperatures: expected a number, got 'x'"),
+        (lambda: SftOptions(clip_norm="x"), "clip_norm: expected a number, got 'x'"),
+    ],
+)
+def test_values_from_python(options, message):
+    with pytest.raises(UserError, match=message):
+        check_options(options())
+
+
+@pytest.mark.parametrize("kind", [AtsOptions, SftOptions, LhtsOptions, LayersOptions, TasksOptions])
+def test_choices_from_python(kind):
+    """Every option with choices refuses others; numbers of NumPy are numbers."""
+    names = [option.path[-1] for option in list_options(kind) if option.choices]
+    assert names
+    check_options(kind(batch_size=np.int64(4)))
+    for name in names:
+        with pytest.raises(UserError, match=f"{name}: expected one of .*; got 'foo'"):
+            check_options(dataclasses.replace(kind(), **{name: "foo"}))
 
 
 def test_names_joined_by_commas():
