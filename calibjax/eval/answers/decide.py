@@ -23,12 +23,15 @@ from jaxtyping import Float, Int
 
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Fraction, check_value
 
 TITLES = {"average": "of all questions", "answers": "of the answers", "claims": "claims of an answer"}
 """Kind of guarantee on the fraction of wrong answers -> its title in tables; for sets of options see `SET_SCORES`."""
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
 _ROUNDING = 1 + 1e-12
+_SOFTMAX_ERROR = 1e-5
+"""How far above 1 a confidence may be: rounding of a softmax."""
 
 
 def decide(
@@ -59,7 +62,7 @@ def decide(
         `SET_SCORES`. A threshold is None where it selects every row or none: its "selects" is then "all" or "none".
 
     Raises:
-        UserError: shapes that do not fit, or outcomes that are neither right nor wrong.
+        UserError: shapes that do not fit, numbers outside their ranges, or outcomes that are neither right nor wrong.
 
     Example:
         >>> confidence = np.arange(400) / 400
@@ -70,8 +73,17 @@ def decide(
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct)
     if confidence.ndim not in (1, 2) or correct.shape != confidence.shape[:1] or not len(correct):
         raise UserError(f"expected confidence [N] or [N, K] and correct [N], got {confidence.shape}, {correct.shape}.")
-    if confidence.ndim == 1 and not np.isin(correct, (0, 1)).all():
-        raise UserError("correct: expected 0 or 1, got fractions: list each attempt in a row.")
+    for name, value in (("risk", risk), ("level", level)):
+        check_value(name, Fraction, value)
+    outside = ~((confidence >= 0) & (confidence <= 1 + _SOFTMAX_ERROR))
+    if outside.any():
+        raise UserError(f"confidence: expected numbers in [0, 1], got {confidence[outside][0]}; leave such rows out.")
+    labels = np.arange(2 if confidence.ndim == 1 else confidence.shape[1])
+    if not (known := np.isin(correct, labels)).all():
+        expected = "0 (wrong) or 1 (right)" if confidence.ndim == 1 else f"an option's index below {len(labels)}"
+        raise UserError(
+            f"correct: expected {expected}, got {correct[~known][0]}. For fractions of attempts, give each a row."
+        )
     rows = {"": np.arange(len(correct))}
     if category is not None:
         names, numbers = np.unique(category, return_inverse=True)
@@ -111,8 +123,10 @@ def decide(
 
 
 def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
-    """Outcome of answering the questions whose confidence exceeds a threshold: the fractions answered and wrong, and
-    the fraction of the answers that is wrong (None where none is given)."""
+    """What happens if the questions whose confidence exceeds a threshold are answered.
+
+    These are the fractions answered, wrong, and wrong among the answers (None if no answer is given).
+    """
     taken = confidence > threshold
     wrong = (taken & (correct < 1)).sum()
     return {
@@ -178,10 +192,11 @@ def selective_threshold(
     Selection with guaranteed risk (Geifman and El-Yaniv 2017, arXiv 1705.08500) by tests at 20 thresholds: the j-th
     largest confidence for j = n/20, 2n/20, ..., and −inf. Given the value t of one of them, the N_t answers with
     confidence above t are independent draws from those above t, so that with a risk of r(t) their number of wrong ones
-    is binomial, ties or not. A threshold passes where at r(t) = `risk` so few would have a probability of at most
-    (1 − `level`)/20: the chance that any passes whose risk is larger is below 1 − `level` (Bonferroni). The questions
-    must be independent and drawn alike, not only exchangeable. A threshold that answers m of them without a wrong one
-    passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies just above the t that passed; inf where none passes.
+    is binomial, ties or not. A threshold passes if so few wrong answers would have a probability of at most
+    (1 − `level`)/20 were its risk r(t) equal to `risk`. So the chance that a threshold with a larger risk passes is
+    below 1 − `level` (Bonferroni). The questions must be independent and drawn alike, not only exchangeable. A
+    threshold that answers m of them without a wrong one passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies
+    just above the t that passed; inf if none passes.
 
     Example:
         >>> confidence = np.arange(400) / 400
