@@ -40,6 +40,7 @@ from .models.own import FrozenModel as FrozenModel
 from .models.own import FunctionModel as FunctionModel
 from .models.own import from_arrays as from_arrays
 from .models.own import from_function as from_function
+from .recalibrate import Predictions as Predictions
 from .runtime.context import RunContext as RunContext
 from .runtime.errors import UserError as UserError
 from .runtime.version import __version__ as __version__

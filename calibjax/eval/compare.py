@@ -25,6 +25,7 @@ from calibjax.recalibrate.contract import class_count
 from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Bins, check_value
 
 _Errors = Literal["ece", "debiased_ece", "adaptive_ece", "smooth_ece", "mce"]
 SortKey = Literal[_Errors, "brier", "log_loss", "nll", "auroc", "parameters", "fit_seconds"]
@@ -171,7 +172,9 @@ def comparison_json(
     seed: int = 0,
     sort: SortKey = "log_loss",
 ) -> dict[str, dict[str, Any]]:
-    """The rows of a comparison, best first; fits that did not converge are last. In addition to the metrics a row has
+    """The rows of a comparison, best first; fits that did not converge are last.
+
+    A row holds the figures of `metrics.summarise`, and:
 
     - `nll`: negative log-likelihood of the true class, null for methods that give a confidence alone;
     - `log_loss`: that of correctness, null where it is infinite;
@@ -320,22 +323,38 @@ def compare(
 
     Example:
         >>> import calibjax
-        >>> from calibjax import recalibrate
         >>> rng = np.random.default_rng(0)
         >>> logits = rng.normal(size=(800, 4))
         >>> labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
-        >>> parts = [recalibrate.Predictions(logits=3 * logits[i::2], labels=labels[i::2]) for i in range(2)]
+        >>> parts = [calibjax.Predictions(logits=3 * logits[i::2], labels=labels[i::2]) for i in range(2)]
         >>> compared = calibjax.compare(*parts, ["isotonic"], context=calibjax.RunContext(progress=False))
         >>> compared.winner
         'temperature'
         >>> compared.recalibrator()(logits=logits[:2]).shape
         (2, 4)
     """
+    methods = (methods,) if isinstance(methods, str) else tuple(methods)
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise UserError(f"methods: {', '.join(unknown)}: expected some of {', '.join(METHODS)}.")
-    inputs = prediction_inputs(fit, held_out, tuple(methods or METHODS), groups, include_large=bool(methods))
+    for name, annotation, value in (("sort", SortKey, sort), ("bins", Bins, bins), ("closed", Closed, closed)):
+        check_value(name, annotation, value)
+    for name, data in (("fit", fit), ("held_out", held_out)):
+        _check_fields(name, data)
+    inputs = prediction_inputs(fit, held_out, methods or tuple(METHODS), groups, include_large=bool(methods))
     return run_comparison(inputs, sort=sort, bins=bins, closed=closed, context=context or RunContext())
+
+
+def _check_fields(name: str, data: Predictions) -> None:
+    """Raises `UserError` for predictions without an outcome to compare with."""
+    if not isinstance(data, Predictions):
+        raise UserError(f"{name}: expected Predictions, got {type(data).__name__}.")
+    has_logits = data.logits is not None and data.labels is not None
+    has_confidence = data.confidence is not None and data.correct is not None
+    if not (has_logits or has_confidence):
+        fields = [field for field, value in data._asdict().items() if value is not None]
+        got = ", ".join(fields) or "no field"
+        raise UserError(f"{name}: expected logits and labels, or confidence and correct; got {got}.")
 
 
 def prediction_inputs(
