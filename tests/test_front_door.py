@@ -1,6 +1,7 @@
 """What `import calibjax` offers: its names, and a head fitted and evaluated without a directory."""
 
 import ast
+import json
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assets import model_path
 from tiny import VOCAB, answered, at_targets, make_lm, make_sequences, ragged, silent
 
 import calibjax
@@ -20,12 +22,12 @@ QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", refit_temperatu
 
 
 NAMES = """
-    AtsFit AtsOptions Comparison ConstantHead Evaluation FittedHead FrozenModel FunctionModel Generation
-    HeadConfig LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead RunContext Sampling Sequences SftFit
-    SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
+    AtsFit AtsOptions Comparison ConstantHead Evaluation FittedHead FrozenModel FunctionModel Generation HeadConfig
+    LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead Predictions RunContext Sampling Sequences
+    SftFit SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
     calibrated_confidence calibrated_log_probs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
-    fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text losses
-    metrics parse_script plot recalibrate save_head split_sequences vocab_curves vocab_stats
+    fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text
+    losses metrics parse_script plot recalibrate save_head split_sequences vocab_curves vocab_stats
 """
 
 
@@ -97,16 +99,39 @@ def test_token_ids_as_data():
     assert found.tokens[0, :4].tolist() == [1, 2, 3, 4]
     assert found.targets[1, :1].tolist() == [7]
     assert found.where.sum() == 5
-    for wrong, message in (([[1]], "text 0: expected a list of at least two"), ([[1, 99]], "token ids from 0 to 23")):
+    for wrong, message in (
+        ([[1]], "text 0: expected a list of at least two"),
+        ([1, 2], r"A single text is \[\[1, 2, 3\]\]"),
+        ([[1, 99]], "token ids from 0 to 23"),
+        (3, "expected a path, or a list of texts or token ids, got int"),
+    ):
         with pytest.raises(calibjax.UserError, match=message):
             calibjax.load_text(wrong, LM, seq_len=6)
 
 
-def test_evaluate_reads_texts_in_sequences_that_the_model_takes():
+def test_texts_are_read_in_sequences_that_the_model_takes():
     texts = [list(np.random.default_rng(row).integers(0, VOCAB, 50)) for row in range(9)]
-    found = calibjax.evaluate(LM, texts, context=silent())
-    want = calibjax.evaluate(LM, calibjax.load_text(texts, LM, seq_len=LM.config.max_positions), context=silent())
-    assert found.figures == want.figures
+    data = calibjax.load_text(texts, LM, seq_len=LM.config.max_positions)
+    for fit in (
+        lambda data: calibjax.evaluate(LM, data, context=silent()).figures,
+        lambda data: calibjax.fit_ats(LM, data, QUICK, silent()).head.params,
+        lambda data: (
+            calibjax.fit_sft(LM, data, calibjax.SftOptions(batch_size=8, validation_fraction=0.1), silent()).params
+        ),
+        lambda data: (
+            calibjax.fit_lhts(LM, data, calibjax.LhtsOptions(batch_size=8, validation_fraction=0.1), silent()).params
+        ),
+    ):
+        chex.assert_trees_all_equal(fit(texts), fit(data))
+
+
+def test_texts_and_rows_as_data_are_those_of_a_file(tmp_path):
+    lm = calibjax.load_model(model_path("stories260K"))
+    texts = ["Once upon a time there was a cat.", "Lily liked to play."]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    want = calibjax.load_text(tmp_path / "data.jsonl", lm, seq_len=32)
+    for source in (texts, [{"text": text} for text in texts]):
+        chex.assert_trees_all_equal(calibjax.load_text(source, lm, seq_len=32), want)
 
 
 @pytest.mark.parametrize(

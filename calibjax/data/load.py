@@ -1,7 +1,7 @@
 """Sequences of a text in one call: of rows, with a description; or of a file or token ids for a model."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from calibjax.data.examples import Example, tokenize_rows
 from calibjax.data.formats import Format, recognise
 from calibjax.data.render import describe_template
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences, tokens_needed
-from calibjax.data.source import Rows, Skipped, read_source
+from calibjax.data.source import Row, Rows, Skipped, read_source
 from calibjax.runtime.errors import UserError
 
 
@@ -102,8 +102,12 @@ def load_sequences(
     return sequences, description
 
 
+Source = str | Path | Iterable[str] | Iterable[Row] | Iterable[Sequence[int]]
+"""What `load_text` reads."""
+
+
 def load_text(
-    source: str | Path | Sequence[Sequence[int]],
+    source: Source,
     lm: Any,
     *,
     seq_len: int | None = None,
@@ -111,10 +115,11 @@ def load_text(
     text_column: str | None = None,
     max_sequences: int | None = None,
 ) -> Sequences:
-    """Reads a text, or takes token ids, as `Sequences` of `seq_len` − 1 inputs and their targets for a model.
+    """Reads texts, or takes token ids, as `Sequences` of `seq_len` − 1 inputs and their targets for a model.
 
     Args:
-        source: file, directory or hub id, see `calibjax.data.read_source`; or lists of token ids, one text each.
+        source: file, directory or hub id, see `calibjax.data.read_source`; or a list of texts, of rows such as
+            `{"messages": [...]}`, or of lists of token ids, one for each text.
         lm: the `LanguageModel`; its tokenizer and its longest context are used.
         seq_len: tokens per sequence, at least 2; by default chosen by `calibjax.data.choose_seq_len`.
         layout: "pack", "pad" or "full"; see `calibjax.data.make_sequences`.
@@ -127,8 +132,12 @@ def load_text(
     longest = lm.config.max_positions
     if seq_len is not None:
         check_context(seq_len, longest)
-    if isinstance(source, str | Path):
-        rows = read_source(source)
+    if not isinstance(source, str | Path):
+        if not isinstance(source, Iterable):
+            raise UserError(f"source: expected a path, or a list of texts or token ids, got {type(source).__name__}.")
+        source = list(source)
+    if isinstance(source, str | Path) or all(isinstance(row, str | Mapping) for row in source):
+        rows = read_source(source) if isinstance(source, str | Path) else _rows_of_texts(source)
         format = recognise(rows, text_column)
         if seq_len is None:
             seq_len = choose_seq_len(rows, format, lm.tokenizer, longest, layout)
@@ -141,9 +150,21 @@ def load_text(
     for row, text in enumerate(source):
         tokens = np.asarray(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise UserError(f"text {row}: expected a list of at least two token ids, got {tokens.dtype}{tokens.shape}.")
+            got = f"{tokens.dtype} of shape {tokens.shape}"
+            raise UserError(
+                f"text {row}: expected a list of at least two token ids, got {got}. A single text is [[1, 2, 3]]."
+            )
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= vocab_size:
             raise UserError(f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}.")
         examples.append(Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row))
     return make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
+
+
+def _rows_of_texts(texts: list[Any]) -> Rows:
+    return Rows([{"text": text} if isinstance(text, str) else text for text in texts], "the list of texts")
+
+
+def as_sequences(data: Sequences | Source, lm: Any) -> Sequences:
+    """Sequences as they are; anything else by `load_text` with its defaults."""
+    return data if isinstance(data, Sequences) else load_text(data, lm)

@@ -1,8 +1,7 @@
 """Token-level evaluation: the calibration of next-token probabilities, with and without heads; a sample of tokens."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
-from calibjax.data.load import load_text
+from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead
@@ -247,7 +246,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(
     lm: FrozenModel,
-    data: Sequences | str | Path | Sequence[Sequence[int]],
+    data: Sequences | Source,
     heads: FittedHead | Mapping[str, FittedHead] | None = None,
     *,
     batch_size: int = 16,
@@ -282,10 +281,10 @@ def evaluate(
         (760, ['brier', 'ece', 'nll'])
     """
     context = context or RunContext()
-    data = data if isinstance(data, Sequences) else load_text(data, lm)
+    data = as_sequences(data, lm)
     check_sequences(lm, data)
     lm = place_model(lm, context.mesh)
-    named = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
+    named = dict(heads or {}) if isinstance(heads, Mapping | None) else {"head": heads}
     for head in named.values():
         check_base(lm, head)
     named = {"uncalibrated": FittedHead.constant(lm), **named}

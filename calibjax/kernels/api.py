@@ -305,6 +305,8 @@ def prepare(
 
 
 def _check_statistics(statistics: Sequence[str] | None, targets: Array | None) -> frozenset[str]:
+    if isinstance(statistics, str):
+        raise ValueError(f"statistics: expected a sequence of names, got the text {statistics!r}.")
     names = DEFAULT_STATISTICS if statistics is None else tuple(statistics)
     unknown = sorted(set(names) - set(STATISTICS))
     if unknown:

@@ -28,11 +28,18 @@ class TokenConfidence(NamedTuple):
 
 
 def check_base(lm: FrozenModel, head: FittedHead) -> None:
-    """Raises `UserError` where the head was not fitted on this model."""
-    if head.fingerprint != lm.fingerprint:
+    """Raises `UserError` for what is not a head, or one that was not fitted on this model."""
+    if not isinstance(head, FittedHead):
+        raise UserError(f"head: expected a FittedHead, as load_head(path, lm) returns it, got {type(head).__name__}.")
+    check_fingerprint(lm, head.fingerprint)
+
+
+def check_fingerprint(lm: FrozenModel, fingerprint: str) -> None:
+    """Raises `UserError` where this is not the fingerprint of the model."""
+    if fingerprint != lm.fingerprint:
         raise UserError(
-            f"the head was fitted on another base model (fingerprint {head.fingerprint[:12]}..., this one has "
-            f"{lm.fingerprint[:12]}...)."
+            f"the head was fitted on another base model (fingerprint {fingerprint[:12]}..., this one has "
+            f"{lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
         )
 
 

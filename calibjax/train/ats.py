@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from calibjax.data import Sequences, batches, concatenate, divide, eval_batches, limit_tokens
+from calibjax.data.load import Source, as_sequences
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.models.own import FrozenModel, place_model
@@ -65,7 +66,7 @@ class AtsFit(NamedTuple):
 
 def fit_ats(
     lm: FrozenModel,
-    data: Sequences | Mapping[str, Sequences],
+    data: Sequences | Source | Mapping[str, Sequences | Source],
     options: AtsOptions = AtsOptions(),
     context: RunContext | None = None,
 ) -> AtsFit:
@@ -78,9 +79,9 @@ def fit_ats(
     Args:
         lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`. It is placed on
             `context.mesh` where it is not yet.
-        data: sequences to fit on; or several sets by name, such as one per domain. Where a head or a loss is chosen or
-            a temperature refitted, each fold of the rows, or each set, is predicted by a head fitted on the others. In
-            the end the head is fitted on all.
+        data: sequences to fit on, or what `load_text` takes; or several sets by name, such as one per domain. Where a
+            head or a loss is chosen or a temperature refitted, each fold of the rows, or each set, is predicted by a
+            head fitted on the others. In the end the head is fitted on all.
         options: see `AtsOptions`.
         context: directory, devices, seed, log and progress.
 
@@ -102,12 +103,13 @@ def fit_ats(
         ['temperature', 'ats']
     """
     context = context or RunContext()
-    sets = {"fit": data} if isinstance(data, Sequences) else data
+    sets = data if isinstance(data, Mapping) else {"fit": data}
     if not hasattr(lm, "fingerprint"):
         makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
         raise UserError(f"lm: expected a model of {makers}, got {type(lm).__name__}.")
     plan = make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
+    sets = {name: as_sequences(part, lm) for name, part in sets.items()}
     lm = place_model(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save
 
 from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead, check_log_factor
 from calibjax.models import LanguageModel
-from calibjax.models.calibrated import check_base
+from calibjax.models.calibrated import check_base, check_fingerprint
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hub import download, repository_of
 from calibjax.models.own import FrozenModel
@@ -103,15 +103,12 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         abstract = jax.eval_shape(config.init, jax.random.key(0))
         if (count := sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))) > _MOST_PARAMETERS:
             raise ValueError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}")
+        if lm is not None:
+            check_fingerprint(lm, fingerprint)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{file} is not a head's description ({error}). {_REMEDY}") from error
-    if lm is not None and fingerprint != lm.fingerprint:
-        raise UserError(
-            f"{directory}: this head was fitted on another base model (fingerprint {fingerprint[:12]}..., the model "
-            f"given has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
-        )
     on_host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     try:
         if (directory / _PORTABLE).exists():

@@ -107,6 +107,8 @@ def evaluate_layers(
     check_options(options)
     check_batch(context.mesh, options.batch_size)
     for half in halves:
+        if not isinstance(half, Sequences):
+            raise UserError(f"fit, held_out: expected Sequences, as load_text makes them, got {type(half).__name__}.")
         check_ids(half, lm.config.vocab_size)
     swept = options.swept(lm.config.num_layers)
     counts = [int(half.where.sum()) for half in halves]
