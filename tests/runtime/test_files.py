@@ -21,7 +21,7 @@ def tree(folder):
     return {str(path.relative_to(folder)): content(path) for path in folder.rglob("*")}
 
 
-def ends_with(error, context, write, message=""):
+def ends_with(error, context, write, message=None):
     """Runs `write` in a context, then Ctrl-C where that is the error."""
 
     def run():
