@@ -102,7 +102,7 @@ def load_sequences(
     return sequences, description
 
 
-Source = str | Path | Iterable[str] | Iterable[Row] | Iterable[Sequence[int]]
+Source = str | Path | Sequence[str] | Sequence[Row] | Sequence[Sequence[int]]
 """What `load_text` reads."""
 
 
@@ -135,7 +135,7 @@ def load_text(
     if not isinstance(source, str | Path):
         if not isinstance(source, Iterable):
             raise UserError(f"source: expected a path, or a list of texts or token ids, got {type(source).__name__}.")
-        source = list(source)
+        source = list[Any](source)
     if isinstance(source, str | Path) or all(isinstance(row, str | Mapping) for row in source):
         rows = read_source(source) if isinstance(source, str | Path) else _rows_of_texts(source)
         format = recognise(rows, text_column)
@@ -161,7 +161,7 @@ def load_text(
     return make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
 
 
-def _rows_of_texts(texts: list[Any]) -> Rows:
+def _rows_of_texts(texts: Sequence[Any]) -> Rows:
     return Rows([{"text": text} if isinstance(text, str) else text for text in texts], "the list of texts")
 
 

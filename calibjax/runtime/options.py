@@ -131,7 +131,9 @@ def check_value(name: str, annotation: Any, value: Any) -> None:
     ):
         expected = " or ".join(kind for _, kind in known)
         raise UserError(f"{name}: expected {expected}, got {shortened(repr(value))}.")
-    if isinstance(value, numbers.Real):
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
+    if isinstance(value, int | float):
         for limits in marks(annotation, Range):
             if not limits.holds(value):
                 raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
