@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
-from calibjax.runtime.errors import UserError, check_fields
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_options
 from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
@@ -279,7 +280,7 @@ class HeadConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
-        check_fields(self)
+        check_options(self)
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
             raise UserError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")

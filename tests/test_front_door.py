@@ -112,17 +112,14 @@ def test_token_ids_as_data():
 def test_texts_are_read_in_sequences_that_the_model_takes():
     texts = [list(np.random.default_rng(row).integers(0, VOCAB, 50)) for row in range(9)]
     data = calibjax.load_text(texts, LM, seq_len=LM.config.max_positions)
-    for fit in (
-        lambda data: calibjax.evaluate(LM, data, context=silent()).figures,
-        lambda data: calibjax.fit_ats(LM, data, QUICK, silent()).head.params,
-        lambda data: (
-            calibjax.fit_sft(LM, data, calibjax.SftOptions(batch_size=8, validation_fraction=0.1), silent()).params
-        ),
-        lambda data: (
-            calibjax.fit_lhts(LM, data, calibjax.LhtsOptions(batch_size=8, validation_fraction=0.1), silent()).params
-        ),
-    ):
-        chex.assert_trees_all_equal(fit(texts), fit(data))
+    assert (
+        calibjax.evaluate(LM, texts, context=silent()).figures == calibjax.evaluate(LM, data, context=silent()).figures
+    )
+    fitted, want = (calibjax.fit_ats(LM, source, QUICK, silent()).head for source in (texts, data))
+    chex.assert_trees_all_equal(fitted.params, want.params)
+    for tune in (calibjax.fit_sft, calibjax.fit_lhts):
+        with pytest.raises(calibjax.UserError, match=r"validation_fraction=0.05 of 18 sequences is none"):
+            tune(LM, texts, context=silent())
 
 
 def test_texts_and_rows_as_data_are_those_of_a_file(tmp_path):

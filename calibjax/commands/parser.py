@@ -88,9 +88,10 @@ class Option(NamedTuple):
                 expected = f"one of {', '.join(self.choices)}"
                 raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(ascii(text))}")
             return text
+        annotation = typing.get_args(_without_none(self.annotation))[0] if self.is_several else self.annotation
         try:
             value = self.kind(text)
-            check_value(self.flag, self.annotation, text if self.kind not in (int, float) else value)
+            check_value(self.flag, annotation, text if self.kind not in (int, float) else value)
         except UserError as error:
             raise argparse.ArgumentTypeError(str(error).removeprefix(f"{self.flag}: ")) from error
         except ValueError as error:

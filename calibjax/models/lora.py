@@ -23,8 +23,9 @@ from safetensors.numpy import load_file
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
-from calibjax.runtime.errors import UserError, check_fields
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
+from calibjax.runtime.options import check_options
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
 _A, _B = "_lora_a", "_lora_b"  # suffixes that qwix appends to a kernel's name
@@ -44,7 +45,7 @@ class LoraConfig:
     """Adapted kernels; "all" for both."""
 
     def __post_init__(self):
-        check_fields(self)
+        check_options(self)
         if not self.alpha > 0:
             raise UserError(f"alpha: expected a positive number, got {self.alpha}.")
 

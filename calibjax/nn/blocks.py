@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.nn.attention import AttentionMask, KeysValues, Past, attend, attend_by_blocks
 from calibjax.nn.experts import Experts, Mixture
-from calibjax.runtime.errors import UserError, check_fields
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_options
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -65,7 +66,7 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self):
-        check_fields(self)
+        check_options(self)
         if not (self.theta > 0 and self.factor > 0):
             raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
         if not 0 < self.fraction <= 1:
@@ -137,7 +138,7 @@ class BlockConfig:
         if not (isinstance(self.norm_eps, int | float) and 0 <= self.norm_eps <= 1):
             hint = "correct it in config.json (rms_norm_eps, layer_norm_eps or layer_norm_epsilon)"
             raise UserError(f"norm_eps: expected a number from 0 to 1, got {self.norm_eps}; {hint}.")
-        check_fields(self)
+        check_options(self)
         if self.num_heads % self.num_kv_heads:
             heads = f"{self.num_heads} and {self.num_kv_heads}"
             raise UserError(f"num_heads must be a multiple of num_kv_heads, got {heads}.")

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.kernels.platforms import platform
 from calibjax.runtime.arrays import ceil_div
-from calibjax.runtime.errors import UserError, check_fields
+from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_options
 from calibjax.runtime.sharding import AXES, batch_shards
 
 use_ragged_dot = jax.make_user_context(False)
@@ -51,7 +52,7 @@ class Mixture:
     swish: float = 1.702
 
     def __post_init__(self):
-        check_fields(self)
+        check_options(self)
         if self.experts < 2:
             raise UserError(f"experts: expected at least 2, got {self.experts}.")
         if not 1 <= self.per_token <= self.experts:

@@ -1,15 +1,11 @@
 """The error type for invalid input, and the checks that raise it. It imports no JAX: the parser needs it at once."""
 
 import contextlib
-import dataclasses
 import errno
-import numbers
 import os
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 
 class UserError(ValueError):
@@ -98,38 +94,3 @@ def user_path(path: str | Path) -> Path:
 
 INT_MAX = 2**31 - 1
 """Largest size and largest count: JAX indexes with int32."""
-
-
-def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass against their annotations; raises `UserError` for the first wrong one.
-
-    Every `int` is a size, from 1 to `INT_MAX`; every `float` is finite; `bool` is no number. Tuples are checked
-    entry by entry, and `None` is valid where the annotation has it. A `Literal` is one of its choices. Others pass.
-    """
-    for field in dataclasses.fields(config):
-        value: Any = getattr(config, field.name)
-        kinds = set(typing.get_args(field.type) or (field.type,))
-        for kind in (field.type, *kinds):
-            if typing.get_origin(kind) is typing.Literal:
-                choices = ([None] if type(None) in kinds else []) + list(typing.get_args(kind))
-                if value not in choices:
-                    raise UserError(f"{field.name}: expected one of {', '.join(map(str, choices))}; got {value!r}.")
-        if not kinds & {int, float, bool} or (value is None and type(None) in kinds):
-            continue
-        several = typing.get_origin(field.type) is tuple
-        if several and not isinstance(value, tuple):
-            raise UserError(f"{field.name}: expected a tuple, got {value!r}.")
-        entries: Any = value if several else (value,)
-        for entry in entries:
-            if problem := _problem(entry, kinds):
-                raise UserError(f"{field.name}: expected {problem}, got {str(entry)[:60]}.")
-
-
-def _problem(value: Any, kinds: set[Any]) -> str | None:
-    if bool in kinds:
-        return None if type(value).__name__ == "bool" else "true or false"
-    if int in kinds:
-        fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and 1 <= int(value) <= INT_MAX
-        return None if fits else f"a whole number from 1 to {INT_MAX}"
-    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= 1e300
-    return None if fits else "a finite number"

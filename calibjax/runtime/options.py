@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
-
 from calibjax.runtime.errors import INT_MAX, UserError
 
 Mark = TypeVar("Mark")
@@ -85,86 +83,83 @@ def flag_of(field: dataclasses.Field) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Checks every value against its annotation; groups of options are included.
+    """Checks every field of a dataclass against its annotation; raises `UserError` for the first wrong one.
 
-    Raises `UserError` for a value of another type, one that is no choice of a `Literal`, a number outside its `Range`,
-    and text that is not Unicode without NUL. Text that is not marked `AnyText` is a name: not empty, without control
-    characters, and its parts between slashes are at most 255 bytes long, as in a path.
+    See `expected_value`. The dataclasses in it are checked as well.
     """
-    hints = typing.get_type_hints(type(options), include_extras=True)
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        annotation = hints[field.name]
+    for name, annotation in typing.get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
         if dataclasses.is_dataclass(value):
             check_options(value)
-        elif value is None and type(None) in leaf_types(annotation):
-            continue
-        elif any(typing.get_origin(part) is tuple for part in (annotation, *typing.get_args(annotation))):
-            if not isinstance(value, tuple | list):
-                raise UserError(f"{field.name}: expected a sequence, got {shortened(repr(value))}.")
-            for entry in value:
-                check_value(field.name, annotation, entry)
         else:
-            check_value(field.name, annotation, value)
-
-
-_TYPES: dict[type, tuple[Any, str]] = {
-    bool: (bool | np.bool_, "True or False"),
-    int: (numbers.Integral, "a whole number"),
-    float: (numbers.Real, "a number"),
-    str: (str | Path, "a text"),
-    Path: (str | Path, "a path"),
-}
-"""Type in an annotation -> the types that it accepts, and its name in a message."""
+            check_value(name, annotation, value)
 
 
 def check_value(name: str, annotation: Any, value: Any) -> None:
-    """Checks one value of an option, or one entry of a sequence; raises `UserError` as `check_options` does."""
-    kinds = leaf_types(annotation)
-    choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
-    known = [_TYPES[kind] for kind in kinds if kind in _TYPES]
-    if choices and not known and value not in choices:
-        raise UserError(f"{name}: expected one of {', '.join(choices)}; got {shortened(repr(value))}.")
-    is_bool = isinstance(value, bool | np.bool_)
-    if known and not any(
-        isinstance(value, accepted) and is_bool == (kind == "True or False") for accepted, kind in known
-    ):
-        expected = " or ".join(kind for _, kind in known)
-        raise UserError(f"{name}: expected {expected}, got {shortened(repr(value))}.")
-    if isinstance(value, np.integer | np.floating):
-        value = value.item()
-    if isinstance(value, int | float):
-        for limits in marks(annotation, Range):
-            if not limits.holds(value):
-                raise UserError(f"{name}: expected {limits.expected(value)}, got {shortened(value)}.")
-    if isinstance(value, str | Path):
-        _check_text(name, str(value), is_name=not any(marks(annotation, AnyText)))
+    """Checks one value; raises `UserError` that begins with `name` if it does not fit its annotation."""
+    if expected := expected_value(annotation, value):
+        got = str(value) if isinstance(value, numbers.Real) else ascii(str(value) if isinstance(value, Path) else value)
+        raise UserError(f"{name}: expected {expected}{';' if ',' in expected else ','} got {shortened(got)}.")
 
 
-def _check_text(name: str, text: str, *, is_name: bool) -> None:
-    expected = None
+def expected_value(annotation: Any, value: Any) -> str | None:
+    """What a value should be, if it does not fit its annotation; None if it fits.
+
+    A number lies in the `Range` that its annotation has; without one an `int` is a size, from 1 to `INT_MAX`, and a
+    `float` is finite; a `bool` is no number. A `Literal` is one of its choices. Text is Unicode without NUL; if it is
+    not marked `AnyText`, it is a name: not empty, without control characters, and its parts between slashes are at most
+    255 bytes long, as in a path. Tuples are checked entry by entry. None fits where the annotation has it, and any
+    value fits an annotation of another kind.
+    """
+    kind = typing.get_origin(annotation) or annotation
+    parts = typing.get_args(annotation)
+    if kind in (typing.Union, types.UnionType):
+        return None if value is None and type(None) in parts else expected_value(parts[0], value)
+    if kind is Annotated:
+        is_text = any(isinstance(mark, AnyText) for mark in parts[1:])
+        ranges = [mark for mark in parts[1:] if isinstance(mark, Range)]
+        return _expected_text(value, is_name=False) if is_text else _expected_number(parts[0], ranges, value)
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return "a tuple"
+        return next(filter(None, (expected_value(parts[0], entry) for entry in value)), None)
+    if kind is Literal:
+        return None if value in parts else f"one of {', '.join(map(str, parts))}"
+    if kind is bool:
+        return None if type(value).__name__ in ("bool", "bool_") else "True or False"  # also NumPy's
+    if kind is int:
+        return _expected_number(int, [Range(1, INT_MAX)], value)
+    if kind is float:
+        return _expected_number(float, [Range()], value)
+    if kind is str or kind is Path:
+        return _expected_text(value, is_name=True)
+    return None
+
+
+def _expected_number(kind: Any, ranges: list[Range], value: Any) -> str | None:
+    if not ranges:  # marked for the command line only
+        return expected_value(kind, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral if kind is int else numbers.Real):
+        return "a whole number" if kind is int else "a number"
+    number: Any = value
+    return next((limits.expected(number) for limits in ranges if not limits.holds(number)), None)
+
+
+def _expected_text(value: Any, *, is_name: bool) -> str | None:
+    if not isinstance(value, str | Path):
+        return "text"
+    text = str(value)
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        expected = "Unicode text without NUL"
-    elif not is_name:
-        return
-    elif not text:
-        expected = "a name, which is not empty"
-    elif any(unicodedata.category(character) == "Cc" for character in text):
-        expected = "a name without control characters"
-    elif len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
-        expected = "a name of at most 255 bytes, or a path of such names"
-    if expected is not None:
-        raise UserError(f"{name}: expected {expected}, got {shortened(ascii(text))}.")
-
-
-def leaf_types(annotation: Any) -> list[Any]:
-    """The types and `Literal`s in an annotation, such as int and NoneType in `tuple[Count, ...] | None`."""
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        return leaf_types(typing.get_args(annotation)[0])
-    if origin in (tuple, typing.Union, types.UnionType):
-        return [leaf for part in typing.get_args(annotation) if part is not ... for leaf in leaf_types(part)]
-    return [annotation]
+        return "Unicode text without NUL"
+    if not is_name:
+        return None
+    if not text:
+        return "a name, which is not empty"
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        return "a name without control characters"
+    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+        return "a name of at most 255 bytes, or a path of such names"
+    return None
 
 
 def shortened(value: Any) -> str:

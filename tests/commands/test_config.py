@@ -64,6 +64,7 @@ def test_mistakes(tmp_path, capsys, content, message):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_file_that_repeats_it(tmp_path):
     table = tmp_path / "x.csv"
     table.write_text("confidence,correct\n" + "".join(f"0.{k % 9 + 1},{k % 2}\n" for k in range(40)))

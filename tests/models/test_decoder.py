@@ -181,12 +181,12 @@ def test_inputs_from_the_host():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size: expected a whole number from 1"),
+        ({"vocab_size": 0}, "vocab_size: expected at least 1, got 0"),
         ({"logit_softcap": -1.0}, "logit_softcap"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
         ({"local_rope": Rope(fraction=0.5)}, "same fraction of rotated channels as rope"),
         ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),
-        ({"qk_norm": "heads"}, "qk_norm: expected one of None, head, projection; got 'heads'"),
+        ({"qk_norm": "heads"}, "qk_norm: expected one of head, projection; got 'heads'"),
     ],
 )
 def test_bad_configurations(changes, message):

@@ -126,7 +126,7 @@ def test_norms_keep_their_digits():
         ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
         ({"head_dim": 5}, "even number of channels"),
         ({"activation": "xielu"}, "expected one of silu.*got 'xielu'"),
-        ({"hidden_size": 0}, "hidden_size: expected a whole number from 1 to"),
+        ({"hidden_size": 0}, "hidden_size: expected at least 1, got 0"),
         ({"rope": {"scaling": "ntk"}}, "linear, llama3, yarn, longrope, none; got 'ntk'"),
         ({"rope": {"scaling": "llama3", "low_freq_factor": 4.0}}, "low_freq_factor < high_freq_factor"),
     ],

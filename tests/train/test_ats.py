@@ -308,9 +308,9 @@ def test_trials():
 def test_options_are_checked_before_the_work(tmp_path):
     statistics = {"head": "linear", "features": ("logit_statistics",)}
     for message, options in (
-        ("^--folds: expected", {"folds": 101}),
-        ("^loss: expected one of joint, cross-entropy, .*, got 'hinge'", {"loss": "hinge"}),
-        ("--alpha: expected at least 0, finite, got inf", {"loss": "focal", "alpha": math.inf}),
+        ("^folds: expected", {"folds": 101}),
+        ("^loss: expected one of auto, joint, cross-entropy, .*; got 'hinge'", {"loss": "hinge"}),
+        ("alpha: expected at least 0, finite; got inf", {"loss": "focal", "alpha": math.inf}),
         ("^weight_decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
         ("^features, pooling: a", {"head": "constant", "features": ("max_logit",), "pooling": "sequence"}),
     ):

@@ -160,6 +160,7 @@ def test_samples_are_the_models_own():
     )
 
 
+@pytest.mark.slow
 def test_the_partition_goes_on_with_the_text_of_its_last_student(tmp_path):
     """And a run whose last round is lost ends as one that was not."""
     lm, sequences = make_lm(), ragged(make_sequences(40))

@@ -164,6 +164,7 @@ def fit(directory, lm=None, *, sequences=None, **options):
     return fit_sft(lm, sequences, chosen, context=silent(directory))
 
 
+@pytest.mark.slow
 def test_adapters_of_a_bfloat16_model():
     """Products are bfloat16, as the kernels' are: gradients of adapters are float32, as exact as those of weights."""
     lm, batch = setting()
