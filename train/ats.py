@@ -35,7 +35,7 @@ class Options:
         model: directory or GGUF file of the frozen model.
         data: text, instructions or chats.
         out: directory of the checkpoints and the fitted head.
-        features: inputs of the head, names in `calibjax.heads.FEATURES`.
+        features: inputs of the head: logit_statistics, hidden_states, max_logit, argmax_embedding or log_std_logits.
         seq_len: tokens per sequence.
         max_sequences: largest number of sequences to read; None reads all.
         batch_size: sequences per forward pass of the model.
