@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int, Int32
 from calibjax.data.examples import Example
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_value
 
 Layout = Literal["pack", "pad", "full"]
 SplitOrder = Literal["shuffled", "sequential"]
@@ -99,8 +100,7 @@ def make_sequences(
     """
     if seq_len < 2:
         raise UserError(f"seq_len: expected at least 2 (an input and its target), got {seq_len}.")
-    if layout not in get_args(Layout):
-        raise UserError(f"layout: expected one of {', '.join(get_args(Layout))}, got {layout!r}.")
+    check_value("layout", Layout, layout)
     if max_sequences is not None and max_sequences < 1:
         raise UserError(f"max_sequences: expected at least 1, got {max_sequences}.")
     length = seq_len - 1
@@ -195,8 +195,7 @@ def split_sequences(
     ("sequential"). The cut is at the nearest end of a row, and sequences keep their order within a part. A single row,
     such as one text file, is always cut between two sequences, its start for fitting.
     """
-    if order not in get_args(SplitOrder):
-        raise UserError(f"order: expected one of {', '.join(get_args(SplitOrder))}; got {order!r}.")
+    check_value("order", SplitOrder, order)
     cut = _part_size(fit_fraction, len(sequences.source), "fit_fraction")
     group, counts = row_groups(sequences)
     drawn = np.arange(len(counts))

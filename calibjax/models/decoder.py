@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import flax.linen as nn
 import jax
@@ -25,6 +25,7 @@ from calibjax.nn.attention import Past
 from calibjax.nn.blocks import Block, SequenceContext, choose_context, make_norm, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_value
 from calibjax.runtime.sharding import constrain_batch, lookup
 
 Params = Mapping[str, Any]
@@ -169,8 +170,7 @@ def hidden_states(
         )
     if until is not None and any(config.local_layers):
         raise UserError("until: expected None for a model with attention windows.")
-    if layers not in get_args(Layers):
-        raise UserError(f"layers: expected one of {', '.join(get_args(Layers))}; got {layers!r}.")
+    check_value("layers", Layers, layers)
     blocks = [config.num_layers, config.hidden_size]
     if edit is not None and list(edit.shape) != blocks:
         raise UserError(f"edit: expected one row for each block, {blocks}, got {list(edit.shape)}.")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from calibjax.models.generate import log_probs, mix_samples
 from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, named
+from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, check_value, named
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.curves import array_hash
 from calibjax.train.step import Schedule
@@ -250,8 +250,7 @@ def fit_lhts(
     context = context or RunContext()
     options.check(context.mesh)
     check_dense(lm.config, "choose a dense model")
-    if method not in get_args(Method):
-        raise UserError(f"method: expected one of {', '.join(get_args(Method))}; got {method!r}.")
+    check_value("method", Method, method)
     data = as_sequences(data, lm)
     if not data.where.any():
         raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")

@@ -101,7 +101,7 @@ def test_max_sequences_reads_no_further():
 def test_errors():
     for lengths, seq_len, options, message in (
         ([5], 1, {}, "seq_len: expected at least 2"),
-        ([5], 4, {"layout": "packed"}, "layout: expected one of pack, pad, full, got 'packed'"),
+        ([5], 4, {"layout": "packed"}, "layout: expected one of pack, pad, full; got 'packed'"),
         ([5], 4, {"max_sequences": 0}, "max_sequences: expected at least 1"),
         ([5, 8], 9, {"layout": "full"}, "no sequence of 9 tokens .*smaller seq_len"),
         ([0, 1], 9, {"layout": "pad"}, "no sequence of 9 tokens .*empty"),
