@@ -239,7 +239,7 @@ def profiled(name: str, chip: str, task: str, problem: Problem) -> Points:
         block = {"v5e": 512, "v5p": 512, "v6e": 1024 if problem.width % 512 else 2048, "v7x": 2048}[chip]
         return (problem.tokens,), (2 * block, 4 * block)
     saved = name.startswith("linear_cross_entropy")
-    kernels = {"hidden": ("rows",), "both": ("rows", "d_unembedding")}.get(task, ("statistics",))
+    kernels = {"hidden": ("expected_row",), "both": ("expected_row", "d_unembedding")}.get(task, ("statistics",))
     if problem.forms_dh_in_backward and task == "hidden":
         kernels = ("statistics", "d_hidden")
     if (problem.forms_dh_in_backward or saved) and task == "both":

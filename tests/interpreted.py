@@ -20,7 +20,7 @@ PARAMS = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", nu
 SMALL = {
     "statistics": (Blocks(128, 128, 32),),
     "curves": (Blocks(128, 32, 32),),
-    "rows": (Blocks(128, 256, 128),),
+    "expected_row": (Blocks(128, 256, 128),),
     "d_hidden": (Blocks(128, 256, 128),),
     "d_unembedding": (Blocks(128, 128, 128),),
 }

@@ -83,7 +83,7 @@ TABLE = {
         ("vocab_size - start) - sublane", "vocab_size - start + 1) - sublane", CURVES),
         ("e = e * e", "e = e * e * e", CURVES),
     ],
-    "kernels/pallas_tpu/rows.py": [
+    "kernels/pallas_tpu/expected_row.py": [
         ("jnp.where(near, 0.0, 1.0)", "jnp.where(near, 0.0, 0.0)", f"{OPERATOR} -k float64 and 1100-9-8"),
         ("z.shape, 1) < count - k", "z.shape, 1) <= count - k", f"{OPERATOR} -k float64 and 1100-9-8"),
     ],

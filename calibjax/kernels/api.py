@@ -29,7 +29,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 """Name -> implementation, best first.
 
 `implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
-`explain` returns which that is, and why.
+`explain` reports the choice and the reason.
 """
 
 
@@ -38,7 +38,7 @@ class CannotRun(NotImplementedError, ValueError):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call but for the scale, as the caller of `vocab_stats` has them, or `jax.ShapeDtypeStruct`."""
+    """The arrays of a call but for the scale, as `vocab_stats` receives them, or `jax.ShapeDtypeStruct`."""
 
     hidden: Any
     unembedding: Any
@@ -123,7 +123,7 @@ def vocab_stats(
 
 
 def as_scale(scale: Any, shape: tuple[int, ...]) -> Array:
-    """The scale of each token, of this shape and at least float32; None means 1."""
+    """The scale of each token, in this shape and at least float32; None means 1."""
     scale = jnp.asarray(1.0 if scale is None else scale)
     return jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), shape)
 
@@ -198,9 +198,10 @@ def _run_on_auto_axes(
 
 
 def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
-    """The inputs of N tokens; of the tokens' leading shape, which count, and which of them have a target out of range.
+    """Flattens the arrays to N tokens. Returns the inputs, which tokens count, and which of these have a bad target.
 
-    The scale of a token that does not count is 1, and a target that is not in [0, V) is 0.
+    A bad target lies outside [0, V) and becomes 0. A token that does not count gets scale 1. The two masks keep the
+    leading shape of `hidden`.
     """
     hidden, unembedding, targets, bias, where = arrays
     shape = hidden.shape[:-1]
@@ -426,10 +427,10 @@ def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
 
 def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
     """Products N·D·V of the forward and the backward pass."""
-    rows = d_hidden and operator.takes_rows(call, alone=not d_unembedding)
-    gradients = (d_hidden and not rows) + d_unembedding
+    in_forward = d_hidden and operator.forward_gives_d_hidden(call, hidden_alone=not d_unembedding)
+    gradients = (d_hidden and not in_forward) + d_unembedding
     if call.implementation.is_dense or call.options.save_logits:
-        return 1 + rows, gradients
+        return 1 + in_forward, gradients
     # One pass computes the logits again for both, or each gradient has a pass of its own.
-    again = gradients if call.implementation.rows_first else min(gradients, 1)
-    return 1 + rows, gradients + again
+    again = gradients if call.implementation.gradients_are_separate else min(gradients, 1)
+    return 1 + in_forward, gradients + again

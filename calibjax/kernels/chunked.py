@@ -153,7 +153,7 @@ class Chunked(Implementation):
         scale = options.scales_of_sums(inputs)
         vocab_size = unembedding.shape[0]
         linear_mean = "total" in needed and options.softcap is None
-        per_piece = needed - ({"rows", "total"} if linear_mean else {"rows"})
+        per_piece = needed - ({"expected_row", "total"} if linear_mean else {"expected_row"})
 
         def step(
             total: Moments | None, start: Array | int, width: int, z: Array | None
@@ -162,7 +162,7 @@ class Chunked(Implementation):
             if z is None:
                 weights, z = _block_logits(options, inputs, start, width)
             moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
-            if "rows" in needed:
+            if "expected_row" in needed:
                 assert weights is not None
                 e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
                 e = times_slope(e, z, options.softcap)
@@ -170,7 +170,7 @@ class Chunked(Implementation):
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     e = jnp.where(column == (targets - start)[:, None], 0.0, e)
                 summed = options.product(e.astype(hidden.dtype), weights, (1, 0))
-                moments = moments._replace(rows=summed * stats.inverse_weight(moments.weight)[:, None])
+                moments = moments._replace(expected_row=summed * stats.inverse_weight(moments.weight)[:, None])
             total = moments if total is None else stats.merge(total, moments, scale)
             return total, z if save else None
 

@@ -48,8 +48,8 @@ class Inputs(NamedTuple):
     unembedding: Array  # [V, D], of the dtype of `hidden`
     bias: Array | None  # float32 [V]
     scale: Array  # float32 [N], s
-    targets: Array | None  # int32 [N]; those outside [0, V) match nothing
-    valid: Array | None  # bool [N], False for tokens that do not count, which may hold anything; if None, all count
+    targets: Array | None  # int32 [N]; a target outside [0, V) matches nothing
+    valid: Array | None  # bool [N]; a token that does not count may hold anything; if None, all count
 
     def masked(self) -> "Inputs":
         """The same with hidden states of 0 where a token does not count."""
@@ -68,9 +68,9 @@ class Cotangents(NamedTuple):
         softmax, centred, uniform: float32 [N].
         expected_logit: float32 [N], E = E_p[z]; given with `centred`.
         one_hots: pairs of ids int32 [N] and g float32 [N], which includes c_v; ids outside [0, V) match nothing.
-        rows: as the implementation's forward pass returned it: `Moments.rows` [N, D] of the whole vocabulary, or of
-            `sharded` a term of each shard, with an axis of devices in front. If given, the softmax part of dh is
-            `softmax`·`rows`, except for the target's, which is in `one_hots`.
+        expected_row: `Moments.expected_row` [N, D] of the whole vocabulary, as the forward pass returned it; `sharded`
+            has one term per device instead, with an axis of devices in front. If given, the softmax part of dh is
+            `softmax`·`expected_row`, except for the target's, which is in `one_hots`.
         saved: as the forward pass returned it; if None, the logits are computed again.
     """
 
@@ -80,12 +80,12 @@ class Cotangents(NamedTuple):
     expected_logit: Array | None
     uniform: Array | None
     one_hots: tuple[tuple[Array, Array], ...]
-    rows: Array | None = None
+    expected_row: Array | None = None
     saved: Any = None
 
     def hidden_is_closed(self, options: Options) -> bool:
         """dh needs no logits: the softmax part is absent or known, and the uniform part has no factor c_v."""
-        known = self.rows is not None or self.softmax is None
+        known = self.expected_row is not None or self.softmax is None
         return known and self.centred is None and (self.uniform is None or options.softcap is None)
 
 
@@ -119,9 +119,9 @@ def dz_of_logits(
 ) -> Array:
     """dz of one block of logits.
 
-    `z` are logits in units of the soft-cap; `value` maps a name to a per-token value of the block's shape, or None, see
-    `token_values`; `hit` says whether a column is that of the k-th one-hot, where "g{k}" has a value. Where known, `p`
-    is exp(s z − log_normalizer), `slope` that of the soft-cap at z.
+    `z` are logits in units of the soft-cap. `value` maps a name of `token_values` to its values in the block's shape,
+    or to None. `hit(k)` marks the column of the k-th one-hot, for each k that has a value "g{k}". `slope`, the slope of
+    the soft-cap at z, and `p` = exp(s z − log_normalizer) are computed unless given.
     """
     softmax, centred, uniform = value("softmax"), value("centred"), value("uniform")
     dz = None
@@ -152,16 +152,15 @@ class Implementation:
     """Two passes over the vocabulary; hashable, because it is a static argument.
 
     Attributes:
-        has_rows: `forward` gives `Moments.rows` where they are needed.
-        rows_first: each gradient has a pass of its own: where hidden and unembedding are both differentiated and no
-            logits are saved, that in hidden comes out of the forward pass; and where both are left to the backward
-            pass, it computes the logits twice.
+        gives_expected_row: `forward` can give `Moments.expected_row`.
+        gradients_are_separate: dh and dW are computed by separate passes, each of which recomputes the logits. To save
+            one pass, dh comes out of the forward pass where both are wanted and no logits are saved.
         accumulates: `backward` takes `into`.
         is_dense: `compute` writes the formula out, for JAX to differentiate, and there are no passes.
     """
 
-    has_rows = True
-    rows_first = False
+    gives_expected_row = True
+    gradients_are_separate = False
     accumulates = False
     is_dense = False
 
@@ -174,9 +173,9 @@ class Implementation:
         raise NotImplementedError
 
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
-        """The moments of the whole vocabulary, of invalid tokens any value; `needed` names their optional fields.
+        """The moments of the whole vocabulary, with any value for invalid tokens; `needed` names their optional fields.
 
-        The second is None, or with `save` what `backward` uses instead of computing the logits again.
+        With `save`, the second result is what `backward` uses instead of computing the logits again; else None.
         """
         raise NotImplementedError
 
@@ -185,12 +184,12 @@ class Implementation:
     ) -> Gradients:
         """The gradients that `wanted` names. Invalid tokens add nothing, even with NaN in `hidden`.
 
-        `into`: None, or float32 gradients in unembedding and bias from other tokens, to which those of these are added.
+        `into`: float32 gradients in unembedding and bias from earlier tokens, which these tokens are added to; or None.
         """
         raise NotImplementedError
 
     def saved_bytes(self, itemsize: int) -> float:
-        """Size of what `forward` saves per logit, from the bytes of a hidden state's number."""
+        """Bytes that `forward` saves per logit; `itemsize`: bytes of one number of a hidden state."""
         return 4.0
 
 

@@ -129,7 +129,7 @@ def _with_gradients_fwd(loss: _Loss, arrays: api.Arrays, scale):
     differentiated = [name for name, x in named.items() if x is not None and x.perturbed]
     arrays = api.Arrays(*(None if x is None else x.value for x in arrays))
     scale = scale.value
-    in_one_pass = operator.takes_rows(loss.dispatch.call(), alone=True)
+    in_one_pass = operator.forward_gives_d_hidden(loss.dispatch.call(), hidden_alone=True)
     if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
         value, flat = _by_blocks(loss, arrays, scale, differentiated)
         gradients = {name: flat[name].reshape(named[name].value.shape) for name in differentiated}

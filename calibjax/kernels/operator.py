@@ -8,7 +8,7 @@ statistics,
     ds = g_lse E_p[z] + g_expected Var_p[z].
 
 What is differentiated decides which passes over the vocabulary run. Each product takes 2 N·D·V flop: `explain` lists
-those of a call (`api._products`), and `takes_rows` decides whether dh comes out of the forward pass.
+those of a call (`api._products`), and `forward_gives_d_hidden` decides whether dh comes out of the forward pass.
 """
 
 import functools
@@ -33,14 +33,14 @@ class Call(NamedTuple):
 class Residuals(NamedTuple):
     """Residuals of the forward pass for the gradients in hidden, unembedding and bias.
 
-    `outputs` are statistics by name, `rows` and `saved` as `Implementation.forward` returns them. `differentiated` has
-    () for each of hidden, unembedding and bias that is differentiated, else None: an empty tuple is a pytree without
-    leaves, and so is None, so that both are static under jit.
+    `outputs` are statistics by name; `expected_row` and `saved` are as `Implementation.forward` returns them.
+    `differentiated` has () for each of hidden, unembedding and bias that is differentiated, else None: an empty tuple
+    is a pytree without leaves, and so is None, so that both are static under jit.
     """
 
     inputs: Inputs
     outputs: dict[str, Array]
-    rows: Array | None
+    expected_row: Array | None
     saved: Any
     differentiated: tuple[tuple[()] | None, ...]
 
@@ -77,18 +77,19 @@ _NEEDED = {
 """Statistic -> the optional fields of `Moments` that it is made of."""
 
 
-def takes_rows(call: Call, alone: bool) -> bool:
-    """Whether the gradient in hidden comes out of the forward pass; `alone`: unembedding and bias are frozen.
+def forward_gives_d_hidden(call: Call, hidden_alone: bool) -> bool:
+    """Whether the gradient in hidden comes out of the forward pass, as a multiple of `Moments.expected_row`.
 
-    Not where `expected_logit`, or `mean_logit` under a soft-cap, gives the rows Σ_v p_v c_v W_v a second weight. With
-    saved logits one product in the backward pass does the same, and each product has its kernel.
+    It does if hidden is differentiated alone (`hidden_alone`: unembedding and bias are frozen), or if the
+    implementation needs a pass for each gradient and saves no logits. It cannot if a second statistic
+    (`expected_logit`, or `mean_logit` under a soft-cap) weights the rows of W differently.
     """
     implementation, options = call.implementation, call.options
-    second_weight = "expected_logit" in call.statistics or (
-        options.softcap is not None and "mean_logit" in call.statistics
-    )
-    first = alone or (implementation.rows_first and not options.save_logits)
-    return implementation.has_rows and first and not second_weight
+    if not implementation.gives_expected_row or "expected_logit" in call.statistics:
+        return False
+    if options.softcap is not None and "mean_logit" in call.statistics:
+        return False
+    return hidden_alone or (implementation.gradients_are_separate and not options.save_logits)
 
 
 def masked(valid: Array, x: Array, filler: Any = 0) -> Array:
@@ -103,12 +104,12 @@ def masked_statistics(values: dict[str, Array], valid: Bool[Array, "..."]) -> di
 
 
 def forward(
-    call: Call, inputs: Inputs, statistics: frozenset[str], rows: bool = False, save: bool = False
+    call: Call, inputs: Inputs, statistics: frozenset[str], expected_row: bool = False, save: bool = False
 ) -> tuple[dict[str, Array], Array | None, Any]:
-    """These statistics by name, `Moments.rows` if `rows`, and what is saved for the backward pass."""
+    """These statistics by name, `Moments.expected_row` if wanted, and what is saved for the backward pass."""
     needed = frozenset().union(*(_NEEDED.get(name, ()) for name in statistics))
-    if rows:
-        needed |= {"rows"}
+    if expected_row:
+        needed |= {"expected_row"}
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
     log_weight, shift, variance = moments.cumulants()
     is_relative = call.options.scales is not None
@@ -124,7 +125,7 @@ def forward(
     outputs = {name: x for name, x in outputs.items() if x is not None and name in statistics}
     if inputs.valid is not None:
         outputs = {name: masked(inputs.valid, x) for name, x in outputs.items()}
-    return outputs, moments.rows, saved
+    return outputs, moments.expected_row, saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -136,7 +137,7 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
     # symbolic_zeros marks what is differentiated: what is frozen is neither stored nor computed.
     perturbed = [x is not None and x.perturbed for x in (primals.hidden, primals.unembedding, primals.bias)]
     inputs = Inputs._make(None if x is None else x.value for x in primals)
-    rows = perturbed[0] and takes_rows(call, alone=not any(perturbed[1:]))
+    closed_form = perturbed[0] and forward_gives_d_hidden(call, hidden_alone=not any(perturbed[1:]))
     statistics = set(call.statistics)
     if primals.scale.perturbed:
         statistics.add("expected_logit")
@@ -146,14 +147,15 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
         statistics |= {"log_normalizer", "max_logit"}
         if "max_logit" in call.statistics:
             statistics.add("argmax")
-        if rows and inputs.targets is not None:
+        if closed_form and inputs.targets is not None:
             statistics.add("target_logit")
-    second_pass = any(perturbed[1:]) or (perturbed[0] and not rows)
+    second_pass = any(perturbed[1:]) or (perturbed[0] and not closed_form)
     save = call.options.save_logits and second_pass
-    outputs, rows_of_w, saved = forward(call, inputs, frozenset(statistics), rows, save)
+    outputs, expected_row, saved = forward(call, inputs, frozenset(statistics), closed_form, save)
     residuals = None
     if any(perturbed):
-        residuals = Residuals(inputs, outputs, rows_of_w, saved, tuple(() if x else None for x in perturbed))
+        differentiated = tuple(() if x else None for x in perturbed)
+        residuals = Residuals(inputs, outputs, expected_row, saved, differentiated)
     names = ("expected_logit", "logit_variance")
     d_scale = tuple(outputs.get(name) if primals.scale.perturbed else None for name in names)
     return {name: x for name, x in outputs.items() if name in call.statistics}, (d_scale, residuals)
@@ -162,14 +164,14 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
 def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotangents: dict[str, Any]) -> tuple[Inputs]:
     zero = jax.custom_derivatives.SymbolicZero
     g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
-    derivatives, of_inputs = residuals
+    derivatives, input_residuals = residuals
     d_scale = None
     for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives, strict=True):
         if name in g and derivative is not None:
             d_scale = g[name] * derivative if d_scale is None else d_scale + g[name] * derivative
     gradients = Gradients()
-    if of_inputs is not None:
-        pairs = zip(input_gradients(call, of_inputs, g), of_inputs.inputs[:3], strict=True)
+    if input_residuals is not None:
+        pairs = zip(input_gradients(call, input_residuals, g), input_residuals.inputs[:3], strict=True)
         gradients = Gradients(*(None if d is None or x is None else d.astype(x.dtype) for d, x in pairs))
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 
@@ -179,7 +181,7 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into: Gradients | None = None) -> Gradients:
     """The gradients in hidden, unembedding and bias for cotangents g of the statistics."""
-    inputs, outputs, rows = residuals.inputs, residuals.outputs, residuals.rows
+    inputs, outputs, expected_row = residuals.inputs, residuals.outputs, residuals.expected_row
     scale = inputs.scale
     log_normalizer = outputs["log_normalizer"]
     if inputs.valid is not None:
@@ -193,7 +195,7 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
     flags = zip(Gradients._fields, residuals.differentiated, strict=True)
     wanted = frozenset(name for name, flag in flags if flag is not None)
 
-    def backward(d_target: Array | None, wanted: frozenset[str], rows: Array | None) -> Gradients:
+    def backward(d_target: Array | None, wanted: frozenset[str], expected_row: Array | None) -> Gradients:
         one_hots = (
             (inputs.targets, d_target, outputs.get("target_logit")),
             (outputs.get("argmax"), g.get("max_logit"), outputs.get("max_logit")),
@@ -209,20 +211,20 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
                 for ids, x, z in one_hots
                 if ids is not None and x is not None and z is not None
             ),
-            rows=rows,
+            expected_row=expected_row,
             saved=residuals.saved,
         )
         return call.implementation.backward(call.options, wanted, inputs, cotangents, into)
 
     d_target = g.get("target_logit")
-    if rows is None:
+    if expected_row is None:
         return backward(d_target, wanted, None)
     d_target_of_hidden = d_target
     if inputs.targets is not None and softmax is not None:
-        # The rows leave out the target's, which would cancel against its one-hot where the model is nearly certain.
+        # `expected_row` leaves out the target: if the model is nearly certain, it would cancel against its one-hot.
         p = jnp.exp(jnp.minimum(scale * outputs["target_logit"] - log_normalizer, 0.0))
         d_target_of_hidden = softmax * p if d_target is None else softmax * p + d_target
-    d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), rows).hidden
+    d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), expected_row).hidden
     rest = wanted - {"hidden"}
     gradients = backward(d_target, rest, None) if rest else Gradients()
     return gradients._replace(hidden=d_hidden)
@@ -232,14 +234,15 @@ _GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered a
 
 
 def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
-    """dh [N, D] where `cotangents.hidden_is_closed`: softmax·rows + Σ_k g_k W[ids_k] + uniform Σ_v W_v, no product.
+    """dh [N, D] without a product where `cotangents.hidden_is_closed`.
 
-    In the dtype of `cotangents.rows`, in its place, or else in float32; a block of tokens at a time, summed in float32.
-    0 where a token is not valid.
+    dh = softmax·expected_row + Σ_k g_k W[ids_k] + uniform Σ_v W_v.
+    It replaces `cotangents.expected_row`, in its dtype; without one, dh is float32. Blocks of tokens are summed in
+    float32 one after another. 0 where a token is not valid.
     """
     unembedding, valid = inputs.unembedding, inputs.valid
     tokens, (vocab_size, width) = inputs.scale.shape[0], unembedding.shape
-    d_hidden = cotangents.rows
+    d_hidden = cotangents.expected_row
     if d_hidden is None:
         d_hidden = jnp.zeros((tokens, width), jnp.float32)
     everything = None if cotangents.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
@@ -249,23 +252,23 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
         one_hots.append((jnp.where(inside, g, 0.0), jnp.where(inside, ids, 0)))
 
     def add(start: Array | int, d_hidden: Array, size: int) -> Array:
-        def block_rows(x: Array) -> Array:
+        def take(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
         block = jnp.zeros((size, width), jnp.float32)
-        if cotangents.rows is not None and cotangents.softmax is not None:
-            block = block_rows(cotangents.softmax)[:, None] * block_rows(d_hidden).astype(jnp.float32)
+        if cotangents.expected_row is not None and cotangents.softmax is not None:
+            block = take(cotangents.softmax)[:, None] * take(d_hidden).astype(jnp.float32)
         for g, ids in one_hots:
-            block = block + block_rows(g)[:, None] * unembedding[block_rows(ids)].astype(jnp.float32)
+            block = block + take(g)[:, None] * unembedding[take(ids)].astype(jnp.float32)
         if cotangents.uniform is not None and everything is not None:
-            block = block + block_rows(cotangents.uniform)[:, None] * everything[None, :]
+            block = block + take(cotangents.uniform)[:, None] * everything[None, :]
         if valid is not None:
-            block = jnp.where(block_rows(valid)[:, None], block, 0.0)
+            block = jnp.where(take(valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)
 
     # A power of two seldom leaves a ragged block, for which some versions of libtpu copy the whole of dh.
-    rows = max(_GATHERED_BYTES // (4 * width), 8)
-    size = 2 ** (rows.bit_length() - 1)  # the largest power of two up to `rows`
+    most = max(_GATHERED_BYTES // (4 * width), 8)
+    size = 2 ** (most.bit_length() - 1)  # the largest power of two up to `most`
     whole, left = divmod(tokens, size)
     if whole:
         d_hidden = jax.lax.fori_loop(0, whole, lambda i, d: add(i * size, d, size), d_hidden)

@@ -19,7 +19,7 @@ from calibjax.kernels.stats import FLOOR, STATISTICS, VocabStats, dense_cumulant
 class Reference(Implementation):
     """Runs on one device, with any options of the formula itself; float64 where an input is."""
 
-    has_rows = False
+    gives_expected_row = False
     is_dense = True
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:

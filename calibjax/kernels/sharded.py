@@ -9,8 +9,8 @@ shards, for N local tokens:
 | forward | all-gathers of the `Moments`, 2 to 6 numbers a token, and of `argmax`, for `stats.merge` | up to 24 N S |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
-Where W is frozen, each shard keeps its term of `Moments.rows` until the psum of dh in the backward pass, which includes
-it. dh has 4 N D bytes on every device: no sum of it moves less.
+Where W is frozen, each shard keeps its term of `Moments.expected_row` until the backward pass, whose psum of dh
+includes it. dh has 4 N D bytes on every device: no sum of it moves less.
 
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
 """
@@ -279,7 +279,7 @@ def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: in
         max_logit=jnp.full((tokens,), jnp.finfo(jnp.float32).min),
         argmax=jnp.full((tokens,), jnp.iinfo(jnp.int32).max) if "argmax" in needed else None,
         weight=sums,
-        rows=jnp.zeros((tokens, width), jnp.float32) if "rows" in needed else None,
+        expected_row=jnp.zeros((tokens, width), jnp.float32) if "expected_row" in needed else None,
         **dict.fromkeys(needed & {"first", "second"}, sums),
         **dict.fromkeys(needed & {"total", "target"}, zeros),
     )
@@ -302,19 +302,19 @@ def _gather(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Moments:
-    """The moments of the whole vocabulary, on every device, from those of its shards; `rows` is this shard's term.
+    """The moments of the whole vocabulary, on every device, from the moments of its shards.
 
-    The terms of all shards are summed in the backward pass, together with the rest of dh.
+    `expected_row` stays this shard's term: the backward pass sums the terms, together with the rest of dh.
     """
     if not sharding.vocab:
         return mine
-    shards = _gather(sharding.vocab, mine._replace(rows=None))
+    shards = _gather(sharding.vocab, mine._replace(expected_row=None))
     total: Moments = functools.reduce(functools.partial(stats.merge, scale=scale), shards)
-    if mine.rows is None:
+    if mine.expected_row is None:
         return total
     delta = jnp.maximum(mine.max_logit - total.max_logit, stats.FLOOR)
     fraction = mine.weight * jnp.exp(scale * delta) / total.weight
-    return total._replace(rows=fraction[:, None] * mine.rows.astype(jnp.float32))
+    return total._replace(expected_row=fraction[:, None] * mine.expected_row.astype(jnp.float32))
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:
@@ -332,7 +332,7 @@ class Sharded(Implementation):
     sharding: VocabSharding
 
     def __post_init__(self) -> None:
-        for name in ("has_rows", "rows_first"):
+        for name in ("gives_expected_row", "gradients_are_separate"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
@@ -364,17 +364,18 @@ class Sharded(Implementation):
             saved_tail = None
             if tail is not None:
                 tail_moments, saved_tail = step(None, inputs._replace(**tail), tail_start, None)
-                if tail_moments.rows is not None and sharding.vocab:
+                if tail_moments.expected_row is not None and sharding.vocab:
                     once = jax.lax.axis_index(sharding.vocab) == 0
-                    tail_moments = tail_moments._replace(rows=jnp.where(once, tail_moments.rows, 0))
+                    tail_row = jnp.where(once, tail_moments.expected_row, 0)
+                    tail_moments = tail_moments._replace(expected_row=tail_row)
                 total = stats.merge(total, tail_moments, scale)
-            per_device = (total.rows, (saved, saved_tail))
-            return total._replace(rows=None), jax.tree.map(lambda x: x[None], per_device)
+            per_device = (total.expected_row, (saved, saved_tail))
+            return total._replace(expected_row=None), jax.tree.map(lambda x: x[None], per_device)
 
         out_specs = (P(sharding.tokens), _per_device_specs(sharding))
         spread = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
-        moments, (rows, saved) = spread(head, tail)
-        return moments._replace(rows=rows), saved
+        moments, (expected_row, saved) = spread(head, tail)
+        return moments._replace(expected_row=expected_row), saved
 
     @functools.partial(jax.jit, static_argnums=range(3))
     def backward(
@@ -383,8 +384,8 @@ class Sharded(Implementation):
         sharding = self.sharding
         head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
         tail_start = head.unembedding.shape[0]
-        per_device = (cotangents.rows, cotangents.saved)
-        cotangents = cotangents._replace(rows=None, saved=None)
+        per_device = (cotangents.expected_row, cotangents.saved)
+        cotangents = cotangents._replace(expected_row=None, saved=None)
 
         def over_tokens(x: Array | None) -> Array | None:
             return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
@@ -397,9 +398,9 @@ class Sharded(Implementation):
             return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
         def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, per_device: Any) -> tuple[Any, Gradients]:
-            rows, (saved, saved_tail) = jax.tree.map(lambda x: x[0], per_device)
+            expected_row, (saved, saved_tail) = jax.tree.map(lambda x: x[0], per_device)
             softmax = cotangents.softmax
-            if rows is not None:  # its part of dh
+            if expected_row is not None:  # its part of dh
                 cotangents = cotangents._replace(softmax=None)
 
             def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
@@ -415,8 +416,8 @@ class Sharded(Implementation):
             zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
             d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
             d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
-            if rows is not None and softmax is not None:
-                summed = softmax[:, None] * rows.astype(jnp.float32)
+            if expected_row is not None and softmax is not None:
+                summed = softmax[:, None] * expected_row.astype(jnp.float32)
                 if inputs.valid is not None:
                     summed = jnp.where(inputs.valid[:, None], summed, 0.0)
                 d_hidden = _add(d_hidden, summed)

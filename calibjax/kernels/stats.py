@@ -1,4 +1,4 @@
-"""Statistics of a token, and the rule that merges those of two parts of the vocabulary."""
+"""Statistics of a token over the vocabulary, and the rule that merges the sums of two parts of it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -134,9 +134,9 @@ class Moments(NamedTuple):
         weight, first, second: Σ e, Σ e (z − m) and Σ e (z − m)² with e = exp(s (z − m)).
         total: Σ z.
         target: z_y where y lies in this piece, else 0.
-        rows: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the soft-cap's slope
-            c_v = 1 − (z_v/cap)². Without the target's own row, so that no rounding cancels against its one-hot where
-            the model is nearly certain of it.
+        expected_row: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the slope of
+            the soft-cap c_v = 1 − (z_v/cap)². It leaves out the target's row, so that no rounding cancels against the
+            target's one-hot where the model is nearly certain of it.
     """
 
     max_logit: Array
@@ -146,10 +146,10 @@ class Moments(NamedTuple):
     second: Array | None = None
     total: Array | None = None
     target: Array | None = None
-    rows: Array | None = None
+    expected_row: Array | None = None
 
     def cumulants(self) -> tuple[Array, Array | None, Array | None]:
-        """log Σ e, E_p[z] − m and Var_p[z]: the first cumulants of z − m; those not summed are None."""
+        """log Σ e, E_p[z] − m and Var_p[z]: the first cumulants of z − m; None if its sum is."""
         shift = None if self.first is None else self.first / self.weight
         variance = None
         if self.second is not None and shift is not None:
@@ -267,7 +267,7 @@ def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array,
 
 
 def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
-    """Those of Σe ("weight"), Σeu ("first") and Σeu² ("second") in `sums`, for a reference higher by −`delta`.
+    """`sums`, some of Σe ("weight"), Σeu ("first") and Σeu² ("second"), for a reference that is higher by −`delta`.
 
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe) with r = exp(s δ), `ratio`.
     """
@@ -281,9 +281,9 @@ def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[s
 
 
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
-    """The moments of two disjoint pieces of the vocabulary. Associative, commutative. `scale`: `scales_of_sums`.
+    """The moments of two disjoint pieces of the vocabulary; associative, commutative. `scale`: `scales_of_sums`.
 
-    The sums of both move to the larger maximum. Rows are averages, weighted by each piece's fraction of the weight.
+    The sums of both move to the larger maximum; `expected_row` is averaged, each piece by its fraction of the weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
@@ -292,8 +292,8 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
         delta = delta if scale.ndim == 1 else delta[:, None]
         sums = rebase_sums(present, delta, jnp.exp(scale * delta))
-        if "rows" in present:
-            sums["rows"] = sums["weight"][:, None] * present["rows"]
+        if "expected_row" in present:
+            sums["expected_row"] = sums["weight"][:, None] * present["expected_row"]
         return sums | {name: present[name] for name in ("total", "target") if name in present}
 
     argmax = None
@@ -301,6 +301,6 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"
         b_wins = (b.max_logit > a.max_logit) | ((b.max_logit == a.max_logit) & (b.argmax < a.argmax))
         argmax = jnp.where(b_wins, b.argmax, a.argmax)
     sums = jax.tree.map(jnp.add, terms(a), terms(b))
-    if "rows" in sums:
-        sums["rows"] = sums["rows"] * inverse_weight(sums["weight"])[:, None]
+    if "expected_row" in sums:
+        sums["expected_row"] = sums["expected_row"] * inverse_weight(sums["weight"])[:, None]
     return Moments(max_logit=largest, argmax=argmax, **sums)

@@ -146,10 +146,10 @@ def products_of_a_block(jaxpr, block):
     ("argnums", "names", "softcap", "expected"),
     [
         ((3,), SMOOTHING, None, {"statistics": 1}),
-        ((0,), SMOOTHING, None, {"rows": 2}),
+        ((0,), SMOOTHING, None, {"expected_row": 2}),
         ((0,), SMOOTHING, 5.0, {"statistics": 1, "d_hidden": 2}),
         ((1,), SMOOTHING, None, {"statistics": 1, "d_unembedding": 2}),
-        ((0, 1), SMOOTHING, None, {"rows": 2, "d_unembedding": 2}),
+        ((0, 1), SMOOTHING, None, {"expected_row": 2, "d_unembedding": 2}),
         ((0, 1), SMOOTHING, 5.0, {"statistics": 1, "d_hidden": 2, "d_unembedding": 2}),
     ],
     ids=str,

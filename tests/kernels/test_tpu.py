@@ -127,7 +127,7 @@ def test_it_compiles_in_little_memory(chip, program, arguments, limit, monkeypat
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [128, 2304, 4096, 8192, 16384])
 @pytest.mark.parametrize("chip", KINDS)
-@pytest.mark.parametrize("kernel", ["statistics", "curves", "rows", "d_hidden", "d_unembedding"])
+@pytest.mark.parametrize("kernel", ["statistics", "curves", "expected_row", "d_hidden", "d_unembedding"])
 def test_some_blocks_fit_on_every_chip(kernel, chip, width, itemsize):
     choose = functools.partial(blocks.choose, blocks.PREFERENCES, kernel)
     count = len(SCALES) if kernel == "curves" else 1

@@ -14,7 +14,7 @@ _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 class PallasGpu(Implementation):
     """Kernels with these `blocks`; with `interpret`, `plgpu.kernel` interprets them."""
 
-    has_rows = False
+    gives_expected_row = False
     accumulates = True
 
     def __init__(self, interpret: Any = None, blocks: schedule.Blocks | None = None) -> None:

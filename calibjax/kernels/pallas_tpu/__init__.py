@@ -4,7 +4,7 @@
 |---|---|---|
 | statistics (and the exponentials, where saved) | 1 | [tokens, D] and a block of W |
 | statistics at K scales (`vocab_curves`) | 1 | the same, and 96 K bytes of sums a token |
-| statistics with the rows that dh needs | 2 | the same, float32 sums [tokens, D] and the block of W before |
+| statistics with the expected row of W, Σ p·W | 2 | the same, float32 sums [tokens, D] and the block of W before |
 | dh for any cotangents (two weights on the rows) | 2, with saved exponentials 1 | the same |
 | dW, db | 2, with saved exponentials 1 | [columns, D] with float32 sums, and a block of tokens |
 

@@ -37,7 +37,7 @@ PREFERENCES: Preferences = {
         (128, 256, 128),
     ),
     "curves": ((1024, 256, 256), (512, 256, 256), (256, 256, 256), (128, 128, 128)),
-    "rows": (
+    "expected_row": (
         (1024, 2048, 512),
         (1024, 1024, 512),
         (512, 1024, 512),
@@ -72,9 +72,9 @@ PREFERENCES: Preferences = {
 }
 """Kernel -> blocks, largest first; the first that fits on the chip is taken.
 
-The first of "statistics", "rows" (statistics with dh) and "d_unembedding" was the fastest of those profiled at D = 2304
-on v6e; the next ones, with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit of 128 columns leaves half of a
-matrix unit of 256 idle. "saved": tried first where the exponentials are saved, the fastest of eight on v6e.
+The first of "statistics", "expected_row" (statistics with dh) and "d_unembedding" was the fastest profiled on v6e at
+D = 2304; the next ones, with units of 256 and more, on v7x at D of 2,560 to 7,168. A unit of 128 columns leaves half of
+a matrix unit of 256 idle. "saved": tried first where the exponentials are saved, the fastest of eight on v6e.
 """
 
 
@@ -105,7 +105,7 @@ def vmem_bytes(
         logits = 3 * 4 * columns * tokens  # of this block, of the one before, and the product
         sums = (8 + 2) * 4 * 3 * count * tokens  # running sums of 8 sublanes, and their result
         parts += [2 * x, 2 * w, logits, sums]
-    elif kernel == "rows":
+    elif kernel == "expected_row":
         parts += [
             x,
             3 * w,  # with the block before

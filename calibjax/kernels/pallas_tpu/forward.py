@@ -1,4 +1,4 @@
-"""The forward pass: launches the kernel of the statistics alone, with the rows for dh, or at K scales.
+"""The forward pass: launches the kernel of the statistics alone, with the expected row for dh, or at K scales.
 
 They walk the grid (token blocks, vocabulary blocks), the vocabulary fastest, with all of D on chip. A vocabulary block
 is cut into units: while the matrix unit multiplies one, the vector unit processes the logits of the previous one, in
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from calibjax.kernels.contract import LOG2_E, Inputs, Options
-from calibjax.kernels.pallas_tpu import common, rows, statistics
+from calibjax.kernels.pallas_tpu import common, expected_row, statistics
 from calibjax.kernels.pallas_tpu.backward import Exponentials
 from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks, vmem_bytes
 from calibjax.kernels.pallas_tpu.statistics import OUTPUTS, SUMS
@@ -49,7 +49,7 @@ def moments(
 
     per_token = pl.BlockSpec((8, block), lambda i, j: (0, i))
     axes = common.Axes.of(vocab_size, width)
-    buffers = {"pipeline_mode": pl.Buffered(1)} if kind == "rows" else {}
+    buffers = {"pipeline_mode": pl.Buffered(1)} if kind == "expected_row" else {}
     x_spec = pl.BlockSpec((block, width), lambda i, j: (i, 0), **buffers)
     w_spec = axes.block(columns, width, lambda i, j: vocab_block(j))
     operands: common.Operands = {
@@ -60,8 +60,8 @@ def moments(
     if bias is not None:
         operands["bias"] = (bias[None, :], pl.BlockSpec((1, columns), lambda i, j: (0, vocab_block(j))))
     outputs: common.Operands = {"moments": (jax.ShapeDtypeStruct((8, tokens), jnp.float32), per_token)}
-    if kind == "rows":
-        outputs["rows"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
+    if kind == "expected_row":
+        outputs["expected_row"] = (jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), x_spec)
     if kind == "curves":
         height = round_up(len(SUMS) * len(powers), 8)
         at_scales = jax.ShapeDtypeStruct((height, tokens), jnp.float32)
@@ -72,7 +72,8 @@ def moments(
         height = 8 * columns // blocks.unit
         references_shape = jax.ShapeDtypeStruct((grid[1] * height, tokens), jnp.float32)
         outputs["references"] = (references_shape, pl.BlockSpec((height, block), lambda i, j: (j, i)))
-    kernel: Any = {"statistics": statistics.kernel, "rows": rows.kernel, "curves": statistics.at_scales}[kind]
+    kernels = {"statistics": statistics.kernel, "expected_row": expected_row.kernel, "curves": statistics.at_scales}
+    kernel: Any = kernels[kind]
     sizes: dict[str, Any] = {"powers": powers} if kind == "curves" else {"blocks": blocks}
     results = common.pallas(
         functools.partial(kernel, options=options, vocab_size=vocab_size, **sizes),
@@ -86,7 +87,7 @@ def moments(
         cost_estimate=common.cost(
             options,
             inputs,
-            products=2 if kind == "rows" else 1,
+            products=2 if kind == "expected_row" else 1,
             rows=tokens + grid[0] * vocab_size,
             saved=save,
             exponentials=max(len(powers), 1) // octaves(powers),
@@ -106,7 +107,7 @@ def _scratch(
     """Memory on chip of a kernel."""
     block, columns, unit = blocks
     names = statistics.running(needed)
-    state = (block, LANES) if kind == "rows" else (8, block)
+    state = (block, LANES) if kind == "expected_row" else (8, block)
     if kind == "statistics":
         scratch = {"z": pltpu.VMEM((2, unit, block), jnp.float32)}
     elif kind == "curves":
@@ -140,6 +141,6 @@ def _unpacked(results: dict[str, Array], needed: frozenset[str], in_logits: floa
         max_logit=named["max_logit"] * in_logits,
         argmax=named["argmax"].astype(jnp.int32) if "argmax" in needed else None,
         weight=named["weight"],
-        rows=results.get("rows"),
+        expected_row=results.get("expected_row"),
         **{name: named[name] * in_logits**power for name, power in powers.items() if name in needed},
     )

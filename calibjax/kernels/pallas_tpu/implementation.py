@@ -12,7 +12,7 @@ from calibjax.kernels.stats import Moments
 class PallasTpu(Implementation):
     """Kernels with blocks among `preferences`; with `interpret`, `pl.pallas_call` interprets them."""
 
-    rows_first = True
+    gradients_are_separate = True
     accumulates = True
 
     def __init__(self, interpret: Any = False, preferences: blocks.Preferences = blocks.PREFERENCES) -> None:
@@ -37,7 +37,7 @@ class PallasTpu(Implementation):
         if options.scales is not None:
             size = self._blocks("curves", inputs, kind, count=len(options.scales))
             return f"blocks of {size.tokens} tokens by {size.columns} columns"
-        for kernel in ("rows", "d_hidden", "d_unembedding"):
+        for kernel in ("expected_row", "d_hidden", "d_unembedding"):
             self._blocks(kernel, inputs, kind, options.save_logits)
         size = self._blocks("statistics", inputs, kind, options.save_logits)
         return f"blocks of {size.tokens} tokens by {size.columns} columns, in units of {size.unit}"
@@ -50,7 +50,7 @@ class PallasTpu(Implementation):
         # Imported here: Mosaic takes as long to import as the rest of the kernels.
         from calibjax.kernels.pallas_tpu import forward
 
-        kernel = "rows" if "rows" in needed else "statistics"
+        kernel = "expected_row" if "expected_row" in needed else "statistics"
         if options.scales:
             kernel = "curves"
         size = self._blocks(kernel, inputs, platform().device_kind, save, len(options.scales or (1,)))

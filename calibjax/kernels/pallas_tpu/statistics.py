@@ -1,7 +1,7 @@
 """TPU kernels of the statistics with the vocabulary along sublanes and tokens along lanes.
 
 A running value [8, tokens] takes eight rows of logits [columns, tokens] at a time by elementwise operations, and only
-at the end are its eight sublanes merged, by `stats.merge`'s rule. `rows` uses the functions from `running` to
+at the end are its eight sublanes merged, by `stats.merge`'s rule. `expected_row` uses the functions from `running` to
 `add_pieces` for its running values [tokens, 128].
 
 `at_scales` sums at K scales that all tokens have: three sums per scale, of one logit each. The vector unit is the

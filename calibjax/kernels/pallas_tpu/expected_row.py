@@ -1,4 +1,4 @@
-"""TPU kernel of the statistics with the rows that dh needs, Σ p·W.
+"""TPU kernel of the statistics with the expected row of W, Σ p·W, that dh needs.
 
 Tokens lie along sublanes, as the second product e·W wants; running values are [tokens, 128].
 
@@ -168,7 +168,7 @@ def _write(refs: Refs, vocab_size: int) -> None:
         best = jnp.max(state["best"], axis=1, keepdims=True)
         summed = ("weight", "first", "second", "total", "target")
         sums = {name: jnp.sum(state[name], axis=1, keepdims=True) for name in summed if name in state}
-        refs.rows[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.rows.dtype)
+        refs.expected_row[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.expected_row.dtype)
         moments, _ = statistics.rebase(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
         moments["max_logit"] = best
         if "argmax" in state:
