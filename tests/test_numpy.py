@@ -50,7 +50,6 @@ CALLS = {
     "local": (metrics.local_calibration_error, (CONFIDENCE, CORRECT, FEATURES)),
     "grouping": (metrics.grouping_loss, (CONFIDENCE, CORRECT, FEATURES)),
     "capability": (lambda x, c: metrics.capability_error(x, c, np.full(50, 5)), (CONFIDENCE, SUCCESSES)),
-    "reward": (losses.calibrated_reward, (CORRECT, CONFIDENCE)),
     "consistency of samples": (consistency, (RNG.integers(0, 3, (7, 5)), RNG.integers(0, 3, 7))),
 }
 

@@ -1,7 +1,6 @@
 """Losses per token and their registry; the long-horizon objective and the bounds are modules of their own."""
 
 from calibjax.losses.per_token import brier as brier
-from calibjax.losses.per_token import calibrated_reward as calibrated_reward
 from calibjax.losses.per_token import confidence_penalty as confidence_penalty
 from calibjax.losses.per_token import cross_entropy as cross_entropy
 from calibjax.losses.per_token import focal as focal

@@ -184,22 +184,3 @@ def top_label(stats: VocabStats) -> Float[Array, "..."]:
 def joint(stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0) -> Float[Array, "..."]:
     """−log q_y + w·`top_label`, w >= 0: a proper score of the whole distribution plus one of the confidence."""
     return cross_entropy(stats) + top_label_weight * top_label(stats)
-
-
-def calibrated_reward(correct: Float[AnyArray, "*B"], confidence: Float[AnyArray, "*B"]) -> Float[Array, "*B"]:
-    """Correctness minus the Brier score of the stated confidence, correct − (confidence − correct)².
-
-    RLCR (Damani et al. 2025, arXiv 2507.16806, section 3). A policy that states the confidence q in an answer that is
-    right with probability p has the expected reward p − p(1 − q)² − (1 − p) q² = p² − (q − p)². It is largest at q = p,
-    where it is p²: both calibration and accuracy are rewarded.
-
-    Args:
-        correct: 1 for right, 0 for wrong, or a fraction, any shape.
-        confidence: stated, in [0, 1], same shape; 1 for an answer that states none, so that leaving it out never pays.
-
-    Example:
-        >>> calibrated_reward(jnp.array([1.0, 1.0, 0.0]), jnp.array([1.0, 0.5, 1.0])).tolist()
-        [1.0, 0.75, -1.0]
-    """
-    correct, confidence = jnp.asarray(correct, jnp.float32), jnp.asarray(confidence, jnp.float32)
-    return correct - jnp.square(confidence - correct)

@@ -1,9 +1,7 @@
-"""The bounds of the label-smoothing paper: golden numbers, equality cases, what no input violates; and a reward."""
+"""The bounds of the label-smoothing paper: golden numbers, equality cases, and what no input violates."""
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
@@ -11,7 +9,7 @@ from scipy.stats import entropy
 from tiny import make_lm
 
 from calibjax.eval.layers.bounds import head_bound
-from calibjax.losses import bounds, calibrated_reward
+from calibjax.losses import bounds
 
 
 @pytest.mark.parametrize(("size", "norm", "expected"), [(10, 2.0, 1.8396470876), (1000, 5.0, 6.3971254751)])
@@ -67,17 +65,3 @@ def test_no_input_is_surer_than_a_model_can_be(changes):
     assert bound.log_miss >= math.log(bound.bound.miss) - 1e-6, "the longest row says no less than the spectral norm"
     spread = np.linalg.norm(z - z.mean(1, keepdims=True), axis=1).max()
     assert 0.3 * bound.logit_norm < spread <= bound.logit_norm * (1 + 1e-6) or lm.config.logit_softcap is not None
-
-
-def test_the_best_stated_confidence_is_the_probability_of_being_right():
-    """The reward of RLCR: its expectation over right and wrong, and its optimum, which rises with the probability."""
-
-    def expected(p, q):
-        return p * calibrated_reward(1.0, q) + (1 - p) * calibrated_reward(0.0, q)
-
-    grid = np.linspace(0, 1, 101, dtype=np.float32)
-    rewards = np.asarray(expected(grid[:, None], grid[None, :]))
-    assert (rewards.argmax(axis=1) == np.arange(101)).all()
-    np.testing.assert_allclose(rewards.max(axis=1), grid**2, atol=1e-6)
-    slope = jax.vmap(jax.grad(expected, argnums=1))(jnp.asarray(grid), jnp.asarray(grid))
-    np.testing.assert_allclose(slope, 0, atol=1e-6)
