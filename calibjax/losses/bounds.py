@@ -7,11 +7,11 @@ import numpy as np
 
 
 class EntropyBound(NamedTuple):
-    """Smallest entropy of bounded logits in nats, its logarithm, which does not underflow, and 1 − max p at it."""
+    """Smallest entropy of bounded logits in nats, its logarithm, which does not underflow, and 1 − max p there."""
 
     entropy: float
     log_entropy: float
-    miss: float
+    one_minus_confidence: float
 
 
 def entropy_lower_bound(norm: float, vocab_size: int) -> EntropyBound:
@@ -37,8 +37,8 @@ def _one_against_all(size: float, gap_of_size: float, vocab_size: int) -> Entrop
     log_ratio = math.log(vocab_size - 1) - gap
     # log(1 + r) and r/(1 + r) from log r, because r may underflow.
     log_one_plus = float(np.logaddexp(0.0, log_ratio))
-    log_miss = log_ratio - log_one_plus
+    log_one_minus_confidence = log_ratio - log_one_plus
     log_entropy = math.log(log_one_plus) if log_one_plus > 0 else log_ratio
     if gap > 0:
-        log_entropy = float(np.logaddexp(log_entropy, math.log(gap) + log_miss))
-    return EntropyBound(math.exp(log_entropy), log_entropy, math.exp(log_miss))
+        log_entropy = float(np.logaddexp(log_entropy, math.log(gap) + log_one_minus_confidence))
+    return EntropyBound(math.exp(log_entropy), log_entropy, math.exp(log_one_minus_confidence))

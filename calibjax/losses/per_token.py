@@ -64,10 +64,10 @@ def selective_smoothing(
 
     Args:
         alpha: weight α in [0, 1] of the wrong tokens.
-        balanced: average the right tokens and the wrong tokens apart, and add the two means with the weights
-            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m, m = (1−α) n_wrong + α n_right, with the numbers of
-            tokens in the array given. Values are scaled so that their mean over all valid tokens is this loss; it is 0
-            where there are no right tokens or no wrong ones.
+        balanced: average the right and the wrong tokens apart, then add the two means with the weights
+            w_right = (1−α) n_wrong / m and w_wrong = α n_right / m, m = (1−α) n_wrong + α n_right. n counts tokens in
+            the array given. Values are scaled so that their mean over all valid tokens is this loss. It is 0 if there
+            are no right tokens or no wrong ones.
         masking: how the balanced form counts a token whose label is ignored (−100). "exclude": not at all. "authors":
             as a wrong token with a loss of 0, as `SelectiveSmoothingLoss` of the authors' code does
             (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309); it needs `balanced`.
@@ -106,8 +106,8 @@ def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array,
     """
     log_prob = jnp.minimum(stats.log_prob(), 0.0)
     # 1 − q from expm1 keeps its digits where q is near 1; the floor keeps the power's gradient finite at q = 1.
-    miss = jnp.maximum(-jnp.expm1(log_prob), 1e-12)
-    return _masked(-(miss**gamma) * log_prob, stats)
+    one_minus_prob = jnp.maximum(-jnp.expm1(log_prob), 1e-12)
+    return _masked(-(one_minus_prob**gamma) * log_prob, stats)
 
 
 def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float = 3.0) -> Float[Array, "..."]:
@@ -137,8 +137,8 @@ def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
 def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weight: float) -> Float[Array, "..."]:
     """−(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])²: focal loss and `brier` (Liang et al. 2024, arXiv 2410.18321).
 
-    γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, which the focal loss
-    alone does not have as its minimum. `stats` and `doubled` are those of `brier`.
+    γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, which are not the
+    minimum of the focal loss alone. For `stats` and `doubled` see `brier`.
     """
     return focal(stats, gamma) + weight * brier(stats, doubled)
 
@@ -146,7 +146,7 @@ def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weig
 def top_k_smoothing(stats: VocabStats, top_logits: Float[AnyArray, "... k"], beta: float) -> Float[Array, "..."]:
     """(1−β)(−log q_y) + β (−1/k Σ_{v in top k} log q_v): label smoothing over the k most likely tokens only.
 
-    The `TopKSmoothingLoss` of the code of Adaptive Temperature Scaling (arXiv 2409.19817), there with k = 5, β = 0.1.
+    It is `TopKSmoothingLoss` in the code of Adaptive Temperature Scaling (arXiv 2409.19817), where k = 5, β = 0.1.
     The choice of the k tokens is not differentiated. Reads `log_normalizer` and `target_logit`.
 
     Args:
@@ -177,8 +177,8 @@ def top_label(stats: VocabStats) -> Float[Array, "..."]:
     about 16, because c is clipped to 1 − 1e-7. Reads `log_normalizer`, `max_logit` and `correct`.
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
-    log_miss = jnp.log(-jnp.expm1(log_confidence))
-    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats)
+    log_one_minus_confidence = jnp.log(-jnp.expm1(log_confidence))
+    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_one_minus_confidence), stats)
 
 
 def joint(stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0) -> Float[Array, "..."]:

@@ -30,7 +30,7 @@ class HeadBound:
         spectral_norm: largest singular value of the unembedding minus its mean row, times the final norm's scale.
         logit_norm: the largest norm of the logits minus their mean.
         bound: the smallest entropy under it and under the soft-cap.
-        log_miss: logarithm of the smallest 1 − max p, from the longest row instead of the spectral norm.
+        log_one_minus_confidence: logarithm of the smallest 1 − max p, from the longest row, not the spectral norm.
     """
 
     model: str
@@ -40,7 +40,7 @@ class HeadBound:
     logit_norm: float
     softcap: float | None
     bound: EntropyBound
-    log_miss: float
+    log_one_minus_confidence: float
 
     def to_json(self) -> dict[str, Any]:
         bound = {**self.bound._asdict(), "uniform_entropy": math.log(self.vocab_size)}
@@ -88,7 +88,7 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
         logit_norm=logit_norm,
         softcap=softcap,
         bound=max(bounds, key=lambda bound: bound.log_entropy),
-        log_miss=float(log_ratio - np.logaddexp(0.0, log_ratio)),
+        log_one_minus_confidence=float(log_ratio - np.logaddexp(0.0, log_ratio)),
     )
 
 
@@ -139,7 +139,7 @@ def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
         "V": cell("vocab_size", form=","),
         "D": cell("hidden_size", form=","),
         "least entropy, nats": lambda row: _scientific(row["bound"]["log_entropy"]),
-        "1 - largest confidence": lambda row: _scientific(row["log_miss"]),
+        "1 - largest confidence": lambda row: _scientific(row["log_one_minus_confidence"]),
         "|logits| at most": cell("logit_norm", form=".4g"),
         "log V": cell("bound", "uniform_entropy", form=".3f"),
         "soft-cap": cell("softcap", form="g", absent="-"),
@@ -150,7 +150,7 @@ def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
     print_result(
         f"{'The model with the tightest bound' if len(bounds) > 1 else 'The model'}, {tightest.model}, cannot have an "
         f"entropy below {_scientific(tightest.bound.log_entropy)} nats, nor a confidence above 1 - "
-        f"{_scientific(tightest.log_miss)}, on any text.",
+        f"{_scientific(tightest.log_one_minus_confidence)}, on any text.",
         table_of(title, rows, columns, order=(3, 4, 1, 2, 5, 6)),
         notes=[
             "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; "
