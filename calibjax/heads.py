@@ -38,15 +38,16 @@ Segments = Int[Array, "B T"] | None
 class Feature(NamedTuple):
     """One entry of `FEATURES`."""
 
-    width: int | None  # numbers of a token; None for D, as wide as the hidden states
+    width: int | None  # numbers per token; None: D, the width of the hidden states
     statistics: tuple[str, ...] = ()  # fields of `vocab_stats` at s = 1 that it is computed from
-    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None  # of these alone; None if it reads W or h
+    # Computes the feature from these statistics; None: `head_features` computes it from h or W.
+    function: Callable[[VocabStats], Float[Array, "... F"]] | None = None
 
 
 def _logit_statistics(stats: VocabStats) -> Float[Array, "... 4"]:
     """−log max p, log(1 + max z − E_p[z]), log(1 + Var_p[z]), and mean z − max z; 0 for a token that does not count.
 
-    What entropy-based and parameterised temperature scaling read (arXiv 2206.08957, 2102.12182 and 2207.06211).
+    Entropy-based and parameterised temperature scaling read them (arXiv 2206.08957, 2102.12182 and 2207.06211).
     """
     largest = stats.require("max_logit")
     numbers = (
@@ -68,14 +69,14 @@ FEATURES = {
     "log_std_logits": Feature(1),
     "argmax_embedding": Feature(None, ("argmax",)),
 }
-"""Features that a head can read. The last three and the hidden states are those of arXiv 2409.19817's appendix."""
+"""Features that a head can read. The appendix of arXiv 2409.19817 has the last three and the hidden states."""
 
 # U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 def _torch_bias_init(inputs: int) -> nn.initializers.Initializer:
-    """The same distribution for the bias of a layer with this number of inputs."""
+    """The same distribution, for the bias of a layer with this number of inputs."""
     bound = 1 / math.sqrt(inputs)
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -141,7 +142,7 @@ class MLPHead(_Head):
 
     The norm makes one learning rate serve models whose hidden states differ by orders of magnitude. The authors' MLP
     reads f itself (`normalize=False`), and has one more matrix, back to the width of f, before its output.
-    `intermediate_size` is the width of A and B, `dtype` that of these products.
+    `intermediate_size` is the width of A and B; the two products are computed in `dtype`.
     """
 
     intermediate_size: int
@@ -164,8 +165,8 @@ class TransformerHead(_Head):
     """One Llama block over the sequence, then a linear output: the head of arXiv 2409.19817, section 3.
 
     Attention is causal and stays inside each segment. Features that are not `hidden_size` wide are first projected; the
-    authors' block is as wide as all features together. With `keep`, or given the `cache` of the tokens before these,
-    the result is a pair: log_scale and the new cache.
+    authors' block is as wide as all features together. `cache` is the cache of the tokens before these. If it or `keep`
+    is given, the result is a pair: log_scale and the new cache.
     """
 
     block: BlockConfig
@@ -230,8 +231,8 @@ def _transformer(config: "HeadConfig") -> nn.Module:
     if size % (2 * heads):
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
     inner_size = config.intermediate_size or 4 * size
-    of_heads: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
-    block = BlockConfig(hidden_size=size, intermediate_size=inner_size, norm_eps=1e-6, **of_heads)
+    head_sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
+    block = BlockConfig(hidden_size=size, intermediate_size=inner_size, norm_eps=1e-6, **head_sizes)
     return TransformerHead(block, **_shared(config))
 
 
@@ -259,13 +260,13 @@ class HeadConfig:
     Attributes:
         kind: name of an entry of `HEADS`: "constant", "linear", "mlp" or "transformer".
         hidden_size: D of the base model.
-        features: of `FEATURES`, joined on the last axis; those with `statistics` cost a product with the unembedding.
+        features: names in `FEATURES`, joined on the last axis. A feature with `statistics` costs a product with W.
         pooling: "token": a temperature for each token; "sequence": one for each sequence.
-        identity_start: start with s = 1; False: the authors' random start, of every matrix.
+        identity_start: start with s = 1; False: the authors' start, in which every matrix is random.
         intermediate_size: width of the MLP; default: D ("mlp") or 4 D ("transformer").
         num_heads: attention heads of "transformer"; default: heads 128 wide, but at least 8, as far as they divide D.
-        normalize: "mlp" divides what it reads by its root mean square; the authors' does not.
-        min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors have none.
+        normalize: "mlp" divides its features by their root mean square; the authors' MLP does not.
+        min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors set no lower limit.
     """
 
     kind: HeadKind
@@ -321,7 +322,8 @@ class HeadConfig:
 def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] | None = None) -> Float[Array, "E E"]:
     """Covariance of the rows of [W b] over the vocabulary (divisor V − 1), float32, E = D + 1.
 
-    The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1]: the feature log_std_logits without the logits.
+    The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1], so that no logits are needed: the feature
+    `log_std_logits` is half the log of this variance.
     """
     last = jnp.zeros(unembedding.shape[0], jnp.float32) if bias is None else bias.astype(jnp.float32)
     rows = jnp.concatenate([unembedding.astype(jnp.float32), last[:, None]], axis=1)
@@ -340,7 +342,7 @@ def head_features(
     sharding: VocabSharding | None = None,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T F"]:
-    """The features of `FEATURES` named, joined along the last axis, float32 (hidden states alone keep their dtype).
+    """The named features of `FEATURES`, joined along the last axis: float32; hidden states alone keep their dtype.
 
     Args:
         hidden, unembedding, bias, softcap, sharding: as in `vocab_stats`. log_std_logits is taken before the soft-cap.
@@ -367,7 +369,7 @@ def head_features(
 def join_features(
     names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
 ) -> Float[Array, "*B F"]:
-    """The features named, float32: those in `parts`, and others from the statistics at s = 1."""
+    """The named features, float32, from `parts` or else from the statistics at s = 1."""
     joined = []
     for name in names:
         function = FEATURES[name].function
@@ -397,7 +399,7 @@ class FittedHead:
     """A head with its parameters and the base model that it belongs to.
 
     Attributes:
-        fingerprint: of the base model's configuration and weights.
+        fingerprint: hash of the base model's configuration and weights.
         log_factor: log of a common factor on every token's scale (the refitted temperature), within ±`MAX_LOG_FACTOR`.
 
     Example:
@@ -445,7 +447,7 @@ class FittedHead:
         bias: Float[Array, " V"] | None = None,
         softcap: float | None = None,
     ) -> Float[Array, "B T"]:
-        """Log inverse temperature of every token, float32 `[B, T]`; `bias` and `softcap` are those of the logits."""
+        """Log inverse temperature of every token, float32 `[B, T]`; for `bias` and `softcap` see `vocab_stats`."""
         features = head_features(self.config.features, hidden, unembedding, bias=bias, softcap=softcap)
         log_scale = self.config.build().apply({"params": self.params}, features, where=where, segment_ids=segment_ids)
         return jnp.asarray(log_scale) + np.float32(self.log_factor)

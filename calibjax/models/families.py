@@ -79,14 +79,15 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
 
 
 def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the language model of a multimodal model; those of a language model unchanged."""
+    """The settings of a multimodal model's language model; the settings of a language model are returned unchanged."""
     kind, text = settings.get("model_type"), settings.get("text_config")
     if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
         return settings
-    # Whether embeddings are tied and how weights are quantised are settings of the whole model, not of its part.
-    of_whole = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
+    # Whether embeddings are tied and how weights are quantised is set for the whole model, not for its text part.
+    shared = ("tie_word_embeddings", "quantization_config")
+    shared_settings = {name: settings[name] for name in shared if name in settings}
     # transformers does not cap the logits of a multimodal model.
-    return {"model_type": TEXT_MODELS[kind], **text, **of_whole, "final_logit_softcapping": None}
+    return {"model_type": TEXT_MODELS[kind], **text, **shared_settings, "final_logit_softcapping": None}
 
 
 def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:

@@ -65,10 +65,10 @@ class AttentionMask:
             seen &= distance < (windows[0] if self.kind is None else jnp.asarray(windows)[self.kind])
         seen = seen[None]
         if self.segment_ids is not None:
-            of_tokens = self.segment_ids
+            token_segments = self.segment_ids
             if self.start is not None:
-                of_tokens = jax.lax.dynamic_slice_in_dim(of_tokens, self.start, time, axis=1)
-            seen = seen & (of_tokens[:, :, None] == self.segment_ids[:, None, :])
+                token_segments = jax.lax.dynamic_slice_in_dim(token_segments, self.start, time, axis=1)
+            seen = seen & (token_segments[:, :, None] == self.segment_ids[:, None, :])
         if self.until is not None:
             seen = seen & (index[None, :, None] < self.until[:, None, :])
         return seen[:, None]

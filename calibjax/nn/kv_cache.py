@@ -36,8 +36,8 @@ class Cache(NamedTuple):
     @property
     def past(self) -> Past:
         """Keys and values as the blocks take them."""
-        of_rows = self.keys, self.values
-        return (of_rows,) if self.shared is None else (self.shared, of_rows)
+        own = self.keys, self.values
+        return (own,) if self.shared is None else (self.shared, own)
 
 
 def full_cache(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
