@@ -157,7 +157,7 @@ class _Program(NamedTuple):
     samples: int  # of each prompt
 
 
-class _Inputs(NamedTuple):
+class _DecodeInputs(NamedTuple):
     """Arrays that `_decode` reads."""
 
     frozen: FrozenArrays
@@ -181,7 +181,7 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _decode(program: _Program, inputs: _Inputs) -> Generation:
+def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     """What `generate` returns: processes the prompts into a cache, then adds one token to every row at a time."""
     config, head, frozen = program.config, program.head, inputs.frozen
     unembedding = frozen.unembedding.astype(program.dtype)
@@ -326,7 +326,7 @@ def generate(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
     )
     padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
-    inputs = _Inputs(
+    inputs = _DecodeInputs(
         frozen=frozen_arrays(lm, head.config),
         head=head.arrays,
         tokens=tokens,
@@ -337,7 +337,7 @@ def generate(
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
         top_p=None if sampling.top_p is None else np.float32(sampling.top_p),
     )
-    with contextlib.nullcontext() if lm.mesh is None else jax.set_mesh(lm.mesh):
+    with lm.on_mesh():
         generated = _decode(program, inputs)
     real = len(ids) * sampling.count
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)

@@ -1,5 +1,6 @@
 """The frozen language model as an object: configuration, weights, tokenizer and fingerprint."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ _hidden_states = jax.jit(decoder.hidden_states, static_argnames=("config", "laye
 _logits = jax.jit(decoder.logits, static_argnames=("config", "dtype"))
 
 
-def _inputs(
+def _token_inputs(
     tokens: AnyArray | Sequences, segment_ids: AnyArray | None, positions: AnyArray | None
 ) -> tuple[Array, dict[str, Array | None]]:
     """Tokens, and the segment ids and positions that keep the texts of packed sequences apart."""
@@ -130,6 +131,10 @@ class LanguageModel:
         """The mesh that the parameters were placed on, if any."""
         return getattr(getattr(self.params["embedding"], "sharding", None), "mesh", None)
 
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """The context of the mesh that the parameters lie on; without one, it does nothing."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
     @property
     def unembedding(self) -> Float[Array, "V D"]:
         """Unembedding matrix, see `decoder.unembedding`."""
@@ -144,12 +149,12 @@ class LanguageModel:
         self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None, layers: Layers = "last"
     ) -> Float[Array, "*L B T D"]:
         """Hidden states in the compute dtype, as `calibjax.models.hidden_states` has them. Packed texts do not mix."""
-        tokens, places = _inputs(tokens, segment_ids, positions)
+        tokens, places = _token_inputs(tokens, segment_ids, positions)
         return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
 
     def logits(self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None) -> Float[Array, "B T V"]:
         """Logits `[B, T, V]` in float32, as `calibjax.models.logits` has them. Packed texts do not mix."""
-        tokens, places = _inputs(tokens, segment_ids, positions)
+        tokens, places = _token_inputs(tokens, segment_ids, positions)
         return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
 
     def vocab_stats(

@@ -1,7 +1,6 @@
 """Log-probabilities of given continuations under the base model and under heads, from one forward pass."""
 
 import bisect
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +139,7 @@ class Scorer:
 
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
         groups, rows = self._plan(requests)
-        with contextlib.nullcontext() if self.lm.mesh is None else jax.set_mesh(self.lm.mesh):
+        with self.lm.on_mesh():
             for start in range(0, len(groups), self._groups):
                 yield from self._after_prefixes(requests, groups[start : start + self._groups], top_k)
             rows, start = sorted(rows, key=lambda row: -len(row.tokens)), 0
