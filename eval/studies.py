@@ -27,8 +27,8 @@ from calibjax.eval.report.tables import short
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.losses import LOSSES
-from calibjax.metrics import CalibrationSums
 from calibjax.models import LanguageModel, load_model
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -36,7 +36,7 @@ from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Positional
 from calibjax.train import AtsOptions, load_head, save_head
 from calibjax.train.ats import fit_ats, fit_temperature_head, train_head
-from calibjax.train.curves import array_hash, token_curves
+from calibjax.train.curves import token_curves
 from calibjax.train.options import make_plan
 
 TEMPERATURE, BASE = "temperature scaling", "uncalibrated"
@@ -177,13 +177,13 @@ def evaluate_repeats(
     named = {f"{name} {index}": head for name, repeats in heads.items() for index, head in enumerate(repeats)}
     outputs = evaluate_tokens(lm, sequences, named, bins=bins, context=context)
     stacked = _side_by_side([result.sums for result in outputs.values()])
-    figures = _figures(CalibrationSums(*(x.sum(axis=0) for x in stacked)))
+    figures = _figures(metrics.CalibrationSums(*(x.sum(axis=0) for x in stacked)))
     drawn, first = metrics.resample_sums(stacked, _figures), 0
     values, draws, sums = {}, {}, {}
     for name, repeats in heads.items():
         own = slice(first, first + len(repeats))
         values[name], draws[name] = figures[own], drawn[:, own].mean(axis=1)
-        sums[name] = CalibrationSums(*(x[:, own] for x in stacked))
+        sums[name] = metrics.CalibrationSums(*(x[:, own] for x in stacked))
         first += len(repeats)
     rows: dict[str, Any] = {}
     for name in heads:
@@ -204,14 +204,14 @@ def evaluate_repeats(
     return {"tokens": int(sequences.where.sum()), "sequences": len(sequences.tokens), "methods": rows}
 
 
-def _side_by_side(sums: Sequence[CalibrationSums]) -> CalibrationSums:
+def _side_by_side(sums: Sequence[metrics.CalibrationSums]) -> metrics.CalibrationSums:
     """Stacks sums of heads, each `[sequences, ...]`, to `[sequences, heads, ...]`, for one common resampling."""
-    return CalibrationSums(
+    return metrics.CalibrationSums(
         *(np.stack([np.asarray(x, np.float64) for x in field], axis=1) for field in zip(*sums, strict=True))
     )
 
 
-def _figures(sums: CalibrationSums) -> np.ndarray:
+def _figures(sums: metrics.CalibrationSums) -> np.ndarray:
     count, confidence, correct, _ = sums.whole()
     ece = metrics.ece_from_sums(sums)
     return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)

@@ -5,8 +5,6 @@ kernel. Adapters in files (`adapter_config.json`, `adapter_model.safetensors`) a
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 import re
 import sys
@@ -23,6 +21,7 @@ from safetensors.numpy import load_file
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
+from calibjax.runtime.checksums import array_hash, json_digest
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
 from calibjax.runtime.options import check_options
@@ -135,10 +134,7 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
             new = kernel[place].astype(jnp.float32) + layout.take(stored, part)
             merged[target] = kernel.at[place].set(new.astype(kernel.dtype))
     scales = {name: settings.get(name) for name in ("lora_alpha", "alpha_pattern", "use_rslora")}
-    digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + np.ascontiguousarray(tensor).tobytes())
-    return merged, digest.hexdigest()
+    return merged, json_digest({**scales, "tensors": array_hash(tensors)})
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -1,7 +1,6 @@
 """Models of other libraries: any function of tokens, and hidden states or logits that are already computed."""
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.data import Sequences, check_ids
 from calibjax.models.model import LanguageModel
 from calibjax.runtime.arrays import AnyArray, ceil_div
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
 
@@ -176,14 +176,8 @@ def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:
 
 
 def _digest(tree: Any) -> str:
-    """A hash of the structure and the numbers of a tree."""
-    leaves, structure = jax.tree.flatten(tree)
-    digest = hashlib.sha256(str(structure).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+    """A hash of the paths and the numbers of a tree."""
+    return array_hash({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)})
 
 
 def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import ArrayLike
 
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import UserError
@@ -41,6 +42,16 @@ def unseal(sealed: Any) -> dict[str, Any]:
     if json_digest(content) != sealed["sha256"]:
         raise ValueError("its checksum differs")
     return content
+
+
+def array_hash(arrays: Mapping[str, ArrayLike]) -> str:
+    """SHA-256, hex, of the arrays' names, dtypes, shapes and contents, which this process holds whole."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def array_digests(tree: Any) -> dict[str, str]:

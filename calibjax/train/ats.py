@@ -18,6 +18,7 @@ from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.models.own import FrozenModel, place_model
 from calibjax.recalibrate import TemperatureFit
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
@@ -31,7 +32,7 @@ from calibjax.train.cross_fit import (
     shrink,
     within_noise_of_best,
 )
-from calibjax.train.curves import TokenCurves, array_hash, curves_of, features_of, token_curves
+from calibjax.train.curves import TokenCurves, curves_of, features_of, token_curves
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.solve import Design, fit_token_temperature, head_params, make_design, predict, solve

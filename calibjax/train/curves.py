@@ -8,7 +8,6 @@ or touches the vocabulary.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -32,6 +31,7 @@ from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
 from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
@@ -322,16 +322,6 @@ class _Store:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._arrays if self._directory is None else self._map("r")
-
-
-def array_hash(arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256, hex, of the arrays' names, dtypes, shapes and contents."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def _readable(size: int) -> str:

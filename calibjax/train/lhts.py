@@ -31,11 +31,11 @@ from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.generate import log_probs, mix_samples
 from calibjax.runtime.arrays import ceil_div
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, check_value, named
 from calibjax.runtime.sharding import param_shardings, replicated
-from calibjax.train.curves import array_hash
 from calibjax.train.step import Schedule
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 

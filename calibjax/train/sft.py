@@ -18,11 +18,11 @@ from calibjax.losses import LOSSES, linear_loss
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.lora import LoraConfig
+from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Count, NonNegative, Positive, Weight
 from calibjax.runtime.sharding import param_shardings
-from calibjax.train.curves import array_hash
 from calibjax.train.options import checked_alpha
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 
