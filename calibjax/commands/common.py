@@ -28,6 +28,7 @@ from calibjax.runtime.options import (
     NOT_IDENTITY,
     AnyText,
     Bins,
+    Closed,
     Count,
     Fraction,
     Range,
@@ -147,7 +148,7 @@ class BinningOptions:
     """
 
     bins: Bins = presentation(15)
-    closed: Literal["right", "left", "none"] = presentation("right")
+    closed: Closed = presentation("right")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,8 +49,8 @@ from calibjax.metrics.scores import negative_log_likelihood as negative_log_like
 from calibjax.metrics.scores import success_fraction as success_fraction
 from calibjax.metrics.scores import summarise as summarise
 from calibjax.metrics.sums import CalibrationSums as CalibrationSums
-from calibjax.metrics.sums import Closed as Closed
 from calibjax.metrics.sums import bin_index as bin_index
 from calibjax.metrics.sums import calibration_sums as calibration_sums
 from calibjax.metrics.sums import equal_mass_index as equal_mass_index
 from calibjax.metrics.sums import total as total
+from calibjax.runtime.options import Closed as Closed

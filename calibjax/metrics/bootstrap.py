@@ -21,7 +21,8 @@ import numpy as np
 from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums, error_of_norm
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
-from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index
+from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
+from calibjax.runtime.options import Closed
 
 POOLS = 10_000
 _DRAWS = 2**22  # largest number of draws and weights held at once

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import divisor, is_known, metric, module_of, points
-from calibjax.metrics.sums import CalibrationSums, Closed, bin_index, equal_mass_index, sums_of_index
+from calibjax.metrics._points import array_namespace, is_known, metric, nonzero, points
+from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index, sums_of_index
 from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.options import Closed
 
 Norm = Literal["l1", "l2", "max"]
 

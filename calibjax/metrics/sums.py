@@ -5,7 +5,7 @@ by field; `total` adds them in float64 on the host, so that many batches lose no
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.options import Closed
 
 _CHUNK = 2**14  # points that are added in plain float32; the sums of chunks are added in two floats
-Closed = Literal["right", "left", "none"]
 _FEW = 32  # edges: of more, XLA for CPUs no longer unrolls the comparisons, and takes a hundred times as long
 
 
@@ -47,7 +47,7 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")
-    if closed not in ("right", "left", "none"):
+    if closed not in get_args(Closed):
         raise ValueError(f'closed: expected "right", "left" or "none", got {closed!r}.')
     # Confidences are compared with float32 edges because floor(confidence·bins) misplaces some of them. NumPy computes
     # the edges because XLA may multiply by 1/bins, and 9 · (1/10) is not 9/10 in float32.

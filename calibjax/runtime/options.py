@@ -67,6 +67,8 @@ Positive = Annotated[float, Range(0, open="low")]
 NonNegative = Annotated[float, Range(0)]
 Weight = Annotated[float, Range(0, 1)]
 Fraction = Annotated[float, Range(0, 1, open="both")]
+Closed = Literal["right", "left", "none"]
+"""Which edge belongs to a bin of confidences; see `calibjax.metrics.bin_index`."""
 
 NOT_IDENTITY = {"identity": False}
 """`metadata` of a field that says where a run happens or how it is shown: two runs may differ in it and be the same."""

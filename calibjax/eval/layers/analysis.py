@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Count, Range, check_options
+from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range, check_options
 from calibjax.runtime.sharding import check_batch
 
 
@@ -53,7 +53,7 @@ class LayersOptions:
     neuron_layers: Count = 1
     batch_size: BatchSize = dataclasses.field(default=16, metadata=NOT_IDENTITY)
     bins: Bins = dataclasses.field(default=15, metadata=NOT_IDENTITY)
-    closed: Literal["right", "left", "none"] = dataclasses.field(default="right", metadata=NOT_IDENTITY)
+    closed: Closed = dataclasses.field(default="right", metadata=NOT_IDENTITY)
 
     def swept(self, depth: int) -> tuple[int, ...]:
         """The blocks after which to edit a model of this depth; raises `UserError` for blocks that it has not."""

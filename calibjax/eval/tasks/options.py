@@ -12,7 +12,7 @@ from calibjax.eval.answers.probe_features import PROBES
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Count, Range, named
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range, named
 
 Temperature = Annotated[float, Range(*TEMPERATURES)]
 
@@ -24,7 +24,7 @@ class Preset(NamedTuple):
     option_confidence: OptionConfidence
     text_confidence: TextConfidence
     bins: int
-    closed: Literal["right", "left", "none"]
+    closed: Closed
 
 
 PRESETS = {
@@ -89,7 +89,7 @@ class TasksOptions:
     batch_size: BatchSize = dataclasses.field(default=32, metadata=NOT_IDENTITY)
     max_length: Count | None = None
     bins: Bins | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
-    closed: Literal["right", "left", "none"] | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
+    closed: Closed | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
 
     def check_methods(self, heads: bool) -> None:
         """Raises `UserError` for options that are unknown or cannot be used together."""
