@@ -275,15 +275,13 @@ def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
 def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Bins with Wilson's intervals, and the curve."""
     from calibjax import metrics
+    from calibjax.metrics.intervals import wilson_interval
 
     confidence, correct = _points(confidence, correct)
     sums = metrics.total(metrics.calibration_sums(confidence, correct, bins=bins))
     n = np.where(np.asarray(sums.count) > 0, sums.count, np.nan)
-    p, z = np.asarray(sums.correct) / n, 1.959963984540054
-    middle, width = p + z * z / (2 * n), 1 + z * z / n
-    reach = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = (middle - reach) / width, (middle + reach) / width
-    points = {"confidence": np.asarray(sums.confidence) / n, "accuracy": p, "low": low, "high": high}
+    low, high = wilson_interval(sums.correct, n)
+    points = {"confidence": sums.confidence / n, "accuracy": sums.correct / n, "low": low, "high": high}
     return points, metrics.reliability_curve(confidence, correct)._asdict()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from calibjax import metrics
+from calibjax.metrics.intervals import wilson_interval
 from calibjax.runtime.arrays import AnyArray
 
 Draws = dict[str, np.ndarray]
@@ -63,13 +64,10 @@ def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
     return {"ece": {"value": ece.value, "low": ece.low, "high": ece.high, **convention}, "debiased_ece": ece.debiased}
 
 
-def wilson_interval(correct: int, count: int) -> dict[str, float]:
-    """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953);
-    unlike one of resamples it is not empty where all answers are right, or all wrong."""
-    from scipy.stats import binomtest
-
-    ends = binomtest(correct, count).proportion_ci(method="wilson")
-    return {"low": float(ends.low), "high": float(ends.high)}
+def wilson_json(correct: int, count: int) -> dict[str, float]:
+    """The ends of `metrics.intervals.wilson_interval`."""
+    low, high = wilson_interval(correct, count)
+    return {"low": float(low), "high": float(high)}
 
 
 def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def subject_rows(
     for number, name in enumerate(names):
         mine = numbers == number
         count, right = int(mine.sum()), int(correct[mine].sum())
-        accuracy = {"value": right / count, **wilson_interval(right, count)}
+        accuracy = {"value": right / count, **wilson_json(right, count)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]
         rows.append({"subject": str(name), "questions": count, "confidence": mean, "accuracy": accuracy, "gap": gap})

@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float
 
 from calibjax.metrics.errors import Norm
 from calibjax.metrics.sums import CalibrationSums
-from calibjax.runtime.arrays import ceil_div
+from calibjax.runtime.arrays import AnyArray, ceil_div
 
 _HALVINGS = 18
 _FARTHEST = 10.0  # largest increase of a gap, in standard errors
@@ -83,6 +83,20 @@ class PairedDifference(NamedTuple):
     high: float
     fraction_lower: float
     p_value: float
+
+
+def wilson_interval(correct: AnyArray | int, count: AnyArray | int) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953).
+
+    `correct` of `count` answers, of one shape; float64 low and high ends, NaN where `count` is. Unlike an interval from
+    resamples it is not empty if all answers are right, or all wrong.
+    """
+    correct, count = np.asarray(correct, np.float64), np.asarray(count, np.float64)
+    p, z = correct / count, 1.959963984540054
+    width = 2 * (count + z**2)
+    middle = (2 * count * p + z**2) / width
+    reach = z / width * np.sqrt(4 * count * p * (1 - p) + z**2)
+    return np.where(correct == 0, 0.0, middle - reach), np.where(correct == count, 1.0, middle + reach)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

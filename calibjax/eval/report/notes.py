@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jinja2
 import yaml
 
-from calibjax.eval.figures_json import wilson_interval
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
@@ -32,6 +31,7 @@ from calibjax.eval.report.tables import (
     unit_of,
     winner,
 )
+from calibjax.metrics.intervals import wilson_interval
 from calibjax.runtime.version import __version__
 
 
@@ -342,10 +342,10 @@ def few(name: str, results: Row) -> Verdict:
     if not 0 < count < 200:
         return Verdict("")
     accuracy = next(iter(results["methods"].values()))["accuracy"]
-    ends = wilson_interval(round(accuracy * count), count)
+    low, high = wilson_interval(round(accuracy * count), count)
     return Verdict(
-        f"{name} has only {counted(results)}: the 95% interval of its accuracy is [{ends['low']:.2f}, "
-        f"{ends['high']:.2f}], and its calibration errors are known less well.",
+        f"{name} has only {counted(results)}: the 95% interval of its accuracy is [{low:.2f}, {high:.2f}], "
+        f"and its calibration errors are known less well.",
         is_warning=True,
     )
 

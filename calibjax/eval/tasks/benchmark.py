@@ -11,7 +11,7 @@ from calibjax import metrics
 from calibjax.eval.answers.confidence import DESCRIPTIONS
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.compare import Outcome, Result, comparison_json
-from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_interval
+from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_json
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.answer_files import (
     Answers,
@@ -204,7 +204,7 @@ def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: C
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
         correct = np.asarray(result.outcome.correct)
         if ((correct == 0) | (correct == 1)).all():
-            interval = wilson_interval(int(correct.sum()), len(correct))
+            interval = wilson_json(int(correct.sum()), len(correct))
         else:
             sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
             low, high = metrics.percentile_interval(draws_of(sums, seed)["accuracy"])
