@@ -26,22 +26,22 @@ class Points(NamedTuple):
     weight: Float[Array, "..."]
     usable: Bool[Array, ""]
 
-    def answer(self, value: Array) -> Array:
+    def nan_unless_usable(self, value: Array) -> Array:
         """`value`, or NaN if the points are not usable."""
         return jnp.where(self.usable, value, jnp.nan)
 
     def mean(self, value: Float[Array, "..."]) -> Array:
         """Weighted mean of a value per point; NaN if the points are not usable."""
         value = jnp.where(self.weight > 0, value * self.weight, 0.0)
-        return self.answer(jnp.sum(value) / divisor(jnp.sum(self.weight)))
+        return self.nan_unless_usable(jnp.sum(value) / nonzero(jnp.sum(self.weight)))
 
 
-def divisor(total: Any) -> Any:
-    """`total`, 1 in place of 0: safe to divide by at any scale of the weights."""
-    return module_of(total).where(total > 0, total, 1.0)
+def nonzero(total: Any) -> Any:
+    """`total`, with 1 in place of 0: a divisor that is safe at any scale of the weights."""
+    return array_namespace(total).where(total > 0, total, 1.0)
 
 
-def module_of(array: Any) -> Any:
+def array_namespace(array: Any) -> Any:
     """numpy for numpy arrays, jax.numpy for all others."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
@@ -63,7 +63,7 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
 def _allowed(weight: Any, counts: bool) -> Any:
     """Whether each weight is finite, >= 0, and a whole number if `counts`."""
     finite = (weight >= 0) & (weight < np.inf)
-    return finite & (weight == module_of(weight).floor(weight)) if counts else finite
+    return finite & (weight == array_namespace(weight).floor(weight)) if counts else finite
 
 
 def _inside(values: Any) -> Any:
@@ -76,9 +76,14 @@ def metric(
 ) -> Callable[[Metric], Metric]:
     """Decorator that validates the inputs of a metric `function(confidence, correct, ..., where)` and jits it.
 
-    Under an outer `jax.jit`, an invalid point of positive weight makes the result NaN. `static`: arguments that are not
-    arrays; `rank`: axes of the first two arguments; `counts`: `where` must hold whole numbers. Resampling reads the
-    attributes `from_sums`, the same metric of `CalibrationSums`, and `norm`, that of a binned error.
+    Under an outer `jax.jit`, an invalid point of positive weight makes the result NaN.
+
+    Args:
+        static: names of the arguments that are not arrays.
+        rank: number of axes of the first two arguments.
+        counts: whether `where` must hold whole numbers.
+        from_sums: the same metric as a function of `CalibrationSums`, an attribute that resampling reads.
+        norm: the norm of a binned error, an attribute that intervals read.
     """
 
     def wrap(function: Metric) -> Metric:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import Points, check, divisor, metric, points
+from calibjax.metrics._points import Points, check, metric, nonzero, points
 from calibjax.runtime.arrays import AnyArray
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
@@ -25,7 +25,7 @@ def _residual_grid(data: Points) -> Float[Array, " M"]:
     """Σ (confidence − correctness)/n at grid nodes on [0, 1]; a point is split linearly between two nodes."""
     at = data.confidence * _FINE
     node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, _FINE - 1)
-    residual = data.weight * (data.confidence - data.correct) / divisor(jnp.sum(data.weight))
+    residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
     upper = residual * (at - node)
     return jnp.zeros(_FINE + 1).at[node].add(residual - upper).at[node + 1].add(upper)
 
@@ -72,7 +72,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     if bandwidth is None:
         bracket = (jnp.float32(0), jnp.float32(1))
         _, bandwidth = jax.lax.fori_loop(0, 10, bisect, bracket)
-    return data.answer(_smoothed_error(waves, jnp.asarray(bandwidth)))
+    return data.nan_unless_usable(_smoothed_error(waves, jnp.asarray(bandwidth)))
 
 
 @metric()
@@ -89,7 +89,7 @@ def ks_calibration_error(confidence, correct, *, where=None):
     cumulative = jnp.cumsum(residual[order])
     is_last = jnp.append(key[1:] != key[:-1], True)  # of the points of equal confidence
     largest = jnp.max(jnp.where(is_last, jnp.abs(cumulative), 0.0))
-    return data.answer(largest / divisor(jnp.sum(data.weight)))
+    return data.nan_unless_usable(largest / nonzero(jnp.sum(data.weight)))
 
 
 class ReliabilityCurve(NamedTuple):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax.metrics._points import check
-from calibjax.metrics.errors import ece_from_sums, error_of_norm
+from calibjax.metrics.errors import ece_from_sums
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
 from calibjax.runtime.options import Closed
@@ -148,8 +148,6 @@ def resample_metric(
     confidence, correct, groups = _select(confidence, correct, groups, where)
     statistic = getattr(metric, "from_sums", None)
     if statistic is not None:
-        norm = options.pop("norm", None)
-        statistic = statistic if norm is None else error_of_norm(norm)
         sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
         return resample_sums(sums, statistic, resamples=resamples, seed=seed)
 

@@ -21,10 +21,10 @@ Norm = Literal["l1", "l2", "max"]
 
 def _gaps(sums: CalibrationSums):
     """numpy or jax.numpy, and per bin: |mean confidence − accuracy| and the fraction of all points, NaN without any."""
-    xp = module_of(sums.count)
-    gap = xp.abs(sums.confidence - sums.correct) / divisor(sums.count)
+    xp = array_namespace(sums.count)
+    gap = xp.abs(sums.confidence - sums.correct) / nonzero(sums.count)
     points = sums.points[..., None]
-    fraction = xp.where(points > 0, sums.count / divisor(points), xp.nan)
+    fraction = xp.where(points > 0, sums.count / nonzero(points), xp.nan)
     return xp, gap, fraction
 
 
@@ -63,7 +63,7 @@ def debiased_from_sums(sums: CalibrationSums):
 
 def variance_of_mean(count, total, squares):
     """Unbiased estimate of the variance of a mean; 0 for fewer than two points."""
-    xp = module_of(count)
+    xp = array_namespace(count)
     several = xp.maximum(count, 2)
     mean = total / several
     return xp.where(count > 1, (squares / several - mean * mean) / (several - 1), 0)
@@ -71,39 +71,29 @@ def variance_of_mean(count, total, squares):
 
 def bias_from_sums(sums: CalibrationSums):
     """Mean confidence − accuracy; shape `[...]`, in [−1, 1]."""
-    xp = module_of(sums.count)
+    xp = array_namespace(sums.count)
     count, confidence, correct, _ = sums.whole()
-    return xp.where(count > 0, (confidence - correct) / divisor(count), xp.nan)
-
-
-_NORMS = {"l1": ece_from_sums, "l2": rmsce_from_sums, "max": mce_from_sums}
+    return xp.where(count > 0, (confidence - correct) / nonzero(count), xp.nan)
 
 
 def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic):
     data = points(confidence, correct, where)
     index = bin_index(data.confidence, bins, closed)
-    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
+    return data.nan_unless_usable(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
 
 def _equal_mass(confidence, correct, bins: int, where, statistic):
     data = points(confidence, correct, where, counts=True)
     index = equal_mass_index(data.confidence, data.weight, bins)
-    return data.answer(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
+    return data.nan_unless_usable(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
 
 
-def error_of_norm(norm: Norm):
-    if norm not in _NORMS:
-        raise ValueError(f'norm: expected "l1", "l2" or "max", got {norm!r}.')
-    return _NORMS[norm]
-
-
-@metric("bins", "norm", "closed", from_sums=ece_from_sums, norm="l1")
+@metric("bins", "closed", from_sums=ece_from_sums, norm="l1")
 def expected_calibration_error(
     confidence: Float[AnyArray, " N"],
     correct: AnyArray,
     *,
     bins: int = 15,
-    norm: Norm = "l1",
     closed: Closed = "right",
     where: AnyArray | None = None,
 ) -> Float[Array, ""]:
@@ -113,7 +103,6 @@ def expected_calibration_error(
         confidence: `[N]` in [0, 1], any float dtype.
         correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
         bins: number of equal-width bins.
-        norm: "l1" for the formula above; "l2", "max": the root-mean-square and the maximum calibration error.
         closed: the bin of a confidence on an inner edge (`bin_index`); "none": it adds no gap, but counts in n.
         where: `[N]`, False for points that do not count; or finite weights >= 0, of which only the ratios matter.
 
@@ -129,29 +118,35 @@ def expected_calibration_error(
         >>> float(expected_calibration_error(jnp.array([0.75, 0.75]), jnp.array([1, 0]), bins=10))
         0.25
     """
-    return _equal_width(confidence, correct, bins, closed, where, error_of_norm(norm))
+    return _equal_width(confidence, correct, bins, closed, where, ece_from_sums)
 
 
 @metric("bins", "closed", from_sums=mce_from_sums, norm="max")
 def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Maximum calibration error, max_b |mean confidence_b − accuracy_b|: `expected_calibration_error` of norm "max"."""
+    """Maximum calibration error, max_b |mean confidence_b − accuracy_b| over non-empty bins.
+
+    For the arguments see `expected_calibration_error`.
+    """
     return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
 
 
 @metric("bins", "closed", from_sums=rmsce_from_sums, norm="l2")
 def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, closed: Closed = "right", where=None):
-    """Root-mean-square error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½: `expected_calibration_error`, "l2"."""
+    """Root-mean-square calibration error, (Σ_b (n_b/n) (mean confidence_b − accuracy_b)²)^½.
+
+    For the arguments see `expected_calibration_error`.
+    """
     return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
 
 
-@metric("bins", "norm", counts=True, norm="l1")
-def adaptive_calibration_error(confidence, correct, *, bins: int = 15, norm: Norm = "l1", where=None):
-    """ECE over bins of equal mass (Nguyen and O'Connor 2015), those of `equal_mass_index`.
+@metric("bins", counts=True, norm="l1")
+def adaptive_calibration_error(confidence, correct, *, bins: int = 15, where=None):
+    """ECE over bins of equal mass, which `equal_mass_index` makes (Nguyen and O'Connor 2015).
 
-    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). The other arguments are those of
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). For the other arguments see
     `expected_calibration_error`.
     """
-    return _equal_mass(confidence, correct, bins, where, error_of_norm(norm))
+    return _equal_mass(confidence, correct, bins, where, ece_from_sums)
 
 
 @metric("bins", counts=True)
@@ -161,7 +156,7 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    The bins have equal mass, as the authors' (for equal width: `debiased_from_sums`). The arguments are those of
+    The bins have equal mass, as in the paper (for equal width: `debiased_from_sums`). For the arguments see
     `adaptive_calibration_error`.
     """
     return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
@@ -208,4 +203,4 @@ def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
     data = points(probabilities, labels, where)
     confidence, correct, weight = (x.T for x in data[:3])
     sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight)
-    return data.answer(ece_from_sums(sums).mean())
+    return data.nan_unless_usable(ece_from_sums(sums).mean())

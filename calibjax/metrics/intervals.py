@@ -14,9 +14,9 @@ estimate. The intervals here invert a test instead:
    the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
    observed one.
 
-The noise and the bias of a difference depend on the sum of both errors and on the signs of the gaps, which are unknown.
-Step 2 of a difference therefore has several families, and its interval is the union of theirs, in the spirit of Berger
-and Boos (1994, JASA 89), who take the largest p-value over a confidence set of nuisance parameters:
+For a difference, noise and bias also depend on what is unknown: the sum of both errors and the signs of the gaps. Step
+2 is therefore repeated for several families of candidates, and the interval is the union of theirs. (Berger and Boos
+1994, JASA 89, take the largest p-value over a confidence set for the same reason.) A family has:
 
 a. gaps as observed, or smoothed over neighbouring bins, which corrects signs that noise has changed;
 b. starting from both debiased errors or, where the models judge the same answers, once from the lower and once from the

@@ -58,7 +58,7 @@ def local_calibration_error(
         return jnp.abs(jnp.sum(similar * residual)) / jnp.sum(similar)
 
     gaps = jnp.where(data.weight > 0, jax.lax.map(gap, (x, index), batch_size=16), 0.0)
-    return data.mean(gaps) if reduction == "mean" else data.answer(jnp.max(gaps))
+    return data.mean(gaps) if reduction == "mean" else data.nan_unless_usable(jnp.max(gaps))
 
 
 @metric("bins", counts=True)
@@ -70,7 +70,7 @@ def grouping_loss(
     bins: int = 15,
     where: AnyArray | None = None,
 ) -> Float[Array, ""]:
-    """Grouping loss, estimated from below: variance of the probability of being right at equal confidence.
+    """Grouping loss, a lower bound: the variance of the probability of being right at equal confidence.
 
     A hyperplane through the mean feature of each bin, orthogonal to the line from the mean feature of wrong answers to
     that of right answers, splits the bin into two regions. The split is fitted on every second point that counts and
@@ -110,7 +110,7 @@ def grouping_loss(
         explained, bias, induced = grouping_parts(data._replace(weight=weight), region, 2, bins)
         return jnp.where(jnp.any(weight > 0), explained - bias - induced, jnp.nan)
 
-    return data.answer((fitted_on(second) + fitted_on(~second)) / 2)
+    return data.nan_unless_usable((fitted_on(second) + fitted_on(~second)) / 2)
 
 
 def grouping_parts(

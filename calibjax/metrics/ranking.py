@@ -48,7 +48,7 @@ def auroc(confidence, correct, *, where=None):
     b = _blocks(data.confidence, data.correct, data.weight)
     wrong_in_block = b.weight - b.value
     right, wrong = jnp.sum(b.value), jnp.sum(wrong_in_block)
-    return data.answer(jnp.sum(wrong_in_block / wrong * (b.value_before + b.value / 2) / right))
+    return data.nan_unless_usable(jnp.sum(wrong_in_block / wrong * (b.value_before + b.value / 2) / right))
 
 
 def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
@@ -79,20 +79,21 @@ def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> 
 def aurc(confidence, correct, *, where=None):
     """Area under the risk-coverage curve (Geifman and El-Yaniv 2017; Geifman et al. 2019).
 
-    (1/n) Σ_k (fraction of wrong answers among the k of highest confidence); lower is better. The sum is over points, so
-    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). The other arguments are those of
-    `expected_calibration_error`.
+    (1/n) Σ_k (fraction of wrong answers among the k of highest confidence); lower is better.
+
+    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit), because the sum is over points.
+    For the other arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where, counts=True)
-    return data.answer(_area(data, data.confidence, 1 - data.correct))
+    return data.nan_unless_usable(_area(data, data.confidence, 1 - data.correct))
 
 
 @metric(counts=True)
 def excess_aurc(confidence, correct, *, where=None):
-    """AURC minus that of the best order, in which all right answers come first (E-AURC, Geifman et al. 2019).
+    """AURC minus the AURC of the best order, in which all right answers come first (E-AURC, Geifman et al. 2019).
 
     For the arguments see `aurc`.
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
-    return data.answer(_area(data, data.confidence, loss) - _area(data, -loss, loss))
+    return data.nan_unless_usable(_area(data, data.confidence, loss) - _area(data, -loss, loss))

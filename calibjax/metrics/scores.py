@@ -1,4 +1,4 @@
-"""Proper scores of a confidence, their parts and summary; errors of the confidence that a sampled answer is right."""
+"""Proper scores of a confidence, their summary, and the error of a capability confidence."""
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +69,14 @@ def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..
 def capability_error(
     confidence: Float[AnyArray, "..."], successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]
 ) -> Float[Array, "..."]:
-    """Unbiased estimate of (confidence − q)², q the success probability of a question: (confidence − c/n)² − v,
-    v = c(n − c)/(n²(n − 1)), which is the unbiased estimate of the variance of c/n.
+    """Unbiased estimate of (confidence − q)², where q is the success probability of a question.
 
-    The mean over questions is the capability-calibration error of arXiv 2602.13540 without the noise of the samples;
-    the estimate of a single question may be negative.
+    (confidence − c/n)² − v, where v = c(n − c)/(n²(n − 1)) is the unbiased estimate of the variance of c/n. The mean
+    over questions is the capability-calibration error of arXiv 2602.13540 without the noise of the samples; the
+    estimate of a single question may be negative.
 
     Args:
-        confidence: in the success of a sampled answer, in [0, 1], any shape.
+        confidence: that a sampled answer is right, in [0, 1], any shape.
         successes: c, 0 <= c <= n, same shape.
         samples: n, same shape or a scalar; independent of the confidence.
 
