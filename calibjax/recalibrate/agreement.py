@@ -14,30 +14,26 @@ from calibjax.runtime.errors import UserError
 def sample_agreement(
     answers: Int[AnyArray, "N S"],
     where: Bool[AnyArray, "N S"] | None = None,
-    weights: Float[AnyArray, "N S"] | None = None,
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
     """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 
     Args:
-        answers: of each of N questions, S sampled answers as integers: equal answers, equal numbers.
+        answers: `[N, S]`, S sampled answers to each of N questions, as integers: equal answers, equal numbers.
         where: bool `[N, S]`, False for samples that do not count.
-        weights: >= 0, of the vote of each sample, such as its `trace_confidence` (DeepConf); default 1.
 
     Returns:
         The answer, int32 `[N]`, the first of equally frequent ones; its fraction, float32 `[N]`, 0 without samples.
     """
     counts = jnp.ones(answers.shape, bool) if where is None else where
-    vote_weights = jnp.where(counts, 1.0 if weights is None else weights, 0.0)
 
-    def question(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        samples, mask, weight = row
+    def question(row: tuple[Array, Array]) -> tuple[Array, Array]:
+        samples, mask = row
         is_same = samples[:, None] == samples[None, :]
-        votes = jnp.sum(jnp.where(is_same, weight[None, :], 0.0), axis=1)
-        votes = jnp.where(mask, votes, -1.0)
-        best, total = jnp.argmax(votes), jnp.sum(weight)
-        return samples[best], jnp.maximum(votes[best], 0.0) / jnp.where(total > 0, total, 1.0)
+        votes = jnp.where(mask, jnp.sum(is_same & mask[None, :], axis=1), 0)
+        best = jnp.argmax(votes)
+        return samples[best], votes[best] / jnp.maximum(jnp.sum(mask), 1)
 
-    answer, fraction = jax.lax.map(question, (answers, counts, vote_weights))
+    answer, fraction = jax.lax.map(question, (answers, counts))
     return answer.astype(jnp.int32), fraction.astype(jnp.float32)
 
 

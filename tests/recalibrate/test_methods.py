@@ -695,12 +695,6 @@ def test_agreement():
         if votes:
             assert int(got) == votes[0][0]
         assert_within(share, votes[0][1] / mask.sum() if votes else 0.0, EPS)
-    weights = rng.random((50, 7)).astype(np.float32)
-    answer, confidence = jax.tree.map(np.asarray, jax.jit(sample_agreement)(answers, counts, weights))
-    for row, weight, got, share in zip(answers, weights * counts, answer, confidence, strict=True):
-        votes = np.bincount(row, weight, 4) / max(weight.sum(), 1e-9)
-        assert_within(share, votes.max(), 4 * EPS)
-        assert not votes.any() or int(got) == votes.argmax()
 
 
 def test_mistakes_are_named():
