@@ -74,8 +74,6 @@ class Method:
         apply_arrays: `apply_arrays(state, *fields) -> Array`, of the fields in `apply_reads`; pure and jittable.
         fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
         keeps_argmax: the most likely class never changes. A method that gives a confidence has no classes to change.
-        monotone: a larger confidence never becomes a smaller one (a method that gives log_probs: within a prediction).
-            False where some data reverse the ranking, as they do for Platt scaling by a negative slope.
         max_classes: the largest K that `fit` accepts, or None.
     """
 
@@ -83,7 +81,6 @@ class Method:
     apply_arrays: Callable[..., Array]
     fit_reads: tuple[str, ...]
     keeps_argmax: bool = False
-    monotone: bool = False
     max_classes: int | None = None
 
     def fit(self, data: Predictions, where: Bool[AnyArray, " N"] | None = None, **options: Any) -> Any:

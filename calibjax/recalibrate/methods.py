@@ -17,10 +17,8 @@ _MAX_DENSE = 1024  # classes of the methods with a K by K matrix: L-BFGS keeps 4
 _MAX_REGRESSIONS = 4096  # classes of one-vs-rest Platt scaling, each a logistic regression of its own
 
 METHODS: dict[str, Method] = {
-    "temperature": Method(temperature.fit, temperature.apply, _CLASSES, keeps_argmax=True, monotone=True),
-    "ensemble_temperature": Method(
-        temperature.fit_ensemble, temperature.apply_ensemble, _CLASSES, keeps_argmax=True, monotone=True
-    ),
+    "temperature": Method(temperature.fit, temperature.apply, _CLASSES, keeps_argmax=True),
+    "ensemble_temperature": Method(temperature.fit_ensemble, temperature.apply_ensemble, _CLASSES, keeps_argmax=True),
     "vector": Method(affine.fit_vector, affine.apply_vector, _CLASSES),
     "one_vs_rest_platt": Method(
         affine.fit_one_vs_rest, affine.apply_one_vs_rest, _CLASSES, max_classes=_MAX_REGRESSIONS
@@ -34,16 +32,15 @@ METHODS: dict[str, Method] = {
         networks.apply_mlp_temperature,
         ("logits", "features", "labels"),
         keeps_argmax=True,
-        monotone=True,
     ),
     "feature_clipping": Method(features.fit_clipping, features.apply_clipping, ("features", "unembedding", "labels")),
     "confidence_temperature": Method(
-        logistic.fit_confidence_temperature, logistic.apply_confidence_temperature, _BINARY, monotone=True
+        logistic.fit_confidence_temperature, logistic.apply_confidence_temperature, _BINARY
     ),
     "platt": Method(logistic.fit_platt, logistic.apply_platt, _BINARY),
-    "beta": Method(logistic.fit_beta, logistic.apply_beta, _BINARY, monotone=True),
-    "isotonic": Method(nonparametric.fit_isotonic, nonparametric.apply_isotonic, _BINARY, monotone=True),
-    "venn_abers": Method(nonparametric.fit_venn_abers, nonparametric.apply_venn_abers, _BINARY, monotone=True),
+    "beta": Method(logistic.fit_beta, logistic.apply_beta, _BINARY),
+    "isotonic": Method(nonparametric.fit_isotonic, nonparametric.apply_isotonic, _BINARY),
+    "venn_abers": Method(nonparametric.fit_venn_abers, nonparametric.apply_venn_abers, _BINARY),
     "histogram": Method(nonparametric.fit_histogram, nonparametric.apply_histogram, _BINARY),
     "scaling_binning": Method(nonparametric.fit_scaling_binning, nonparametric.apply_scaling_binning, _BINARY),
     "lore": Method(features.fit_lore, features.apply_lore, (*_BINARY, "features")),
