@@ -175,7 +175,7 @@ def apply_dirichlet(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Ar
     return apply_matrix(state, jax.nn.log_softmax(logits))
 
 
-def _mixed(log_scale: Any, uniform: Any, logits: Array) -> Array:
+def _smoothed_log_probs(log_scale: Any, uniform: Any, logits: Array) -> Array:
     """log((1 − u) softmax(s z) + u/K)."""
     p = jnp.exp(temperature.log_softmax_at(jnp.exp(log_scale), logits))
     return jnp.log((1 - uniform) * p + uniform / logits.shape[1])
@@ -202,7 +202,7 @@ def fit_structured(
     count, classes = logits.shape
     scaling = temperature.fit(logits, labels)
     uniform = np.asarray(1 / (count + 1), np.float32)
-    x = np.asarray(_mixed(scaling.log_scale, uniform, jnp.asarray(logits)))
+    x = np.asarray(_smoothed_log_probs(scaling.log_scale, uniform, jnp.asarray(logits)))
     start = np.zeros((classes, classes)), np.zeros(classes)
     (change, intercept), report = minimize(_structured_loss, start, (x, labels), ridge / count)
     matrix = np.eye(classes, dtype=np.float32) + change
@@ -211,5 +211,5 @@ def fit_structured(
 
 def apply_structured(state: StructuredState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(W log q + b)."""
-    log_q = _mixed(state.log_scale, state.uniform, logits)
+    log_q = _smoothed_log_probs(state.log_scale, state.uniform, logits)
     return log_probs_of(_dense((state.matrix, state.intercept), log_q))

@@ -225,7 +225,7 @@ class EnsembleState(NamedTuple):
     report: FitReport
 
 
-def _mixed(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
+def _log_mixture(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
     return jax.nn.logsumexp(parts + jnp.log(weights).reshape((3,) + (1,) * (parts.ndim - 1)), axis=0)
 
 
@@ -239,7 +239,7 @@ def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:
 
 def _ensemble_loss(weights, rows, extra):
     # Over u >= 0, the mean of log(u·p) minus Σu is largest at a point with Σu = 1: the simplex needs no constraint.
-    return -_mixed(weights, rows[0].T) + jnp.sum(weights) - 1.0
+    return -_log_mixture(weights, rows[0].T) + jnp.sum(weights) - 1.0
 
 
 def fit_ensemble(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> EnsembleState:
@@ -264,4 +264,4 @@ def fit_ensemble(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]
 def apply_ensemble(state: EnsembleState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log(w₁ softmax(z/T) + w₂ softmax(z) + w₃/K)."""
     parts = _parts(state.log_scale, logits)
-    return jnp.minimum(_mixed(jnp.asarray(state.weights), parts), 0.0)  # rounding may exceed log 1
+    return jnp.minimum(_log_mixture(jnp.asarray(state.weights), parts), 0.0)  # rounding may exceed log 1
