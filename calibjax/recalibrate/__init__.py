@@ -1,4 +1,4 @@
-"""Post-hoc maps fitted on held-out data: `METHODS` under one contract, and the temperature scaling of the trainer."""
+"""Recalibration methods: all under one contract in `METHODS`, and the streaming temperature scaling of training."""
 
 from calibjax.recalibrate.agreement import fit_daca as fit_daca
 from calibjax.recalibrate.agreement import sample_agreement as sample_agreement

@@ -148,8 +148,8 @@ def select(
         classes = arrays["logits"].shape[1]
     if max_classes is not None and classes is not None and classes > max_classes:
         raise UserError(
-            f"this method has too many parameters for so large a label set: at most {max_classes:,} classes, got "
-            f"{classes:,}; take temperature, ensemble_temperature or ats."
+            f"this method has parameters for every class: expected at most {max_classes:,} classes, got {classes:,}; "
+            "take temperature, ensemble_temperature or ats."
         )
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:

@@ -36,12 +36,12 @@ class Estimator:
         self.set_params(**options)
 
     def fit(self, X: Any, y: Any, where: Any = None, **fields: Any) -> Self:
-        """Fits the method; UserError as of `Method.fit`.
+        """Fits the method; raises `UserError` as `Method.fit` does.
 
         Args:
             X: logits `[N, K]`, confidences `[N]` or `[N, 1]`, or features, by the method.
-            y: the labels `[N]`: for logits the numbers of columns, or K distinct values in the order of the columns;
-                for confidences right (1) or wrong (0), or a fraction.
+            y: the labels `[N]`. For logits: the numbers of columns, or K distinct values in the order of the columns.
+                For confidences: right (1) or wrong (0), or a fraction.
             where: bool `[N]`, False for rows that do not count.
             fields: further fields of `Predictions` that the method reads.
         """
@@ -101,7 +101,7 @@ class Estimator:
         return {name: getattr(self, name) for name in self.options}
 
     def set_params(self, **params: Any) -> Self:
-        """Sets options; raises ValueError for one that the method has not."""
+        """Sets options; raises ValueError for one that the method does not have."""
         for name, value in params.items():
             if name not in self.options:
                 raise ValueError(f"{type(self).__name__}: expected options among {list(self.options)}, got {name}.")
@@ -131,7 +131,7 @@ class Estimator:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy has not, as float32."""
+    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy lacks, as float32."""
     if hasattr(values, "detach"):  # a tensor of torch
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values

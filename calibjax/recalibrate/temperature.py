@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-5  # on u = log s: `fit_temperature` has converged
 _PASSES = 40  # largest number of passes over the data
+_FLAT = 1e-6  # curvature in nats a token: less is rounding, and the data have no optimum here
 
 
 class TemperatureFit(NamedTuple):
@@ -42,6 +43,7 @@ class TemperatureFit(NamedTuple):
 
     @property
     def temperature(self) -> float:
+        """T = exp(−log_scale)."""
         return math.exp(-self.log_scale)
 
 
@@ -108,53 +110,63 @@ def fit_temperature(
     """
     low, high = bounds
     u = 0.0
-    nll_before = math.nan
-    iterations = 0
-    converged = False
-    flat = 1e-6  # nats a token: less is rounding, and the data have no optimum here
-    previous = None
-    while True:
-        batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
-        nll, first, second, counts = (np.hstack(field).astype(np.float64) for field in zip(*batches, strict=True))
-        count = counts.sum()
-        if not count:
-            raise ValueError("fit_temperature: no token counts; check the masks.")
-        if not np.isfinite(nll.sum()):
-            raise ValueError(f"fit_temperature: the likelihood at log_scale {u:.3g} is {nll.sum()}; check the logits.")
-        if iterations == 0:
-            nll_before = nll.sum() / count
-        iterations += 1
-        slope, curvature = first.sum(), second.sum()
-        if slope > 0:
-            high = u
-        else:
-            low = u
-        step = -slope / curvature if curvature > flat * count else math.inf
-        if abs(step) < _TOLERANCE:
-            converged = True
+    passes: list[_Pass] = []
+    while len(passes) < _PASSES:
+        here = _pass(sums_at, u)
+        passes.append(here)
+        low, high = (low, u) if here.slope > 0 else (u, high)
+        if abs(here.step) < _TOLERANCE or high - low < _TOLERANCE:
             break
-        if iterations >= _PASSES or high - low < _TOLERANCE:
-            break
-        here = (u, slope, curvature) if math.isfinite(step) else None
-        if here and previous:
-            step += _bend(*here, *previous)
-        candidate = u + step
-        u = candidate if low < candidate < high else (low + high) / 2
-        previous = here
-    # Sandwich: Var(u) = Σ_g (slope of group g)² / curvature².
-    informative = second.sum() > flat * count
-    error = math.sqrt(np.square(first).sum()) / float(second.sum()) if informative else math.inf
-    return TemperatureFit(float(u), error, float(nll.sum() / count), float(nll_before), iterations, converged)
+        step = here.step
+        if len(passes) > 1 and all(math.isfinite(each.step) for each in passes[-2:]):
+            step += _bend(here, passes[-2])
+        u = u + step if low < u + step < high else (low + high) / 2
+    first, last = passes[0], passes[-1]
+    converged = abs(last.step) < _TOLERANCE
+    return TemperatureFit(last.u, last.standard_error, last.nll, first.nll, len(passes), converged)
 
 
-def _bend(u: float, slope: float, curvature: float, u0: float, slope0: float, curvature0: float) -> float:
+class _Pass(NamedTuple):
+    """One pass over the data, at u = log s."""
+
+    u: float
+    nll: float  # mean
+    slope: float  # of the sum
+    curvature: float
+    is_flat: bool  # the curvature is rounding
+    slopes: Float[np.ndarray, " G"]  # of the groups' sums
+
+    @property
+    def step(self) -> float:
+        """Newton's step; infinite where the likelihood is flat."""
+        return math.inf if self.is_flat else -self.slope / self.curvature
+
+    @property
+    def standard_error(self) -> float:
+        """Sandwich: Var(u) = Σ_g (slope of group g)² / curvature²."""
+        return math.inf if self.is_flat else math.sqrt(np.square(self.slopes).sum()) / self.curvature
+
+
+def _pass(sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]], u: float) -> _Pass:
+    """Sums the batches in float64, and checks them."""
+    batches = [jax.device_get(batch) for batch in sums_at(jnp.float32(u))]
+    nll, slopes, curvature, count = (np.hstack(field).astype(np.float64) for field in zip(*batches, strict=True))
+    nll, curvature, count = float(nll.sum()), float(curvature.sum()), float(count.sum())
+    if not count:
+        raise ValueError("fit_temperature: no token counts; check the masks.")
+    if not math.isfinite(nll):
+        raise ValueError(f"fit_temperature: the likelihood at log_scale {u:.3g} is {nll}; check the logits.")
+    return _Pass(u, nll / count, float(slopes.sum()), curvature, not curvature > _FLAT * count, slopes)
+
+
+def _bend(here: _Pass, previous: _Pass) -> float:
     """The third-order correction of the step −slope/curvature, by inverse interpolation; it often saves a pass.
 
     The step then ends at u(0) of the cubic Hermite interpolant u(slope), of slope 1/curvature, of the last two passes.
     """
-    width = slope0 - slope
-    t = -slope / width if width else 0.0
-    bend = (3 - 2 * t) * (u0 - u) + width * ((t - 2) / curvature + (t - 1) / curvature0)
+    width = previous.slope - here.slope
+    t = -here.slope / width if width else 0.0
+    bend = (3 - 2 * t) * (previous.u - here.u) + width * ((t - 2) / here.curvature + (t - 1) / previous.curvature)
     return t * t * bend
 
 
@@ -174,7 +186,10 @@ def fit(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> Temp
 
 
 def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarray, " N"]) -> TemperatureState:
-    """The least mean of log Σ exp(s z) − s t over s > 0, t the logit of the label or its mean under a distribution."""
+    """The s > 0 that minimises the mean of log Σ exp(s z) − s t.
+
+    t = `target_logit` is the logit of the label, or the mean logit under a target distribution.
+    """
     pieces = ceil_div(logits.size, _BLOCK)
     split = zip(np.array_split(logits, pieces), np.array_split(target_logit, pieces), strict=True)
     blocks = [(z, target, jnp.max(z, axis=1)) for z, target in split]
@@ -193,7 +208,7 @@ _BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 @jax.jit
 def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> LikelihoodSums:
-    """`likelihood_sums` of dense logits, `most` of a row, at the scale e^u; one reduction, half the time on CPU."""
+    """`likelihood_sums` of dense logits at the scale e^u; `most`: the largest of each row. One reduction, for CPUs."""
     logits, target, most = (x.astype(u.dtype) for x in (logits, target, most))
     z, target, s = logits - most[:, None], target - most, jnp.exp(u)
     e = jnp.exp(s * z)
@@ -208,7 +223,7 @@ def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> Likeliho
 
 
 def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
-    """log softmax(s z), the largest logit taken off before the product: s z itself may be rounded by whole nats."""
+    """log softmax(s z); subtracts the largest logit before the product, because s z may be rounded by whole nats."""
     return jax.nn.log_softmax(scale * (logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
 
 
@@ -245,8 +260,8 @@ def _ensemble_loss(weights, rows, extra):
 def fit_ensemble(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> EnsembleState:
     """q = w₁ softmax(z/T) + w₂ softmax(z) + w₃/K, w on the simplex (Zhang et al. 2020, section 3.2, "ETS").
 
-    K counts the options that are possible, whose logit is not −inf. T first, alone, by negative log-likelihood; then w,
-    in which the likelihood is concave.
+    K counts the options that are possible, whose logit is not −inf. T is fitted first, alone, by negative
+    log-likelihood; then w, in which the log-likelihood is concave.
     """
     single = fit(logits, labels)
     pieces = ceil_div(logits.size, _BLOCK)
