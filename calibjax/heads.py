@@ -11,7 +11,7 @@ github.com/Johnathan-Xie/adaptive-temperature-scaling (src/llmtuner/model/calibr
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.nn.blocks import Block, BlockConfig, Dense, segment_positions, sequence_context
 from calibjax.nn.kv_cache import Cache, fill, full_cache, reserve
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import check_options
+from calibjax.runtime.options import Range, check_options
 from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
@@ -277,7 +277,7 @@ class HeadConfig:
     intermediate_size: int | None = None
     num_heads: int | None = None
     normalize: bool = True
-    min_scale: float = MIN_SCALE
+    min_scale: Annotated[float, Range(NO_MIN_SCALE, 1)] = MIN_SCALE
 
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
@@ -285,8 +285,6 @@ class HeadConfig:
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
             raise UserError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
-        if not NO_MIN_SCALE <= self.min_scale <= 1:
-            raise UserError(f"min_scale: expected {NO_MIN_SCALE:g} to 1, got {self.min_scale}.")
 
     @property
     def width(self) -> int:

@@ -213,7 +213,7 @@ def test_features_against_dense_logits(dtype, with_bias):
     ("change", "message"),
     [
         ({"kind": "lstm"}, "kind: expected"),
-        ({"min_scale": 0.0}, "min_scale: expected 1e-30 to 1"),
+        ({"min_scale": 0.0}, "min_scale: expected from 1e-30 to 1"),
         ({"pooling": "max"}, "pooling: expected"),
         ({"features": ("logits",)}, "features: expected distinct names"),
         ({"features": ("max_logit", "max_logit")}, "features: expected distinct names"),

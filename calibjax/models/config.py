@@ -1,9 +1,11 @@
 """Configuration of a decoder."""
 
 import dataclasses
+from typing import Annotated
 
 from calibjax.nn.blocks import BlockConfig, Rope
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import Positive, Range
 
 MOST_LAYERS = 10_000
 
@@ -34,12 +36,12 @@ class DecoderConfig(BlockConfig):
 
     family: str
     vocab_size: int
-    num_layers: int
+    num_layers: Annotated[int, Range(1, MOST_LAYERS)]
     max_positions: int
     tie_embeddings: bool = False
     unembedding_bias: bool = False
-    logit_softcap: float | None = None
-    logit_divisor: float | None = None
+    logit_softcap: Positive | None = None
+    logit_divisor: Positive | None = None
     embedding_scale: float | None = None
     local_layers: tuple[bool, ...] = ()
     window: int | None = None
@@ -47,12 +49,6 @@ class DecoderConfig(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_layers > MOST_LAYERS:
-            raise UserError(f"num_layers: expected at most {MOST_LAYERS}, got {self.num_layers}.")
-        for name in ("logit_softcap", "logit_divisor"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"{name}: expected None or a positive number, got {value}.")
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise UserError(f"local_layers: expected {self.num_layers} values, got {len(self.local_layers)}.")
         if self.local_rope is not None and (self.rope is None or self.local_rope.fraction != self.rope.fraction):

@@ -24,7 +24,7 @@ from calibjax.models.families import FAMILIES
 from calibjax.runtime.checksums import array_hash, json_digest
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
-from calibjax.runtime.options import check_options
+from calibjax.runtime.options import Positive, check_options
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
 _A, _B = "_lora_a", "_lora_b"  # suffixes that qwix appends to a kernel's name
@@ -38,15 +38,13 @@ class LoraConfig:
 
     rank: int = 16
     """Inner size of A `[in, rank]` and B `[rank, out]`."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """The product A B is weighted by alpha / rank."""
     targets: Literal["all", "attention", "mlp"] = "all"
     """Adapted kernels; "all" for both."""
 
     def __post_init__(self):
         check_options(self)
-        if not self.alpha > 0:
-            raise UserError(f"alpha: expected a positive number, got {self.alpha}.")
 
     def check(self, config: DecoderConfig) -> None:
         """Raises `UserError` for a rank above the model's width, and for adapters of a mixture of experts."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.nn.attention import AttentionMask, KeysValues, Past, attend, attend_by_blocks
 from calibjax.nn.experts import Experts, Mixture
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import check_options
+from calibjax.runtime.options import Positive, Range, check_options
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -51,10 +51,10 @@ class Rope:
         interleaved: whether pairs are neighbouring channels, instead of channels of the two halves.
     """
 
-    theta: float = 10000.0
-    fraction: float = 1.0
+    theta: Positive = 10000.0
+    fraction: Annotated[float, Range(0, 1, open="low")] = 1.0
     scaling: Literal["linear", "llama3", "yarn", "longrope", "none"] | None = None
-    factor: float = 1.0
+    factor: Positive = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -67,10 +67,6 @@ class Rope:
 
     def __post_init__(self):
         check_options(self)
-        if not (self.theta > 0 and self.factor > 0):
-            raise UserError(f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}.")
-        if not 0 < self.fraction <= 1:
-            raise UserError(f"Rope.fraction: expected a number in (0, 1], got {self.fraction}.")
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.scaling == "llama3" and not 0 < low < high:
             raise UserError(f"Rope: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}.")
@@ -128,9 +124,9 @@ class BlockConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     attention_scale: float | None = None
-    attention_softcap: float | None = None
+    attention_softcap: Positive | None = None
     attention_sinks: bool = False
-    qkv_clip: float | None = None
+    qkv_clip: Positive | None = None
     mixture: Mixture | None = None
     residual_scale: float | None = None
 
@@ -154,10 +150,6 @@ class BlockConfig:
             raise UserError(f"norm_offset: only RMS norms have one, got {self.norm_offset} with norm {self.norm!r}.")
         if self.parallel is not None and self.norm_placement != "pre":
             raise UserError(f"norm_placement: expected 'pre' where parallel is set, got {self.norm_placement!r}.")
-        for name in ("attention_softcap", "qkv_clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"{name}: expected None or a positive number, got {value}.")
         if self.mixture is not None and not self.gated_mlp:
             raise UserError("gated_mlp: expected True, because experts are gated.")
 

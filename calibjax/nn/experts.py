@@ -7,7 +7,7 @@ multiplies every row with every expert on other platforms.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.kernels.platforms import platform
 from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import check_options
+from calibjax.runtime.options import Positive, Range, check_options
 from calibjax.runtime.sharding import AXES, batch_shards
 
 use_ragged_dot = jax.make_user_context(False)
@@ -44,22 +44,18 @@ class Mixture:
         swish: factor within the sigmoid; for `clamp` only.
     """
 
-    experts: int
+    experts: Annotated[int, Range(2)]
     per_token: int
     normalized: bool = True
     router_bias: bool = False
-    clamp: float | None = None
+    clamp: Positive | None = None
     swish: float = 1.702
 
     def __post_init__(self):
         check_options(self)
-        if self.experts < 2:
-            raise UserError(f"experts: expected at least 2, got {self.experts}.")
         if not 1 <= self.per_token <= self.experts:
             most = f"{self.experts}, the number of experts"
             raise UserError(f"experts per token: expected 1 to {most}, got {self.per_token}.")
-        if self.clamp is not None and not self.clamp > 0:
-            raise UserError(f"swiglu_limit: expected a positive number, got {self.clamp}.")
 
 
 def route(logits: Float[Array, "N E"], mixture: Mixture) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:

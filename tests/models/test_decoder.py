@@ -182,7 +182,7 @@ def test_inputs_from_the_host():
     ("changes", "message"),
     [
         ({"vocab_size": 0}, "vocab_size: expected at least 1, got 0"),
-        ({"logit_softcap": -1.0}, "logit_softcap"),
+        ({"logit_softcap": -1.0}, "logit_softcap: expected above 0, got -1.0"),
         ({"local_layers": (True,)}, "local_layers: expected 3 values, got 1"),
         ({"local_rope": Rope(fraction=0.5)}, "same fraction of rotated channels as rope"),
         ({"parallel": "one_norm", "norm_placement": "both"}, "'pre' where parallel is set"),

@@ -113,7 +113,7 @@ def test_a_token_that_is_not_finite_stays_alone():
 
 def test_invalid_mixtures():
     lm = make_lm()
-    for changes, message in (({"clamp": -1.0}, "swiglu_limit"), ({"per_token": 0}, "per_token")):
+    for changes, message in (({"clamp": -1.0}, "clamp: expected above 0"), ({"per_token": 0}, "per_token")):
         with pytest.raises(UserError, match=message):
             Mixture(**{"experts": 4, "per_token": 2} | changes)
     with pytest.raises(UserError, match="experts are gated"):
