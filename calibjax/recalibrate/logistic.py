@@ -7,6 +7,7 @@ hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 
 confidences, with ε = .01.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,8 +142,8 @@ def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, confidence: Float[
     return jax.nn.sigmoid(sum(param * term for param, term in zip(params, terms_of_c, strict=True)))
 
 
-def _odds(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
-    return (log_c - log_miss,)
+def _odds(log_c: Any, log_one_minus_c: Any) -> tuple[Any, ...]:
+    return (log_c - log_one_minus_c,)
 
 
 def fit_confidence_temperature(
@@ -166,15 +167,11 @@ def fit_confidence_temperature(
     return ConfidenceTemperatureState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
 
 
-def apply_confidence_temperature(
-    state: ConfidenceTemperatureState, confidence: Float[Array, " N"]
-) -> Float[Array, " N"]:
-    """σ(scale · log(c/(1 − c)))."""
-    return _apply(_odds, state, confidence)
+apply_confidence_temperature = functools.partial(_apply, _odds)
 
 
-def _platt(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
-    return log_c - log_miss, 1.0
+def _platt(log_c: Any, log_one_minus_c: Any) -> tuple[Any, ...]:
+    return log_c - log_one_minus_c, 1.0
 
 
 def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> PlattState:
@@ -188,13 +185,11 @@ def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None
     return PlattState(*_fit(_platt, (1.0, 0.0), bounds, confidence, correct, clip))
 
 
-def apply_platt(state: PlattState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
-    """σ(slope · log(c/(1 − c)) + intercept)."""
-    return _apply(_platt, state, confidence)
+apply_platt = functools.partial(_apply, _platt)
 
 
-def _beta(log_c: Any, log_miss: Any) -> tuple[Any, ...]:
-    return log_c, -log_miss, 1.0
+def _beta(log_c: Any, log_one_minus_c: Any) -> tuple[Any, ...]:
+    return log_c, -log_one_minus_c, 1.0
 
 
 def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None = None) -> BetaState:
@@ -207,9 +202,7 @@ def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
     return BetaState(*_fit(_beta, (1.0, 1.0, 0.0), bounds, confidence, correct, clip))
 
 
-def apply_beta(state: BetaState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
-    """σ(a log c − b log(1 − c) + m)."""
-    return _apply(_beta, state, confidence)
+apply_beta = functools.partial(_apply, _beta)
 
 
 class StackingState(NamedTuple):

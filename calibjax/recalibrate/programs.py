@@ -34,7 +34,7 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
     specs = []
     for field, axes in shapes.items():
         shape = export.symbolic_shape(", ".join(map(str, axes)), scope=scope)
-        specs.append(jax.ShapeDtypeStruct(shape, _dtype(field)))
+        specs.append(jax.ShapeDtypeStruct(shape, jnp.int32 if field in INTEGERS else jnp.float32))
     program = jax.jit(functools.partial(fitted.method.apply_arrays, fitted.state))
     return bytes(export.export(program, platforms=_PLATFORMS)(*specs).serialize())
 
@@ -49,7 +49,3 @@ def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
     for field in fitted.method.apply_reads:
         shapes[field] = tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",)))
     return shapes
-
-
-def _dtype(field: str) -> Any:
-    return jnp.int32 if field in INTEGERS else jnp.float32

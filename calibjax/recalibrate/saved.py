@@ -148,7 +148,7 @@ def load(directory: str | Path) -> Recalibrator:
         arrays = from_bytes((directory / _ARRAYS).read_bytes())
         if different := different_arrays(array_digests(arrays), digests):
             raise ValueError(f"the checksum of {', '.join(different[:5])} differs")
-        state = _built(_state_type(name), _nested(arrays))
+        state = _built(_state_type(name), arrays)
     except Exception as error:  # safetensors raises an exception of its own
         raise UserError(f"{directory}: cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
     return Recalibrator(name, state, notes)
@@ -159,21 +159,15 @@ def _state_type(name: str) -> Any:
     return typing.get_type_hints(METHODS[name].fit_arrays)["return"]
 
 
-def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Dicts in dicts, by dotted path."""
-    tree: dict[str, Any] = {}
+def _built(kind: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The value of this type from its arrays by dotted path: a NamedTuple, an array, or else nested dicts."""
+    if "" in arrays:
+        return arrays[""]
+    parts: dict[str, dict[str, np.ndarray]] = {}
     for path, array in arrays.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
-    return tree
-
-
-def _built(kind: Any, tree: Any) -> Any:
-    """The state of nested dicts: those of which the type is a NamedTuple become one."""
-    if not hasattr(kind, "_fields"):
-        return tree
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: _built(hints[name], tree[name]) for name in kind._fields})
+        name, _, rest = path.partition(".")
+        parts.setdefault(name, {})[rest] = array
+    is_record = hasattr(kind, "_fields")
+    hints = typing.get_type_hints(kind) if is_record else dict.fromkeys(parts)
+    built = {name: _built(hint, parts[name]) for name, hint in hints.items()}
+    return kind(**built) if is_record else built
