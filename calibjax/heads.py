@@ -4,7 +4,7 @@ A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scal
 token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is the authors'; the lower end, not
 theirs, prevents a distribution from becoming uniform. By default a head starts as the identity (s = 1).
 
-"The authors" are those of Adaptive Temperature Scaling (arXiv 2409.19817), with their code at
+"The authors" wrote Adaptive Temperature Scaling (arXiv 2409.19817); their code is at
 github.com/Johnathan-Xie/adaptive-temperature-scaling (src/llmtuner/model/calibration/head.py, commit f144309).
 """
 

@@ -83,7 +83,7 @@ def temperature_histogram(
 
     Args:
         temperatures: any shape, 0 where a token does not count; or results, of which `method` is read.
-        fitted: temperature of temperature scaling; by default that of the results, where they have it.
+        fitted: temperature of temperature scaling; by default read from the results, if they have it.
     """
     ax = _axes(ax)
     if isinstance(_set(temperatures), Mapping):
@@ -160,9 +160,9 @@ def risk_coverage(
     colour: str | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Error rate of the most confident predictions, by the fraction of predictions that they are.
+    """Error rate of the most confident predictions, by their fraction of all predictions.
 
-    The arguments are those of `reliability`; for results the curve has a point for each bin.
+    For the arguments see `reliability`. For results the curve has a point for each bin.
     """
     ax = _axes(ax)
     if correct is None:

@@ -160,7 +160,7 @@ def test_errors(exports):
         ("transformer", "", register, "reads other tokens"),
         ("nothing", "", register, "not a head written by"),
         ("all", "loud", register, 'expected "calibrated" or "unchanged", got \'loud\''),
-        ("all", "", other, "its layer of logits is not that of 0.32"),
+        ("all", "", other, "its layer of logits differs from vLLM 0.32"),
     ]
     for name, mode, code, message in cases:
         given = environment(CALIBJAX_HEAD=str(folder / name), **({"CALIBJAX_LOGITS": mode} if mode else {}))

@@ -247,7 +247,7 @@ class Dispatch(NamedTuple):
             return False, f"cannot run this call here: {reason}"
 
     def choose(self) -> str:
-        """The name requested, or the first, that can run the call here; raises `CannotRun` where none can."""
+        """The name requested, or else the first that can run the call here; raises `CannotRun` if none can."""
         reasons = []
         for name in IMPLEMENTATIONS if self.implementation is None else (self.implementation,):
             runs, note = self.check(name)
@@ -257,7 +257,7 @@ class Dispatch(NamedTuple):
         raise CannotRun("\n".join(reasons))
 
     def call(self, name: str | None = None) -> Call:
-        """The call of the implementation `name`; None chooses."""
+        """The call of the implementation `name`; if None, of the one that `choose` returns."""
         statistics = self.statistics
         if "correct" in statistics:
             statistics = (statistics - {"correct"}) | {"argmax"}
@@ -274,7 +274,7 @@ def prepare(
 ) -> tuple[Dispatch, Arrays]:
     """Checks a call; returns the dispatch, and the operands as arrays of JAX (shapes stay shapes).
 
-    With `sharding` the tokens are padded to divide into their shards. `scales` are those of `vocab_curves`.
+    With `sharding` the tokens are padded to divide into their shards. For `scales` see `vocab_curves`.
     """
 
     def array(x: Any, convert: Callable[[Any], Array]) -> Any:
@@ -370,9 +370,9 @@ def explain(
 ) -> str:
     """Explains which implementation `vocab_stats`, or with `scales` `vocab_curves`, chooses, and what the call costs.
 
-    The arguments are theirs; an array may be a `jax.ShapeDtypeStruct`. Returns a text: the sizes; every implementation
-    in order, with what it would do or why it cannot; the products N·D·V by what is differentiated. Raises ValueError
-    for arguments that do not fit.
+    The arguments are theirs; an array may be a `jax.ShapeDtypeStruct`. Returns a text with the sizes, every
+    implementation in order with what it would do or why it cannot, and the products N·D·V by what is differentiated.
+    Raises ValueError for arguments that do not fit.
 
     Example:
         >>> import jax, jax.numpy as jnp

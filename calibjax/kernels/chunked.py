@@ -59,10 +59,10 @@ def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: i
 
 
 def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None = None) -> tuple[Any, _Saved]:
-    """The carry after `step(carry, start, width, z) -> (carry, z)` of all pieces of `size`, and the z of each.
+    """The carry after `step(carry, start, width, z) -> (carry, z)` for all pieces of `size`, and the z of each piece.
 
-    The z that a step receives is what `saved` holds of the piece, or None. The first step runs outside the scan if its
-    piece is ragged, so that nothing is padded or masked, if there is no `carry` yet, or if logits are `saved`.
+    A step receives the z that `saved` holds for its piece, or None. The first step runs outside the scan in three
+    cases: its piece is ragged, so that nothing is padded or masked; there is no `carry` yet; or logits are `saved`.
     """
     ragged = size % width
     starts = jnp.arange(ragged, size, width, dtype=jnp.int32)
@@ -81,7 +81,7 @@ def take_rows(array: Array, start: Array | int, width: int) -> Array:
 
 
 def put(whole: Array | None, block: Array | None, start: Array | int, add: bool = False) -> Array | None:
-    """`whole` with `block` at, or added to, its rows from `start` on; None stays None."""
+    """`whole` with `block` in place of its rows from `start` on, or added to them; None stays None."""
     if whole is None or block is None:
         return None
     if add:
@@ -102,9 +102,9 @@ def first_gradients(inputs: Inputs, wanted: frozenset[str], into: Gradients | No
 def add_gradients(
     options: Options, carry: Gradients, dz: Array, weights: Array, hidden: Array, start: Array | int, add: bool
 ) -> Gradients:
-    """The gradients with those of a chunk of the vocabulary, from its dz [N, C] and rows of W, beginning at `start`.
+    """Adds a chunk of the vocabulary to the gradients, from its dz [N, C] and its rows of W, which begin at `start`.
 
-    `add`: those in unembedding and bias are added to what is there.
+    `add`: gradients in unembedding and bias are added to what is there; otherwise they replace it.
     """
     narrow = dz.astype(hidden.dtype)
     d_hidden = None if carry.hidden is None else options.product(narrow, weights, (1, 0))

@@ -141,7 +141,7 @@ def dz_of_logits(
 
 
 class Gradients(NamedTuple):
-    """Gradients in float32 or the dtype of the array they belong to; those not wanted are None."""
+    """Gradients, in float32 or in the dtype of their array; a gradient that is not wanted is None."""
 
     hidden: Array | None = None
     unembedding: Array | None = None
@@ -165,7 +165,7 @@ class Implementation:
     is_dense = False
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
-        """How a call runs, for `explain`; raises NotImplementedError with the reason if it cannot run."""
+        """Describes for `explain` how a call runs; raises NotImplementedError with the reason if it cannot run."""
         raise NotImplementedError
 
     def compute(self, options: Options, statistics: frozenset[str], inputs: Inputs) -> dict[str, Array]:
@@ -214,14 +214,14 @@ def first_order(static: int) -> Callable[..., Any]:
 
 
 def padded(x: Array | None, length: int, value: float = 0) -> Any:
-    """`x` with its first axis padded at the end; for a mask, with False."""
+    """`x` with its first axis padded at the end with `value`; a mask is padded with False."""
     if x is None or x.shape[0] == length:
         return x
     return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
 class Refs(dict[str, Any]):
-    """The references of a Pallas kernel by name, as attributes; None where there is none."""
+    """The references of a Pallas kernel as attributes by name; a name without a reference gives None."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)

@@ -30,8 +30,8 @@ def kl_divergences(
     for a chunk. The error is about 1e-6 of the largest logit.
 
     Args:
-        hidden: of the reference p, `[..., D]`; `others`: of the K others, `[K, ..., D]`.
-        unembedding: `[V, D]`, for all.
+        hidden: hidden states of the reference p, `[..., D]`; `others`: hidden states of the K others, `[K, ..., D]`.
+        unembedding: `[V, D]`, of all.
         log_normalizer: log Σ_v exp(z_v) of `hidden`, `[...]`; `other_log_normalizers`: of the others, `[K, ...]`.
         bias, softcap, sharding: as in `vocab_stats`.
 
@@ -62,7 +62,7 @@ def kl_divergences(
 def _expected_differences(
     softcap: float | None, inputs: Inputs, log_normalizer: Float[Array, " N"]
 ) -> Float[Array, "N K"]:
-    """Σ_v p_v (z_v − z'_v) over the rows of W in `inputs`, whose hidden states are [N, K + 1, D], those of z first."""
+    """Σ_v p_v (z_v − z'_v) over the rows of W in `inputs`. Its hidden states are [N, K + 1, D]; the first gives z."""
     states, unembedding, bias, *_ = inputs
 
     def step(total: Array, start: Array | int, width: int, _: None) -> tuple[Array, None]:

@@ -1,7 +1,7 @@
 """A function of the scale from its value, slope and curvature at K nodes: quintic Hermite interpolation.
 
 Between two nodes, h apart, the polynomial of degree five has the values, slopes and curvatures of f at both: it is C²
-everywhere. Its errors, and those of its slope and its curvature, are at most
+everywhere. The errors of its value, its slope and its curvature are at most
 
     h⁶ M / 46080,   √5 h⁵ M / 30000,   h⁴ M / 1920,   M = max |f⁽⁶⁾| between the nodes
 
@@ -32,8 +32,8 @@ class Jet(NamedTuple):
 def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
     """Value, slope and curvature of the interpolant at `scale`, [...] each.
 
-    Differentiable in `scale`: the derivative of the value is the slope, that of the slope the curvature, and that of
-    the curvature is taken as 0.
+    Differentiable in `scale`: the slope is the derivative of the value, the curvature is the derivative of the slope,
+    and the derivative of the curvature is taken as 0.
 
     Args:
         nodes: K ascending scales.

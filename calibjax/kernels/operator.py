@@ -8,7 +8,7 @@ statistics,
     ds = g_lse E_p[z] + g_expected Var_p[z].
 
 What is differentiated decides which passes over the vocabulary run. Each product takes 2 N·D·V flop: `explain` lists
-those of a call (`api._products`), and `forward_gives_d_hidden` decides whether dh comes out of the forward pass.
+the products of a call, and `forward_gives_d_hidden` decides whether dh comes out of the forward pass.
 """
 
 import functools

@@ -100,7 +100,7 @@ class VocabSharding:
         return VocabSharding(self.mesh, nontrivial(self.tokens), nontrivial(self.vocab), nontrivial(self.width))
 
     def count(self, axes: tuple[str, ...]) -> int:
-        """Shards along some of the axes."""
+        """The number of shards along these axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check_shape(self, vocab_size: int, width: int) -> None:
@@ -133,7 +133,7 @@ def in_auto_axes(
 ) -> Any:
     """`function(sharding, arrays)` with the explicit axes of the mesh as axes of type Auto, over which XLA shards.
 
-    The axes of the results that follow those of `leading` are whole on every device.
+    The first axes of the results are sharded by `leading`; the axes after them are whole on every device.
     """
     mesh, axes = sharding.mesh, sharding.explicit_axes
     sharding = dataclasses.replace(sharding, mesh=mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)))

@@ -26,7 +26,7 @@ FLOOR = -1e15
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
-    """z = cap·tanh(x / cap), the soft-cap of logits; x where there is none."""
+    """z = cap·tanh(x / cap), the soft-cap of logits; x if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -84,7 +84,7 @@ class VocabStats(NamedTuple):
         return value
 
     def mean(self, values: Float[Array, "..."]) -> Float[Array, ""]:
-        """Mean of `values` `[...]`, such as those of a loss, over the valid tokens; 0 where there is none."""
+        """Mean of per-token `values` `[...]`, such as a loss, over the valid tokens; 0 if no token is valid."""
         total = jnp.sum(jnp.where(self.valid, values, 0.0))
         return total / jnp.maximum(jnp.sum(self.valid), 1).astype(total.dtype)
 
@@ -166,7 +166,7 @@ def moments(
 ) -> Moments:
     """The moments of the columns `start` to `start + C − 1` of the vocabulary; `needed` names fields of `Moments`.
 
-    A tuple of scales is one for all tokens: see `Options.scales`.
+    A tuple of scales applies to all tokens: see `Options.scales`.
     """
     width = logits.shape[1]
     # Never −inf: a piece whose logits are all −inf has weight 0, not NaN.
@@ -201,9 +201,9 @@ def moments(
 
 
 def first_equal(x: Float[Array, "N C"], largest: Float[Array, " N"]) -> Int[Array, " N"]:
-    """The first column of each row that is equal to `largest`; the last column where none is.
+    """The first column of each row that is equal to `largest`, or the last column if none is equal.
 
-    With the maximum of a row it is `jnp.argmax`, whose reduction of two operands XLA's CPU compiler does not vectorise.
+    With a row's maximum it equals `jnp.argmax`, whose reduction of two operands XLA does not vectorise on CPUs.
     """
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.min(jnp.where(x == largest[:, None], column, x.shape[1] - 1), axis=1)
@@ -221,8 +221,8 @@ def octaves(scales: tuple[float, ...]) -> int:
 def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Array, Array, Array]:
     """Σ e, Σ e u and Σ e u² with e = exp(s u) and u = `shifted`, float32 [N, K], for each s of the K `scales`.
 
-    K/L exponentials of each u, where the scales are L `octaves`, and squares of these, each of which doubles the
-    relative error of an exponential and rounds it once more.
+    If the scales are L `octaves`, K/L exponentials of each u are computed; the others are squares of these. Each square
+    doubles the relative error of an exponential and rounds it once more.
     """
     levels = octaves(scales)
     lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
@@ -246,7 +246,7 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
 
 
 def clip_infinities(x: Array) -> Array:
-    """±infinity replaced by the largest finite numbers, so that 0 times it is 0; NaN stays."""
+    """Replaces ±infinity by the largest finite numbers, so that 0 times it is 0; NaN stays."""
     largest = jnp.finfo(x.dtype).max
     return jnp.clip(x, -largest, largest)
 

@@ -35,8 +35,8 @@ def top_logits(
     """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
 
     The indices come from one pass over chunks of the vocabulary, or of each device's part of it, that is not
-    differentiated. Then those k rows of the unembedding are gathered and their logits computed again: the gradient is
-    that of k·N logits, whatever V.
+    differentiated. Then those k rows of the unembedding are gathered and their logits computed again: whatever V, the
+    gradient costs as much as the gradient of k·N logits.
 
     Args:
         hidden, unembedding, bias, softcap: as in `vocab_stats`.
@@ -131,6 +131,6 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
 
 
 def _largest(k: int, candidates: TopLogits) -> TopLogits:
-    """The k largest of `[N, m]` candidates; among equal ones the first, so that the lowest index stays."""
+    """The k largest of `[N, m]` candidates; of equal ones the first is taken, so that the lowest index stays."""
     logits, index = jax.lax.top_k(candidates.logits, k)
     return TopLogits(logits, jnp.take_along_axis(candidates.ids, index, axis=1))

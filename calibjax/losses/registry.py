@@ -141,12 +141,12 @@ def linear_loss(
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """A loss of `LOSSES` for hidden states under an unembedding, without holding the logits.
 
-    One pass over the vocabulary; a second at twice the scale, or one for the largest logits, where the loss reads them.
+    One pass over the vocabulary, and a second if the loss reads statistics at twice the scale or the largest logits.
 
     Args:
         loss: an entry of `LOSSES`.
         hidden, unembedding, targets, scale, where: as in `vocab_stats`.
-        hyper: values of hyper-parameters by argument, or "alpha" for the main one; by default those of the loss.
+        hyper: values of hyper-parameters by argument, or "alpha" for the main one; others have their defaults.
         real: bool `[...]`, False in the padding; read by losses that are `per_micro_batch`.
         **options: `bias`, `softcap` and `sharding` of `vocab_stats`.
 
@@ -182,8 +182,8 @@ def curve_loss(
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """A loss of `LOSSES` for a frozen model's tokens as a function of the scale, without the vocabulary.
 
-    `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. The other arguments and
-    the result are those of `linear_loss`. The loss is differentiable in `scale`.
+    `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. For the other arguments
+    and the result see `linear_loss`. The loss is differentiable in `scale`.
     """
     if where is not None:
         curves = dataclasses.replace(curves, valid=curves.valid & where)

@@ -3,7 +3,7 @@
 Confidence is the probability of the most likely token, or of the answer given; correctness is 0, 1, or the fraction of
 samples that were right. A metric is one call on arrays, `metric(confidence, correct, *, where=None, ...) -> scalar`; it
 is pure, jitted, and NaN where no point counts. Metrics that follow from `CalibrationSums` are also computed batch by
-batch. `docs/metrics.md` sets definitions and conventions beside those of other libraries.
+batch. `docs/metrics.md` compares definitions and conventions with other libraries.
 """
 
 from calibjax.metrics.binless import ReliabilityCurve as ReliabilityCurve

@@ -162,8 +162,8 @@ def error_comparison(
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
     The interval holds the differences of the candidates that the observed difference does not reject. The p-value is
-    the largest among candidates with equal errors. From each start, the gaps of one model shrink while those of the
-    other grow; noise is drawn jointly for both.
+    the largest among candidates with equal errors. From each start, the gaps of one model shrink while the gaps of the
+    other model grow; noise is drawn jointly for both.
 
     Raises:
         ValueError: as `error_interval`, and for different numbers of groups.

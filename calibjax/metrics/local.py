@@ -72,9 +72,9 @@ def grouping_loss(
 ) -> Float[Array, ""]:
     """Grouping loss, a lower bound: the variance of the probability of being right at equal confidence.
 
-    A hyperplane through the mean feature of each bin, orthogonal to the line from the mean feature of wrong answers to
-    that of right answers, splits the bin into two regions. The split is fitted on every second point that counts and
-    evaluated on the others, and vice versa; the two estimates (Perez-Lebel et al. 2023) are averaged. A perfectly
+    A hyperplane splits each bin into two regions. It goes through the mean feature of the bin and is orthogonal to the
+    line between the mean features of wrong and of right answers. The split is fitted on every second point that counts
+    and evaluated on the others, and vice versa; the estimates (Perez-Lebel et al. 2023) are averaged. A perfectly
     calibrated model can have a large grouping loss. The order of the points should be random.
 
     Args:

@@ -20,7 +20,7 @@ _FEW = 32  # edges: of more, XLA for CPUs no longer unrolls the comparisons, and
 
 
 def _search(edges: Array, values: Array, side: str) -> Array:
-    """searchsorted: few edges are compared in one fused pass, which is fastest; among many it is a binary search."""
+    """`searchsorted`: compares few edges in one fused pass, which is fastest, and searches many by bisection."""
     method = "compare_all" if edges.size <= _FEW else "scan"
     return jnp.searchsorted(edges, values, side=side, method=method).astype(jnp.int32)
 
@@ -66,8 +66,8 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     """Equal-mass bin index, int32 `[N]`: bins hold equal numbers of points, as far as ties allow.
 
     The n sorted points are cut into `bins` runs; the first n mod bins runs have one point more. Equal confidences stay
-    together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, including
-    those of weight 0; weights are whole numbers >= 0, how often each point counts.
+    together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, also where
+    the weight is 0. Weights are whole numbers >= 0: how often each point counts.
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")

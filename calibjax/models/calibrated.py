@@ -75,7 +75,7 @@ def calibrated_log_probs(
 ) -> Float[Array, "B T V"]:
     """Calibrated log-probabilities of the token after each position, log softmax(s_t z_t): float32 `[B, T, V]`, nats.
 
-    The most likely token is that of `lm.logits(tokens)`, always. Values on padding have no meaning.
+    `lm.logits(tokens)` always has the same most likely token. Values on padding have no meaning.
 
     Args:
         lm: the base model.

@@ -38,8 +38,8 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 class Decoder(nn.Module):
     """The decoder from token ids to the final norm, as a scan over blocks: their parameters are stacked along axis L.
 
-    Inputs and output are those of `hidden_states`. With `keep`, or given a `cache` whose columns for these tokens
-    `reserve` has assigned, the output is a pair: the hidden states, and the tokens' keys and values in all layers.
+    For inputs and output see `hidden_states`. With `keep`, or with a `cache` in which `reserve` has assigned columns to
+    these tokens, the output is a pair: the hidden states, and the tokens' keys and values in all layers.
     """
 
     config: DecoderConfig
@@ -202,7 +202,7 @@ def extend(
 
     `cache` holds these in the compute dtype and has free columns for the new tokens (`calibjax.nn.kv_cache.fork` adds
     them); without a cache nothing comes before. By default positions count from 0 in each segment, tokens in the cache
-    included. `until` is that of `hidden_states` for the T new columns, which are then the last ones of the cache.
+    included. `until`, as in `hidden_states`, covers the T new columns, which are then the last ones of the cache.
     Returns hidden states after the final norm, and the cache with the new tokens.
     """
     if cache is None:

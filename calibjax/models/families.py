@@ -59,7 +59,7 @@ TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 
 
 def config_from_hf(folder: str | Path) -> DecoderConfig:
-    """Reads the config.json in a model's directory, without running code from it; of a multimodal model, the text part.
+    """Reads a model's config.json, of a multimodal model its text part, without running code from the directory.
 
     Raises:
         UserError: the file is missing or cannot be read, or its `model_type` or a setting is not supported.
@@ -91,7 +91,7 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
-    """Converts the settings of a config.json, or those that another `file` implies; see `config_from_hf`."""
+    """Converts the settings of a config.json, or settings that another `file` implies; see `config_from_hf`."""
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, *TEXT_MODELS}))
@@ -229,7 +229,7 @@ _ROPE_TYPES = {
 
 
 def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
-    """The rotary positions of `parameters`, which are those of one kind of layer; by default of the configuration.
+    """The rotary positions of `parameters`, which describe one kind of layer; by default of the configuration.
 
     `partial`: whether the family reads `partial_rotary_factor`.
     """

@@ -73,7 +73,7 @@ class Sampling:
     """How `generate` chooses each token: by default the most likely one.
 
     Attributes:
-        temperature: 0 for the most likely token; otherwise within `TEMPERATURES`, on top of that of a head.
+        temperature: 0 for the most likely token; otherwise within `TEMPERATURES`, in addition to a head's own.
         top_k: sample from the `top_k` most likely tokens, at least 1; default: all. See `sampling_logits`.
         top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; default: all.
         calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
@@ -284,8 +284,8 @@ def generate(
         head: head fitted on the model, with a temperature per token; None for the uncalibrated model.
         max_new_tokens: N, at least 1; with the longest prompt, at most the model's `max_positions`.
         sampling: how tokens are chosen.
-        stop_tokens: ids that end a row, as its last token; default: those of the model's generation_config.json, or
-            else the tokenizer's end of sequence; () for none.
+        stop_tokens: ids that end a row, as its last token; () for none. Default: from the model's
+            generation_config.json, or else the tokenizer's end of sequence.
 
     Returns:
         `Generation`, `[B, N]`; with `sampling.count` K above 1 `[B·K, N]`, the samples of a prompt one after the other.

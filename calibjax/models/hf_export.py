@@ -42,7 +42,7 @@ def save_model(
 ) -> None:
     """Writes a model that transformers and `load_model` can read. All processes of a job must call this.
 
-    Tensors are fetched from the devices one at a time; the first process writes, and holds those of one file.
+    Tensors are fetched from the devices one at a time; the first process writes, and holds the tensors of one file.
 
     Args:
         directory: new or empty, or with `replace` an earlier export with the same files.
@@ -117,7 +117,7 @@ def settings_files(source: Path) -> list[Path]:
 def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | None = None) -> None:
     """Copies `settings_files`, or writes them from a GGUF file's metadata, and writes config.json.
 
-    The configuration is that of the language model, with weights of `dtype`, not quantised, and `softcap` if given.
+    config.json describes the language model with weights of `dtype`, not quantised, and with `softcap` if given.
     """
     if is_gguf(source):
         with torch_left_out():

@@ -1,4 +1,4 @@
-"""Parameters from the tensors of safetensors or GGUF files: which they are, planned before any weight is read; reading.
+"""Parameters from the tensors of safetensors or GGUF files: a plan, made before any weight is read, and the reading.
 
 Every tensor must be used or be a known buffer, and every parameter must be filled exactly once.
 
@@ -91,9 +91,9 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor, or a part of one, that fills a parameter or one layer of it; `columns` are those of each group.
+    """A tensor, or its `columns` in each group, that fills a parameter or one layer of it.
 
-    Several `entries` are those of the experts of a layer, which are stacked.
+    Several `entries` hold the experts of a layer, which are stacked.
     """
 
     entries: tuple[TensorEntry, ...]

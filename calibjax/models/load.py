@@ -52,7 +52,7 @@ def load_model(
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
-        The model. Its fingerprint is that of the stored weights (and of the adapter), independent of `dtype`.
+        The model. Its fingerprint depends on the stored weights and the adapter, but not on `dtype`.
 
     Raises:
         UserError: the model does not exist; its architecture, configuration or tensors are not supported; files are

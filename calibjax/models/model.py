@@ -171,7 +171,7 @@ class LanguageModel:
 
         Args:
             hidden: `hidden_states(sequences)`.
-            sequences: those of `hidden`; their targets and the loss mask `where` are read.
+            sequences: the sequences of `hidden`, whose targets and loss mask `where` are read.
             scale, statistics: as in `calibjax.vocab_stats`.
         """
         return vocab_stats(

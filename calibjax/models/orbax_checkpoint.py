@@ -35,7 +35,7 @@ _REMEDY = "Convert the model again."
 def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
     """Writes a model as an Orbax checkpoint in a new or empty directory, to which each device contributes its part.
 
-    `dtype` is that of the files that `lm` was loaded from (`load.stored_dtype`); parameters are written in theirs.
+    `dtype` names the dtype of the files that `lm` was loaded from (`load.stored_dtype`); parameters keep their own.
     """
     import orbax.checkpoint as ocp
 

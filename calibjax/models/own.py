@@ -46,7 +46,7 @@ class FunctionModel:
     config: FunctionConfig
     params: Any  # pytree of arrays
     dtype: jnp.dtype  # of computations
-    fingerprint: str  # a head that was fitted on another model is refused
+    fingerprint: str  # a head with another fingerprint is refused
     unembedding: Float[Array, "V D"] | None  # None where the model gives logits
     unembedding_bias: Float[Array, " V"] | None
 
@@ -74,11 +74,11 @@ def from_function(
     Args:
         apply: pure function `(params, tokens [B, T]) -> hidden states [B, T, D]` after the final norm; or, without
             `unembedding`, `-> logits [B, T, V]`, held for one batch. If it has parameters named `segment_ids` or
-            `positions`, it is called with those of packed sequences, int32 `[B, T]`.
+            `positions`, it receives these of packed sequences, int32 `[B, T]`.
         params: pytree of arrays, the first argument of `apply`. Arrays on the devices of a run's mesh keep their
             sharding; others are copied to every device.
         unembedding, bias, softcap: W `[V, D]`, b `[V]` and c: the logits are z = h Wᵀ + b, or c tanh(z/c).
-        dtype: of the product with `unembedding`; default: that of `unembedding`, float32 for logits.
+        dtype: of the product with `unembedding`; default: the dtype of `unembedding`, float32 for logits.
         fingerprint: name of the model, which heads keep; default: a hash of all parameters.
 
     Raises:

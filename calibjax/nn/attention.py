@@ -41,7 +41,7 @@ class AttentionMask:
 
     Attributes:
         segment_ids: segment of each column, `[B, S]`; padding is segment 0. If None, one segment per row.
-        start: first column of the T tokens, which follow those in a cache. If None, the columns are the tokens.
+        start: first column of the T tokens, which follow the tokens in a cache. If None, the columns are the tokens.
         windows: window sizes, one per kind of layer. A token attends to itself and the `window - 1` columns before it.
         kind: index into `windows`, known at run time; None if there is one window.
         until: for each column, the first later one that may not attend to it, `[B, S]`; for trees, depth first.
@@ -132,7 +132,7 @@ def attend_by_blocks(
 ) -> Float[Array, "B T Q H"]:
     """`attend_by_products` for blocks of tokens, whose logits stay in a CPU's cache.
 
-    If the last part of `past` has T columns, they are those of the tokens, and a block leaves out those that follow it.
+    If the last part of `past` has T columns, they belong to the tokens, and a block leaves out the columns after it.
     """
     time = query.shape[1]
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
@@ -170,8 +170,8 @@ def attend_by_products(
     """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
     With this order of axes, XLA's products need no transposes. The heads and the rows of queries that share keys are
-    rows of one product. `past` are keys and values of consecutive columns; each row is that of B / A consecutive
-    queries.
+    rows of one product. `past` holds keys and values of consecutive columns; each of its A rows serves B / A
+    consecutive queries.
     """
     batch, time, heads, _ = query.shape
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)

@@ -212,7 +212,7 @@ def _scale_llama3(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
 
 
 def _scale_yarn(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
-    """Stretches the frequencies from the index of `beta_fast` turns to that of `beta_slow` turns more and more."""
+    """Stretches the frequencies, more and more between the indices of `beta_fast` and `beta_slow` turns."""
     width = 2 * len(frequencies)
 
     def index(turns: float) -> float:
@@ -327,7 +327,7 @@ class _Layer(nn.Module):
 
 
 class Attention(_Layer):
-    """Causal grouped-query attention: its output, and keys and values of the tokens. `past`: those of earlier ones."""
+    """Causal grouped-query attention: its output, and the tokens' keys and values. `past`: those of earlier tokens."""
 
     @nn.compact
     def __call__(
@@ -387,9 +387,8 @@ class MLP(_Layer):
 class Block(_Layer):
     """One transformer block: by default pre-norm, `h += attention(norm(h))`, then `h += mlp(norm(h))`.
 
-    It returns hidden states, and the keys and values of the tokens, which `calibjax.nn.kv_cache` stores. `dtype` is
-    that of computations and of the output, `param_dtype` that of the parameters that `init` creates, `kernel_init` the
-    initializer of every matrix.
+    It returns hidden states, and the keys and values of the tokens, which `calibjax.nn.kv_cache` stores. It computes
+    and returns in `dtype`; `init` creates parameters in `param_dtype`, every matrix by `kernel_init`.
     """
 
     @nn.compact

@@ -35,8 +35,8 @@ class Mixture:
 
     Args:
         experts: number E of experts, at least 2.
-        per_token: number K of experts that each token is sent to, those with the largest router logits; of equal ones
-            those with the smaller index.
+        per_token: number K of experts that each token is sent to. They have the largest router logits; a tie goes to
+            the smaller index.
         normalized: whether the weights of a token's experts are a softmax over its K logits, or over all E.
         router_bias: whether the router's logits have a bias.
         clamp: `c` in `(clip(up x, -c, c) + 1) * g * sigmoid(swish * g)` with `g = min(gate x, c)`, which replaces the
@@ -127,7 +127,7 @@ class Experts(nn.Module):
     """The MLP of a block with a mixture of experts. The router's product, softmax and choice are float32.
 
     If a mesh with `AXES` is set, the experts are divided over its tensor axis: each device applies its experts to the
-    tokens of its rows, and the results are summed. `width` is that of each expert.
+    tokens of its rows, and the results are summed. `width` is the inner width of each expert.
     """
 
     mixture: Mixture

@@ -23,8 +23,8 @@ class Cache(NamedTuple):
             Keys are rotated.
         segment_ids: segment of each column; 0 is padding.
         length: number of filled columns.
-        shared: keys and values of the first P columns, `[L, A, K, P, H]`: those of a prompt, which its B / A samples,
-            consecutive rows, read. None if P is 0.
+        shared: keys and values of the first P columns, `[L, A, K, P, H]`, of A prompts. The B / A samples of a prompt,
+            which are consecutive rows, read them. None if P is 0.
     """
 
     keys: Float[Array, "*L B K S H"]

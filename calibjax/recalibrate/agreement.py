@@ -44,8 +44,8 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
     KL(softmax(b) ‖ softmax(s z)) over the questions on which both have the same most likely option. Where they
     disagree, the base model's confidence is in another option and would make the temperature too high.
 
-    `logits` z are those of K options under the chat model, `base_logits` b of the same options under the base model.
-    The result is a state of the method `temperature`; its loss is the cross-entropy.
+    `logits` z score K options under the chat model, `base_logits` b the same options under the base model. The result
+    is a state of the method `temperature`; its loss is the cross-entropy.
 
     Raises:
         UserError: the shapes differ, a value is not finite, or the models agree on no question.

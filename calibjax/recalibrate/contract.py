@@ -22,7 +22,7 @@ class Predictions(NamedTuple):
         confidence: `[N]` in [0, 1], how probable it is that the prediction is right: the probability of the most likely
             token or of an answer, a verbalised confidence, or the agreement of samples (`sample_agreement`).
         correct: `[N]` in [0, 1]: right (1) or wrong (0), or the fraction c/n of n attempts that were right.
-        confidences: `[N, C]` in [0, 1], C kinds of confidence in each prediction, such as those of `eval tasks`.
+        confidences: `[N, C]` in [0, 1], C kinds of confidence in each prediction, as `eval tasks` computes them.
         features: `[N, D]`, hidden states.
         unembedding: `[K, D]`: features @ unembedding.T are the logits.
         categories: int `[N]`, >= 0, the category (domain, subject); numbers mean the same in new data.
@@ -41,9 +41,9 @@ class Predictions(NamedTuple):
 INTEGERS = ("labels", "categories")
 """The fields that are not float32."""
 AXES = {"logits": ("n", "k"), "features": ("n", "d"), "unembedding": ("k", "d"), "confidences": ("n", "c")}
-"""The axes of the fields with two; of the others ("n",)."""
+"""The axes of the fields that have two; each other field has ("n",)."""
 IMPOSSIBLE = -1e30
-"""What fits read for a logit of -inf: its probability is 0 at every temperature, and its product with 0 is 0."""
+"""Fits read this for a logit of -inf: its probability is 0 at every temperature, and its product with 0 is 0."""
 
 
 class FitReport(NamedTuple):
@@ -96,7 +96,7 @@ class Method:
         return self.fit_arrays(*fields, **options)
 
     def apply(self, state: Any, data: Predictions) -> Array:
-        """What `gives` names: calibrated log_probs `[N, K]` or confidence `[N]`; float32, pure and jittable."""
+        """Calibrated log_probs `[N, K]` or confidence `[N]`, as `gives` says: float32, pure and jittable."""
         fields = []
         for name in self.apply_reads:
             value = getattr(data, name)

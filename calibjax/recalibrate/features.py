@@ -42,8 +42,8 @@ def fit_clipping(
     """softmax(clip(h, −c, c) Wᵀ) with the c of least negative log-likelihood (Tao et al. 2025, arXiv 2410.19796).
 
     c is searched among 48 values in geometric steps, from the largest |h| down to where nearly every entry is cut off.
-    Only those count that cost no more than `accuracy_loss` of the accuracy, as the method can change which class is the
-    most likely; the largest |h| clips nothing, so there is always one. The logits are never held (`vocab_stats`).
+    Clipping can change which class is the most likely: a value that costs more than `accuracy_loss` of the accuracy is
+    left out. The largest |h| clips nothing, so one value is always left. The logits are never held (`vocab_stats`).
     `report.converged` is False where the smallest c tried was the best.
     """
     sizes = np.abs(features)
@@ -71,7 +71,7 @@ def apply_clipping(
 
 
 class LoreState(NamedTuple):
-    """The calibration set itself: features over their deviation `[N, D]`, bins `[N]`, correctness `[N]`; γ, edges."""
+    """The calibration set itself: features over their deviation `[N, D]`, bins and correctness `[N]`; γ and edges."""
 
     features: np.ndarray
     bin: np.ndarray

@@ -217,8 +217,8 @@ class StackingState(NamedTuple):
 def fit_stacking(confidences: Float[np.ndarray, "N C"], correct: Float[np.ndarray, " N"]) -> StackingState:
     """Stacking of C confidences in one answer (Wolpert 1992): logistic regression of correctness on their log-odds.
 
-    A tuned ensemble, like that of uqlm (arXiv 2504.19254), whose result is calibrated. The weight λ of the penalty
-    λ‖w‖² is the one among 0, .001, .01, .1 with the least log loss in five-fold cross-validation over the rows.
+    It is a tuned ensemble, as in uqlm (arXiv 2504.19254), whose result is calibrated. The penalty is λ‖w‖². λ is the
+    one of 0, .001, .01 and .1 with the least log loss in five-fold cross-validation over the rows.
     Confidences are clipped to [.01, .99], so that consistencies of exactly 0 and 1 do not dominate.
     """
     fold = np.random.default_rng(0).permutation(len(correct)) % _FOLDS

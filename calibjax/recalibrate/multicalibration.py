@@ -43,8 +43,8 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     √Σ q(1 − q), is shifted by its mean residual. Each step lowers the Brier score by that residual over N, so that the
     steps end; the test of chance replaces the paper's tolerance. No patch leads beyond 1/(N + 2): log loss is finite.
 
-    The categories of new data are to be among those of the fit; a prediction of another one gets the patches of all
-    predictions only. `bins`: of equal width. `report.loss`: the Brier score; `report.iterations`: number of patches.
+    A prediction whose category was not in the fit gets only the patches that apply to all predictions. `bins`: number
+    of bins of equal width. `report.loss`: the Brier score; `report.iterations`: number of patches.
     """
     names, category_of = np.unique(categories, return_inverse=True)
     groups = len(names)

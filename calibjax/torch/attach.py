@@ -135,7 +135,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
         logits: "calibrated": the model's logits become `s * logits`, in float32, so that sampling follows the
             calibrated distribution. "unchanged": logits and sampling stay as they are; use `Attached.score` and
             `Attached.generate` for confidences.
-        check: compare the hidden states of a few tokens with those of the model that the head was fitted on. Set it
+        check: compare the hidden states of a few tokens with the model that the head was fitted on. Set it
             to False only for a model quantised after the fit.
 
     Returns:

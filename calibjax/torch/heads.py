@@ -66,7 +66,7 @@ class TemperatureHead(nn.Module):
 
         Args:
             features: `[B, T, F]`, see `Export.features`.
-            mask: bool `[B, S]`, False for padding; the last T of S columns are those of `features`. None: no padding.
+            mask: bool `[B, S]`, False for padding; the last T of S columns belong to `features`. None: no padding.
             past: cache of transformers and the index of this head's layer in it; None without a cache.
         """
         hidden = features.to(torch.float32)
@@ -156,9 +156,9 @@ class Export(NamedTuple):
         return rows.T @ rows / max(len(rows) - 1, 1)
 
     def features(self, hidden: Tensor, logits: Tensor, weight: Tensor, covariance: Tensor | None) -> Tensor:
-        """What the head reads, float32 `[..., F]`, of hidden states `[..., D]` after the final norm and their logits.
+        """The head's features, float32 `[..., F]`, from hidden states `[..., D]` after the final norm and their logits.
 
-        `weight` `[V, D]` is that of the model's layer of logits, `covariance` what the method of this name returned.
+        `weight` `[V, D]` belongs to the model's layer of logits; the method `covariance` returns `covariance`.
         """
         parts = []
         for name in self.head.features:
@@ -215,7 +215,7 @@ def read_export(path: str | Path) -> Export:
 
 
 def _local(path: str | Path) -> Path:
-    """The directory of this path; where there is none, that of the files of a repository of the Hugging Face Hub."""
+    """The directory of this path; if there is none, the downloaded files of a repository of the Hugging Face Hub."""
     match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", str(path))
     if match is None or Path(path).exists():
         return Path(path)

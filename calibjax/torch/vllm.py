@@ -93,7 +93,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
     except (ImportError, AttributeError):
         parameters = []
     if parameters != ["self", "lm_head", "hidden_states", "embedding_bias"]:
-        raise HeadError(f"vLLM {version}: its layer of logits is not that of 0.32. Install that, or unset {HEAD}.")
+        raise HeadError(f"vLLM {version}: its layer of logits differs from vLLM 0.32. Install 0.32, or unset {HEAD}.")
     if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()
@@ -130,7 +130,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
 
         def compute_logprobs(logits: Tensor) -> Tensor:
             if logits not in scales:
-                raise HeadError(f"{LOGITS}=unchanged: these logits are not those of vLLM's layer. Use calibrated.")
+                raise HeadError(f"{LOGITS}=unchanged: these logits do not come from vLLM's layer. Use calibrated.")
             return scaled_logits(logits, scales[logits]).log_softmax(dim=-1, dtype=torch.float32)
 
         Sampler.compute_logprobs = staticmethod(compute_logprobs)
