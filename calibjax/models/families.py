@@ -332,7 +332,8 @@ _FUSED_MLP = (
 _PRE_NORMS = _norms(input_layernorm="attention_norm", post_attention_layernorm="mlp_norm")
 _POST_NORMS = _norms(post_attention_layernorm="attention_post_norm", post_feedforward_layernorm="mlp_post_norm")
 _GEMMA_NORMS = (*_norms(input_layernorm="attention_norm", pre_feedforward_layernorm="mlp_norm"), *_POST_NORMS)
-_LLAMA_RULES = (*_ENDS, *_PRE_NORMS, *_QKV, *_OUTPUT, *_MLP)
+_ALL_BUT_MLP = (*_ENDS, *_PRE_NORMS, *_QKV, *_OUTPUT)
+_LLAMA_RULES = (*_ALL_BUT_MLP, *_MLP)
 
 # --- families ---
 
@@ -512,10 +513,7 @@ def _mixtral(hf: Any) -> Fields:
 
 
 _MIXTRAL_RULES = (
-    *_ENDS,
-    *_PRE_NORMS,
-    *_QKV,
-    *_OUTPUT,
+    *_ALL_BUT_MLP,
     *_linear("layers.{}.block_sparse_moe.gate", "layers.mlp.router"),
     *_linears("layers.{}.block_sparse_moe.experts.{}", "layers.mlp", w1="gate", w3="up", w2="down"),
 )
@@ -538,11 +536,8 @@ def _olmoe(hf: Any) -> Fields:
 
 
 _QWEN3_MOE_RULES = (
-    *_ENDS,
-    *_PRE_NORMS,
-    *_QKV,
+    *_ALL_BUT_MLP,
     *_QK_NORMS,
-    *_OUTPUT,
     *_linear("layers.{}.mlp.gate", "layers.mlp.router"),
     *_linears("layers.{}.mlp.experts.{}", "layers.mlp", gate_proj="gate", up_proj="up", down_proj="down"),
 )
@@ -563,11 +558,8 @@ def _gpt_oss(hf: Any) -> Fields:
 
 
 _GPT_OSS_RULES = (
-    *_ENDS,
-    *_PRE_NORMS,
-    *_QKV,
+    *_ALL_BUT_MLP,
     Rule("layers.{}.self_attn.sinks", ("layers.attention.sinks",)),
-    *_OUTPUT,
     *_linear("layers.{}.mlp.router", "layers.mlp.router"),
     Rule("layers.{}.mlp.experts.gate_up_proj", ("layers.mlp.gate.kernel", "layers.mlp.up.kernel"), by_column=True),
     Rule("layers.{}.mlp.experts.gate_up_proj_bias", ("layers.mlp.gate.bias", "layers.mlp.up.bias"), by_column=True),
