@@ -297,6 +297,11 @@ class HeadConfig:
         return any(FEATURES[name].width is None for name in self.features)
 
     @property
+    def is_linear_in_features(self) -> bool:
+        """Whether log s of a token starts at 0 and is linear in its features alone, within its bounds."""
+        return self.kind == "linear" and self.pooling == "token" and self.identity_start
+
+    @property
     def statistics(self) -> tuple[str, ...]:
         """The statistics of `vocab_stats` at s = 1 that its features are computed from."""
         if "features" not in HEADS[self.kind].options:

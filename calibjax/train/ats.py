@@ -206,16 +206,18 @@ class Candidate(NamedTuple):
     @property
     def is_solved(self) -> bool:
         """Whether it is fitted to all tokens at once (`train.solve`), not in steps (`train.loop`)."""
-        head, loss = self.head, LOSSES[self.trial.loss]
-        return head.kind == "linear" and head.pooling == "token" and head.identity_start and not loss.per_micro_batch
+        return self.trial.is_solved(self.head)
 
 
 @dataclasses.dataclass
 class _Fitting:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `tried`: scores of candidates, by name.
-    `solutions`: by head and by the fold that was left out, the last solution, from which the next fit starts.
+    Attributes:
+        log_scale: log s of temperature scaling.
+        by_set: whether each fold is a set.
+        solutions: by head and by the fold that was left out, the last solution, from which the next fit starts.
+        scores: the scores of the candidates that were tried, by name.
     """
 
     tokens: TokenCurves
@@ -226,7 +228,7 @@ class _Fitting:
     by_set: bool
     designs: dict[HeadConfig, Design] = dataclasses.field(default_factory=dict)
     solutions: dict[tuple[HeadConfig, int], np.ndarray] = dataclasses.field(default_factory=dict)
-    tried: dict[str, CandidateScore] = dataclasses.field(default_factory=dict)
+    scores: dict[str, CandidateScore] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def fold(self) -> Int[np.ndarray, " N"]:
@@ -237,7 +239,7 @@ class _Fitting:
         return np.repeat(fold, self.tokens.counted.sum(axis=1))
 
     def candidates(self) -> list[Candidate]:
-        """Those with the first loss, the simplest first: heads by what they read, then falling decays."""
+        """The candidates for the first loss, the simplest first: by head, and by falling decay."""
         return [candidate for head in self.plan.heads for candidate in self._candidates_of(head)]
 
     def _candidates_of(self, head: HeadConfig) -> list[Candidate]:
@@ -245,69 +247,70 @@ class _Fitting:
         return [Candidate(head, self.plan.trials[0], decay) for decay in decays]
 
     @functools.cached_property
-    def scaling(self) -> CandidateScore:
+    def baseline(self) -> CandidateScore:
         """The score of temperature scaling."""
         return score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
 
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
-        """The score of the candidate to choose, or of temperature scaling, which no head beats; and all as JSON.
+        """Chooses a candidate; returns its score, and all scores as JSON.
 
         First the head and its decay, with the first loss: the simplest whose NLL is within noise of the lowest
         (`cross_fit.within_noise_of_best`). Then the loss: of those within noise, the one with the least calibration
-        error. Where that does not beat temperature scaling, the others are tried, by their NLL.
+        error. If that one does not beat temperature scaling, the candidate with the lowest NLL of those that do. If
+        none does and the plan allows it, temperature scaling is chosen.
         """
-        scaling = self.scaling
+        baseline = self.baseline
         for head in self.plan.heads:
-            self._try_decays(head)
-        simplest = within_noise_of_best([*self.tried.values()], scaling)[0]
-        losses = [self._try_out(simplest.candidate._replace(trial=trial)) for trial in self.plan.trials]
-        best = min(within_noise_of_best(losses, scaling), key=lambda scored: scored.calibration_error)
-        others = sorted(self.tried.values(), key=lambda scored: scored.mean("nll"))
-        beating = (scored for scored in (best, *others) if scored.beats(scaling))
-        chosen = next(beating, None) if self.plan.auto else best
-        rows = [scored.as_json(scaling) for scored in (scaling, *self.tried.values())]
+            self._score_decays(head)
+        simplest = within_noise_of_best([*self.scores.values()], baseline)[0]
+        losses = [self._score_once(simplest.candidate._replace(trial=trial)) for trial in self.plan.trials]
+        best = min(within_noise_of_best(losses, baseline), key=lambda scored: scored.calibration_error)
+        others = sorted(self.scores.values(), key=lambda scored: scored.mean("nll"))
+        beating = (scored for scored in (best, *others) if scored.beats(baseline))
+        chosen = next(beating, None) if self.plan.may_keep_temperature else best
+        rows = [scored.as_json(baseline) for scored in (baseline, *self.scores.values())]
         if chosen is None:
             self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
-            return scaling, {"candidates": rows, "chosen": []}
+            return baseline, {"candidates": rows, "chosen": []}
         self.context.log(
-            f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {scaling.mean('nll'):.4f})"
-            f", Brier {chosen.mean('brier'):.4f} ({scaling.mean('brier'):.4f}), calibration error "
-            f"{chosen.calibration_error:.4f} ({scaling.calibration_error:.4f})"
+            f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {baseline.mean('nll'):.4f})"
+            f", Brier {chosen.mean('brier'):.4f} ({baseline.mean('brier'):.4f}), calibration error "
+            f"{chosen.calibration_error:.4f} ({baseline.calibration_error:.4f})"
         )
-        return chosen, {"candidates": rows, "chosen": [scaling.as_json(scaling), chosen.as_json(scaling)]}
+        return chosen, {"candidates": rows, "chosen": [baseline.as_json(baseline), chosen.as_json(baseline)]}
 
-    def _try_decays(self, head: HeadConfig) -> None:
+    def _score_decays(self, head: HeadConfig) -> None:
         """Scores a head with ever smaller decays, until one hardly adds to the gain: then the best decay is near."""
         previous = None
         for candidate in self._candidates_of(head):
-            if not candidate.is_solved and self.tried and not self._is_promising(candidate):
+            if not candidate.is_solved and self.scores and not self._is_promising(candidate):
                 continue
-            scored = self._try_out(candidate)
+            scored = self._score_once(candidate)
             if previous is not None:
                 improvement = nll_gain(scored, previous)
-                gain_so_far = nll_gain(previous, self.scaling)
+                gain_so_far = nll_gain(previous, self.baseline)
                 if improvement < _MIN_RELATIVE_GAIN * gain_so_far:
                     break
             previous = scored
 
-    def _try_out(self, candidate: Candidate) -> CandidateScore:
+    def _score_once(self, candidate: Candidate) -> CandidateScore:
         """The score of a candidate out of fold, which is computed once."""
         name = str(candidate)
-        if name not in self.tried:
+        if name not in self.scores:
             most = len(self.candidates()) + len(self.plan.trials) - 1
-            self.context.log(f"fit {len(self.tried) + 1} of up to {most}: {name}")
-            self.tried[name] = self._cross_fit(candidate)
-        return self.tried[name]
+            self.context.log(f"fit {len(self.scores) + 1} of up to {most}: {name}")
+            self.scores[name] = self._cross_fit(candidate)
+        return self.scores[name]
 
     def _is_promising(self, candidate: Candidate) -> bool:
-        """Whether a head that is trained in steps has a lower NLL on the first fold than the best of those tried."""
-        best = min(self.tried.values(), key=lambda scored: scored.mean("nll"))
+        """Whether a head that is trained in steps has a lower NLL on the first fold than the best candidate so far."""
+        best = min(self.scores.values(), key=lambda scored: scored.mean("nll"))
         in_fold = self.fold == 0
         log_scale = best.log_scale.copy()
         log_scale[in_fold] = shrink(self._predict(candidate, 0), self._temperature_log_scale[in_fold], SHRINKAGE)
 
         def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
-            # The score of all tokens, for which there is a program, and of its sums those of the fold.
+            # All tokens are scored, by a program that is compiled already, and the sums of the fold are taken.
             scored = score(self.tokens, candidate, log_scale, refit=False)
             return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
 
@@ -392,7 +395,10 @@ class _Fitting:
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
-    """The parameters of the head whose log scales, before they are clipped, `shrink` makes of the given head's."""
+    """Moves a head towards one temperature, so that its log s becomes `shrink(log s, towards, shrinkage)`.
+
+    That holds before clipping: the output weights are scaled, and the bias is moved.
+    """
     if "output" not in params:  # one temperature
         return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
     kernel = np.float32(1 - shrinkage) * params["output"]["kernel"]
@@ -437,8 +443,9 @@ def train_head(
 ) -> Any:
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
-    `rows`: sequences that the number of steps follows from, so that heads of folds of almost one size share a program;
-    by default those of `tokens`. The seed of `context` determines the initial parameters and the batches.
+    `rows` is the number of sequences that the number of steps follows from; by default that of `tokens`. With one
+    number for all folds, which have almost one size, their heads share a program. The seed of `context` determines the
+    initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)

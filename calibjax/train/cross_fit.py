@@ -32,7 +32,7 @@ class CandidateScore(NamedTuple):
         candidate: what made the predictions, or its name.
         log_scale: log 1/T of each token that counts, float32 `[N]`, with the shrinkage, without the refit.
         refit: the factor fitted on top; None without one.
-        sums: of each sequence, with the refit if it is applied.
+        sums: sums of each sequence, with the refit if it is applied.
         shrinkage: fraction of the way to temperature scaling by which the log scales were moved.
     """
 
@@ -91,9 +91,10 @@ class CandidateScore(NamedTuple):
 def score(
     tokens: TokenCurves, candidate: Any, log_scale: Float[np.ndarray, " N"], *, refit: bool, shrinkage: float = 0.0
 ) -> CandidateScore:
-    """Scores out-of-fold predictions that are already shrunk; `refit`: with a temperature fitted on top.
+    """Scores out-of-fold predictions that are already shrunk, with a temperature fitted on top if `refit`.
 
-    The refit minimises the log loss of the most likely token: that of the target would leave the confidence biased.
+    The refit minimises the log loss of whether the most likely token is right: the log loss of the target would leave
+    the confidence biased.
     """
     fit = recalibrate.fit_temperature(likelihood(tokens, log_scale, top_label=True)) if refit else None
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))
@@ -127,10 +128,14 @@ def nll_gain(candidate: CandidateScore, other: CandidateScore) -> float:
     return other.mean("nll") - candidate.mean("nll")
 
 
-def within_noise_of_best(candidates: Sequence[CandidateScore], scaling: CandidateScore) -> list[CandidateScore]:
-    """Those whose NLL exceeds the lowest by at most one standard error, or a tenth of its gain over `scaling`."""
+def within_noise_of_best(candidates: Sequence[CandidateScore], baseline: CandidateScore) -> list[CandidateScore]:
+    """The candidates whose NLL is within noise of the lowest.
+
+    It is higher by at most one standard error of the difference, or a tenth of the best one's gain over `baseline`,
+    which is temperature scaling.
+    """
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
-    allowed = _ALLOWED * nll_gain(best, scaling)
+    allowed = _ALLOWED * nll_gain(best, baseline)
 
     def is_within(candidate: CandidateScore) -> bool:
         difference, error = candidate.difference(best, "nll")

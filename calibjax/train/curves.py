@@ -55,10 +55,10 @@ class TokenCurves(NamedTuple):
     Attributes:
         arrays: name -> `[S, T, ...]`: `where` and `segment_ids`, the fields of `VocabCurves`, and the features that
             cannot be computed from these. Each process holds all sequences.
-        scales: of the curves.
+        scales: the scales at which the curves are stored.
         source: int `[S]`, the group of each sequence, as in `Sequences`.
-        fingerprint: of the frozen model.
-        hash: of the sequences and the model.
+        fingerprint: fingerprint of the frozen model.
+        hash: hash of the sequences and the model.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -131,9 +131,11 @@ def token_curves(
 ) -> TokenCurves:
     """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
 
-    What `heads` read is stored, and `top_k` of the largest logits, for losses that read them. `keep`: "disk", in
-    `context.directory`, from which a killed pass resumes and a later one reads; or "memory". `batch_size`: most
-    sequences per forward pass.
+    Stores the features that `heads` read and, for losses that need them, the `top_k` largest logits.
+
+    Args:
+        keep: "disk", in `context.directory`, from which a killed pass resumes and a later one reads; or "memory".
+        batch_size: most sequences per forward pass.
 
     Raises:
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
@@ -189,7 +191,7 @@ def token_curves(
 def _write_batch(
     store: "_Store", run: Any, block: Any, width: int, batch: Any, counted: Bool[np.ndarray, "n T"], start: int
 ) -> None:
-    """Stores what is kept of the first n sequences of a batch, which are those from `start` on.
+    """Stores the arrays of the first n sequences of a batch, as the sequences `start` to `start` + n − 1.
 
     The curves of the tokens that are `counted` are computed in blocks of `width`.
     """
@@ -298,7 +300,7 @@ class _Store:
             for file in self._files.values():
                 with contextlib.suppress(OSError):
                     file.unlink()
-            raise UserError(f"cannot keep the frozen pass in {self._directory}: {error}. Use --keep memory.") from error
+            raise UserError(f"keep: cannot write to {self._directory} ({error}); keep it in memory.") from error
         return 0
 
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:

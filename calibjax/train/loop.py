@@ -85,7 +85,10 @@ class TrainLog:
 
 
 class Validation(NamedTuple):
-    """Scalars of the parameters that are logged after every `every` steps and after the last one; every = 0: never."""
+    """Scalars that are computed from the parameters and logged.
+
+    They are logged after every `every` steps and after the last one; never if `every` is 0.
+    """
 
     scalars_of: Callable[[Any], dict[str, float]]
     every: int
@@ -100,7 +103,7 @@ NO_VALIDATION = Validation(lambda params: {}, every=0)
 
 @dataclasses.dataclass
 class _DelayedMetrics:
-    """Checks and logs the metrics of each step after the next one has started, so that the device is never idle."""
+    """Checks and logs the metrics of each step after the next step has started, so that the device is never idle."""
 
     log: TrainLog
     bar: Any
@@ -160,7 +163,7 @@ def train(
         state: before the first step; donated.
         frozen, hyper: arrays and scalars that the objective reads.
         batches: iterator over this process's rows of each batch, dicts of arrays.
-        steps: in all, from the state before the first.
+        steps: number of steps in all, counted from a state that has not been trained.
         context: directory of checkpoints and logs, mesh that batches are placed on, progress and its title.
         identity: JSON-able description of the run, stored with the checkpoints.
         checkpoint_every: steps between checkpoints; the last step is always saved.

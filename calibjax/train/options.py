@@ -33,6 +33,15 @@ _NARROW = 64  # most units of an MLP head that is a candidate among others
 class AtsOptions:
     """Options of fitting a head. `None` takes the recipe's value.
 
+    With `loss="auto"`, head and loss are chosen by the predictions of heads for sequences that they were not fitted on.
+    The head comes first, with the loss cross-entropy: the simplest one whose NLL is within noise of the lowest, which
+    is one standard error of the difference, or a tenth of the lowest one's gain over temperature scaling. Then comes
+    the loss: of those within noise, the one with the least calibration error. If no head has an NLL and a Brier score
+    below those of temperature scaling by two standard errors, without a higher ECE, temperature scaling is kept.
+
+    Predictions, and the head that is returned, are moved towards temperature scaling: their log scales by a quarter of
+    the way, or with several sets by a quarter, a half or three quarters, whichever lowers NLL most.
+
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
             authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
@@ -45,12 +54,9 @@ class AtsOptions:
         random_start: start from random weights instead of from temperature 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
-            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto tries cross-entropy
-            and joint for a few alpha, and chooses by sequences that the fit never saw: of the losses whose NLL exceeds
-            the lowest by at most one standard error, the one with the least calibration error. Where no head has a
-            lower NLL and Brier score than temperature scaling beyond noise, the head is temperature scaling. Log scales
-            are moved a quarter of the way to temperature scaling; with several sets, by the fraction up to three
-            quarters that lowers NLL most.
+            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
+            cross-entropy and joint, with a few alpha, on sequences that the fit never saw, and keeps temperature
+            scaling if no head is better beyond noise.
         alpha: main weight of the loss ({ALPHAS}). With --loss auto, that of joint in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
@@ -160,19 +166,26 @@ class Trial(NamedTuple):
     def __str__(self) -> str:
         return self.loss if self.alpha is None else f"{self.loss}-{self.alpha:g}"
 
+    def is_solved(self, head: HeadConfig) -> bool:
+        """Whether a head is fitted to all tokens at once (`train.solve`), not in steps (`train.loop`)."""
+        return head.is_linear_in_features and not LOSSES[self.loss].per_micro_batch
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AtsPlan:
     """`AtsOptions` with every value decided; JSON-able by `dataclasses.asdict`.
 
-    `heads`, `decays` and `trials` are what is tried, the simplest head and the largest decay first. `auto`: temperature
-    scaling is kept where no head beats it.
+    Attributes:
+        heads: that are tried, the simplest first.
+        decays: that are tried for a linear head of hidden states, the largest first.
+        trials: losses that are tried.
+        may_keep_temperature: whether temperature scaling is kept if no head beats it.
     """
 
     heads: tuple[HeadConfig, ...]
     decays: tuple[float, ...]
     trials: tuple[Trial, ...]
-    auto: bool
+    may_keep_temperature: bool
     refit_temperature: bool
     tokens: int
     folds: int
@@ -207,48 +220,16 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     chosen = SimpleNamespace(**{**recipe, **set_options})
     trials = _trials(chosen.loss, options.alpha)
     _check_head_options(options, chosen.head)
-    solved = chosen.head == "linear" and options.pooling == "token" and not chosen.random_start
-    reads = AUTO_FEATURES if solved else (("hidden_states",),)
-    if options.features is not None:
-        reads = (options.features,)
-    built = [(chosen.head, features) for features in reads]
-    if options.head is None and options.features is None and solved:
-        built.append(("mlp", ("hidden_states",)))
-    width = None
-    if options.recipe == "paper":  # of Llama 1 and 2, 8/3 D: those of calibration_configs/ for 7B and 13B
-        width = round_up(8 * hidden_size // 3, 256)
-    elif len(built) > 1:
-        width = min(hidden_size, _NARROW)
-    heads = tuple(
-        HeadConfig(
-            kind=kind,
-            hidden_size=hidden_size,
-            features=features,
-            pooling=options.pooling,
-            identity_start=not chosen.random_start,
-            intermediate_size=width,
-            normalize=chosen.normalize,
-            min_scale=chosen.min_scale,
-        )
-        for kind, features in built
-    )
+    heads = _heads(options, chosen, hidden_size)
     heads[-1].build()
-    penalised = solved and any(head.reads_states for head in heads)
-    if solved and not penalised and options.weight_decay is not None:
-        raise UserError(
-            "weight_decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
-            "leave it out."
-        )
-    stepwise = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
-    trains_in_steps = heads[-1].kind == "mlp" or any(LOSSES[trial.loss].per_micro_batch for trial in trials)
-    if stepwise and solved and not trains_in_steps:
-        raise UserError(f"{', '.join(stepwise)}: a linear head is solved at once, not in steps; leave it out.")
-    decays = DECAYS if penalised else (0.0,)
+    has_penalty = any(head.is_linear_in_features and head.reads_states for head in heads)
+    _check_penalty_and_steps(options, heads, trials, has_penalty=has_penalty)
+    decays = DECAYS if has_penalty else (0.0,)
     return AtsPlan(
         heads=heads,
         decays=decays if options.weight_decay is None else (options.weight_decay,),
         trials=trials,
-        auto=chosen.loss == "auto",
+        may_keep_temperature=chosen.loss == "auto",
         refit_temperature=chosen.refit_temperature,
         tokens=options.tokens,
         folds=options.folds,
@@ -263,6 +244,46 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         keep=options.keep,
         checkpoint_every=options.checkpoint_every,
     )
+
+
+def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConfig, ...]:
+    """The heads to try, the simplest first; several only if the options name neither features nor another kind."""
+    shared = HeadConfig(
+        kind=chosen.head,
+        hidden_size=hidden_size,
+        pooling=options.pooling,
+        identity_start=not chosen.random_start,
+        normalize=chosen.normalize,
+        min_scale=chosen.min_scale,
+    )
+    if options.features is not None:
+        heads = [dataclasses.replace(shared, features=options.features)]
+    elif shared.is_linear_in_features:
+        heads = [dataclasses.replace(shared, features=features) for features in AUTO_FEATURES]
+        if options.head is None:
+            heads.append(dataclasses.replace(shared, kind="mlp"))
+    else:
+        heads = [shared]
+    width = None
+    if options.recipe == "paper":  # of Llama 1 and 2, 8/3 D: those of calibration_configs/ for 7B and 13B
+        width = round_up(8 * hidden_size // 3, 256)
+    elif len(heads) > 1:
+        width = min(hidden_size, _NARROW)
+    return tuple(dataclasses.replace(head, intermediate_size=width) for head in heads)
+
+
+def _check_penalty_and_steps(
+    options: AtsOptions, heads: tuple[HeadConfig, ...], trials: tuple[Trial, ...], *, has_penalty: bool
+) -> None:
+    """Raises `UserError` where `weight_decay`, or an option of training in steps, is given that no head uses."""
+    if options.weight_decay is not None and heads[0].is_linear_in_features and not has_penalty:
+        raise UserError(
+            "weight_decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
+            "leave it out."
+        )
+    given = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
+    if given and all(trial.is_solved(head) for head in heads for trial in trials):
+        raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
 
 
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:

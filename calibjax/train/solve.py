@@ -50,7 +50,7 @@ class Design(NamedTuple):
 
 
 def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
-    """The tokens that count and what `head` reads, standardised; `start`: log s of temperature scaling on them."""
+    """Takes the tokens that count and standardises what `head` reads; `start`: log s of temperature scaling on them."""
     arrays = tokens.flat([*tokens.arrays])
     count = len(arrays["valid"])
     features = np.asarray(to_host(_features(head, arrays, tokens.scales)), np.float32)
@@ -129,7 +129,9 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    `weights`: of tokens, default 1. `start`: first iterate, as a solution for more decay; default: temperature scaling.
+    Args:
+        weights: of the tokens; 1 by default.
+        start: where the search begins, such as the solution for a larger decay; by default temperature scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights
@@ -173,9 +175,11 @@ def fit_token_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
 def likelihood(
     tokens: TokenCurves, log_scale: Float[np.ndarray, " N"] | None = None, *, top_label: bool = False
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
-    """The likelihood as a function of a factor e^u on the scale of every token, in sums of each sequence.
+    """The likelihood as a function of u, where e^u multiplies the scale of every token; as sums of each sequence.
 
-    `log_scale`: of the tokens that count, default 0. `top_label`: the likelihood that the most likely token is right.
+    Args:
+        log_scale: log s of the tokens that count; 0 by default.
+        top_label: take the likelihood that the most likely token is right, instead of the target's.
     """
     arrays = tokens.flat()
     count = len(arrays["valid"])

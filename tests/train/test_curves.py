@@ -114,5 +114,5 @@ def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
 
 def test_no_room_to_write(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot keep the frozen pass in .* Use --keep memory"):
+    with pytest.raises(UserError, match=r"^keep: cannot write to .*keep it in memory"):
         run(tmp_path / "file" / "directory")

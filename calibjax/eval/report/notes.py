@@ -63,8 +63,8 @@ def fit_of(document: Document) -> Row:
 
 def _given_loss(document: Document) -> str:
     """The sentence that the head of `train ats` was kept because its loss was given, not because it won; else ""."""
-    plan = fit_of(document).get("plan", {"auto": True})
-    if plan["auto"]:
+    plan = fit_of(document).get("plan", {})
+    if plan.get("may_keep_temperature", True):
         return ""
     losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
     reason = f"--loss {losses} was given: auto keeps temperature scaling where no head beats it"
