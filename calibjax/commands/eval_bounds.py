@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 from calibjax.commands.common import JsonOptions, load_placed, presentation
-from calibjax.eval.layers.bounds import head_bound, print_head_bounds
+from calibjax.eval.layers.bounds import head_bound
 from calibjax.eval.report.schema import Document
+from calibjax.eval.report.terminal import print_bounds
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.errors import UserError, about
@@ -53,7 +54,7 @@ def run(options: EvalBoundsOptions, log: Log = print) -> Document:
         write_file(options.out, json.dumps(document, indent=2) + "\n")
         files = f"figures in {options.out}"
     if not options.json:
-        print_head_bounds(bounds, files=files)
+        print_bounds(document, files=files)
     elif files:
         log(files)
     return document

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,12 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
 
-from calibjax.eval.report.tables import cell, table_of
-from calibjax.eval.report.terminal import print_result
 from calibjax.losses.bounds import EntropyBound, capped_entropy_lower_bound, entropy_lower_bound
 from calibjax.models import LanguageModel
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
-_ROWS = 16_384  # of the unembedding, in float32, that are centred at a time
+BLOCK_ROWS = 16_384  # rows of the unembedding that are in float32 at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,7 @@ class HeadBound:
         spectral_norm: largest singular value of the unembedding minus its mean row, times the final norm's scale.
         logit_norm: the largest norm of the logits minus their mean.
         bound: the smallest entropy under it and under the soft-cap.
-        log_one_minus_confidence: logarithm of the smallest 1 − max p, from the longest row, not the spectral norm.
+        log_one_minus_confidence: log of the smallest 1 − max p, from the longest row instead of the spectral norm.
     """
 
     model: str
@@ -114,8 +112,8 @@ def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
     vocab_size, width = unembedding.shape
     mean = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
     gram = jnp.zeros((width, width), jnp.float32)
-    for start in range(0, vocab_size, _ROWS):
-        gram = _add_gram(gram, unembedding[start : start + _ROWS], mean)
+    for start in range(0, vocab_size, BLOCK_ROWS):
+        gram = _add_gram(gram, unembedding[start : start + BLOCK_ROWS], mean)
     return np.asarray(to_host(gram), np.float64)
 
 
@@ -130,41 +128,3 @@ def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -
     if centred:
         length = length + jnp.abs(jnp.matmul(rows, norm["bias"].astype(jnp.float32), precision="highest"))
     return jnp.max(length)
-
-
-def print_head_bounds(bounds: Sequence[HeadBound], *, files: str = "") -> None:
-    """Prints which model is limited the most, a table with one row a model, how to read it, and `files`."""
-    columns = {
-        "model": cell("model"),
-        "V": cell("vocab_size", form=","),
-        "D": cell("hidden_size", form=","),
-        "least entropy, nats": lambda row: _scientific(row["bound"]["log_entropy"]),
-        "1 - largest confidence": lambda row: _scientific(row["log_one_minus_confidence"]),
-        "|logits| at most": cell("logit_norm", form=".4g"),
-        "log V": cell("bound", "uniform_entropy", form=".3f"),
-        "soft-cap": cell("softcap", form="g", absent="-"),
-    }
-    rows = [bound.to_json() for bound in bounds]
-    title = "bounds from the final norm and the unembedding"
-    tightest = max(bounds, key=lambda bound: bound.bound.log_entropy)
-    print_result(
-        f"{'The model with the tightest bound' if len(bounds) > 1 else 'The model'}, {tightest.model}, cannot have an "
-        f"entropy below {_scientific(tightest.bound.log_entropy)} nats, nor a confidence above 1 - "
-        f"{_scientific(tightest.log_one_minus_confidence)}, on any text.",
-        table_of(title, rows, columns, order=(3, 4, 1, 2, 5, 6)),
-        notes=[
-            "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; "
-            "the smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter "
-            "bound. Confidence can grow with D and is limited by V: a model with small D and large V cannot become "
-            "very confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
-        ],
-        files=files,
-    )
-
-
-def _scientific(log_value: float) -> str:
-    """e^log_value as text, even where a float cannot hold it."""
-    exponent = math.floor(log_value / math.log(10))
-    if -4 <= exponent < 4:
-        return f"{math.exp(log_value):.4f}"
-    return f"{math.exp(log_value - exponent * math.log(10)):.2f}e{exponent:+d}"

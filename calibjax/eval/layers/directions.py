@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax import metrics
 from calibjax.data import Sequences
-from calibjax.eval.layers.bounds import centred_gram, through_final_norm
+from calibjax.eval.layers.bounds import BLOCK_ROWS, centred_gram, through_final_norm
 from calibjax.eval.layers.layers import Readout, batches_by_length, readout_stats, residual_at, scored_batch
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -26,7 +26,6 @@ ENERGY = 0.01  # fraction of the squared singular values of the unembedding in i
 _ACCURACY_LOSS = 0.01  # the most that the chosen edit may cost
 CONTROLS = 5  # sets of other neurons of equal norm
 _TINY = np.finfo(np.float64).tiny
-_ROWS = 16_384  # of the unembedding, in float32, at a time
 
 
 def choose_sets(
@@ -280,8 +279,8 @@ def _unit_moments(unembedding: Float[Array, "V D"]) -> tuple[Float[np.ndarray, "
     """Mean of u_v and of u_v u_vᵀ over the vocabulary, u_v = W_v / |W_v|; float64, some rows at a time."""
     vocab_size, width = unembedding.shape
     mean, gram = np.zeros(width), np.zeros((width, width))
-    for start in range(0, vocab_size, _ROWS):
-        rows = to_host(unembedding[start : start + _ROWS].astype(jnp.float32))
+    for start in range(0, vocab_size, BLOCK_ROWS):
+        rows = to_host(unembedding[start : start + BLOCK_ROWS].astype(jnp.float32))
         rows = _unit_rows(rows.astype(np.float64))
         mean += rows.sum(axis=0)
         gram += rows.T @ rows

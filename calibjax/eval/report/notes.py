@@ -25,6 +25,7 @@ from calibjax.eval.report.tables import (
     is_lower,
     milliseconds,
     remarks,
+    scientific,
     sets_of,
     short,
     title_of,
@@ -51,8 +52,8 @@ def verdict(document: Document) -> Verdict:
         return layers_verdict(document)
     if "texts" in document:
         return lhts_verdict(document)
-    of_set = set_verdict(document["held_out"])
-    return of_set._replace(text=of_set.text + _given_loss(document)) if of_set.is_warning else of_set
+    line = set_verdict(document["held_out"])
+    return line._replace(text=line.text + _given_loss(document)) if line.is_warning else line
 
 
 def fit_of(document: Document) -> Row:
@@ -333,6 +334,17 @@ def layers_verdict(document: Document) -> Verdict:
     return Verdict(f"The {line}significantly: {figures}.")
 
 
+def bounds_verdict(document: Document) -> str:
+    """The model that is limited the most, and its bounds."""
+    models = document["models"]
+    tightest = max(models, key=lambda model: model["bound"]["log_entropy"])
+    return (
+        f"{'The model with the tightest bound' if len(models) > 1 else 'The model'}, {tightest['model']}, cannot have "
+        f"an entropy below {scientific(tightest['bound']['log_entropy'])} nats, nor a confidence above 1 - "
+        f"{scientific(tightest['log_one_minus_confidence'])}, on any text."
+    )
+
+
 # --- warnings, conventions, limitations ---
 
 
@@ -366,14 +378,14 @@ def conventions(results: Row) -> str:
 def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
     notes = []
-    titles_of_line: dict[str, list[str]] = {}
+    titles_of_remark: dict[str, list[str]] = {}
     for index, (title, results) in enumerate(sets_of(document)):
-        of_set = set_verdict(results)
-        if index and of_set.text:
-            notes.append(f"{title}: {of_set}")
-        for line in remarks(results):
-            titles_of_line.setdefault(line, []).append(title)
-    notes += [f"{', '.join(titles)}: {line}." for line, titles in titles_of_line.items()]
+        line = set_verdict(results)
+        if index and line.text:
+            notes.append(f"{title}: {line}")
+        for remark in remarks(results):
+            titles_of_remark.setdefault(remark, []).append(title)
+    notes += [f"{', '.join(titles)}: {remark}." for remark, titles in titles_of_remark.items()]
     return [*notes, conventions(document["held_out"])]
 
 
@@ -468,7 +480,7 @@ def model_card(document: Document, subject: Subject) -> str:
     groups = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
     path = subject.base or "path/to/base-model"
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"cell": _cell, "repr": repr}
+    environment.filters |= {"cell": _markdown_cell, "repr": repr}
     template = resources.files("calibjax.eval.report").joinpath("card.md.jinja").read_text("utf-8")
     return environment.from_string(template).render(
         subject=subject,
@@ -485,7 +497,8 @@ def model_card(document: Document, subject: Subject) -> str:
     )
 
 
-def _cell(text: str) -> str:
+def _markdown_cell(text: str) -> str:
+    """A text on one line, without characters that end a cell or begin a tag."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

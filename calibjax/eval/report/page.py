@@ -85,8 +85,8 @@ def page(runs: Sequence[Run]) -> str:
         "form-action 'none'"
     )
     values = {"runs": runs, "policy": policy, "style": Markup(style), "script": Markup(script)}
-    try:  # the template calls the functions of this module
-        text = template.render({**globals(), **values})
+    try:
+        text = template.render({**_CALLED, **values})
     except jinja2.UndefinedError as error:
         raise LookupError(str(error)) from error
     return text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, has no encoding
@@ -105,7 +105,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# --- called by the template ---
+# --- the sections of a run ---
 
 
 def subject(run: Run) -> str:
@@ -204,10 +204,11 @@ class Cell(NamedTuple):
 
 def cell_of(text: str | Cell) -> str | Cell:
     """The cell of a figure with an interval, whose ends stand in a line of their own; anything else is unchanged."""
-    return _cell(text) if isinstance(text, str) and re.search(r"\d \[.*\]", text) else text
+    return _split_interval(text) if isinstance(text, str) and re.search(r"\d \[.*\]", text) else text
 
 
-def _cell(text: str, **fields: Any) -> Cell:
+def _split_interval(text: str, **fields: Any) -> Cell:
+    """The cell of "value [low, high]", or of a value alone."""
     value, _, ends = text.partition(" [")
     return Cell(value, f"[{ends}" if ends else "", **fields)
 
@@ -244,7 +245,7 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
         best = best_of(methods, column.key)
         for name in names:
             change = None if name == before else change_of(results, name, column.key)
-            rows[name].append(_cell(texts[name], best=name in best, change=change))
+            rows[name].append(_split_interval(texts[name], best=name in best, change=change))
     return {"title": title, "columns": columns, "rows": list(rows.values()), "arrows": arrows}
 
 
@@ -382,3 +383,11 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 def image_of(figure: "Figure") -> str:
     """The address of a drawing for the page: an image, in which no script runs and which loads nothing."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg(figure, 'calibjax').encode()).decode()}"
+
+
+_FUNCTIONS = (
+    *(subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of),
+    *(token_data, colours_of, image_of, figures_of, pair_of, title_of),
+)
+_CALLED = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
+"""What the template calls, by name."""

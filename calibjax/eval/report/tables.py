@@ -190,7 +190,7 @@ def failures(results: Row) -> list[str]:
 # --- the table of a run ---
 
 
-def cell(*path: str, form: str = ".4f", leading_zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
+def show(*path: str, form: str = ".4f", leading_zero: bool = True, absent: str = ABSENT) -> Callable[[Row], str]:
     """The function that shows the entry at a path in a row: a number, a figure with its interval, or a text.
 
     Without `leading_zero` 0.1234 is .1234. A row without such an entry shows `absent`.
@@ -222,28 +222,28 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("nll", "NLL", cell("nll"), "lower"),
-    Column("brier", "Brier", cell("brier"), "lower"),
-    Column("ece", "ECE [95% interval]", cell("ece"), "lower"),
-    Column("debiased_ece", "debiased ECE", cell("debiased_ece"), "lower"),
-    Column("mce", "MCE", cell("mce"), "lower"),
-    Column("rmsce", "RMSCE", cell("rmsce"), "lower"),
-    Column("confidence", "confidence", cell("confidence")),
-    Column("accuracy", "accuracy", cell("accuracy"), "higher"),
-    Column("exact_error", "exact error", cell("exact_error"), "lower"),
-    Column("against", "Δ ECE against temperature scaling", cell("against", "ece")),
-    Column("against", "Δ Brier against temperature scaling", cell("against", "brier")),
-    Column("adaptive_ece", "adaptive ECE", cell("adaptive_ece"), "lower"),
-    Column("smooth_ece", "smooth ECE", cell("smooth_ece"), "lower"),
-    Column("log_loss", "log loss of correctness", cell("log_loss", absent="inf"), "lower"),
-    Column("auroc", "AUROC", cell("auroc"), "higher"),
-    Column("aurc", "AURC", cell("aurc"), "lower"),
-    Column("excess_aurc", "excess AURC", cell("excess_aurc"), "lower"),
-    Column("ks_error", "KS error", cell("ks_error"), "lower"),
-    Column("debiased_l2", "debiased L2", cell("debiased_l2"), "lower"),
-    Column("changed", "changed", cell("changed", form=",")),
-    Column("parameters", "parameters", cell("parameters", form=",")),
-    Column("fit_seconds", "fit (s)", cell("fit_seconds", form=".2f")),
+    Column("nll", "NLL", show("nll"), "lower"),
+    Column("brier", "Brier", show("brier"), "lower"),
+    Column("ece", "ECE [95% interval]", show("ece"), "lower"),
+    Column("debiased_ece", "debiased ECE", show("debiased_ece"), "lower"),
+    Column("mce", "MCE", show("mce"), "lower"),
+    Column("rmsce", "RMSCE", show("rmsce"), "lower"),
+    Column("confidence", "confidence", show("confidence")),
+    Column("accuracy", "accuracy", show("accuracy"), "higher"),
+    Column("exact_error", "exact error", show("exact_error"), "lower"),
+    Column("against", "Δ ECE against temperature scaling", show("against", "ece")),
+    Column("against", "Δ Brier against temperature scaling", show("against", "brier")),
+    Column("adaptive_ece", "adaptive ECE", show("adaptive_ece"), "lower"),
+    Column("smooth_ece", "smooth ECE", show("smooth_ece"), "lower"),
+    Column("log_loss", "log loss of correctness", show("log_loss", absent="inf"), "lower"),
+    Column("auroc", "AUROC", show("auroc"), "higher"),
+    Column("aurc", "AURC", show("aurc"), "lower"),
+    Column("excess_aurc", "excess AURC", show("excess_aurc"), "lower"),
+    Column("ks_error", "KS error", show("ks_error"), "lower"),
+    Column("debiased_l2", "debiased L2", show("debiased_l2"), "lower"),
+    Column("changed", "changed", show("changed", form=",")),
+    Column("parameters", "parameters", show("parameters", form=",")),
+    Column("fit_seconds", "fit (s)", show("fit_seconds", form=".2f")),
 )
 """Every figure of a method, in the order of the columns. Figures that no row has are not shown."""
 _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce", "confidence", "auroc")
@@ -298,11 +298,11 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
 
 def comparison_table(results: Row, where: str) -> TextTable:
     """A row for every method of `compare`, best first: log loss, its difference from temperature scaling, and more."""
-    figure = functools.partial(cell, leading_zero=False)
+    figure = functools.partial(show, leading_zero=False)
     title_by_key = {column.key: column.title for column in COLUMNS}
     further = ("nll", "brier", "debiased_ece", "adaptive_ece", "smooth_ece", "mce", "auroc")
     columns: dict[str, Callable[[Row], str]] = {
-        "method": cell("title"),
+        "method": show("title"),
         "log loss": figure("log_loss", absent="inf"),
         "Δ log loss [95% interval]": figure("against", "log_loss"),
         "p (Holm)": figure("against", "log_loss", "holm_p", form=".3f"),
@@ -312,9 +312,9 @@ def comparison_table(results: Row, where: str) -> TextTable:
         **{title_by_key[key]: figure(key) for key in further},
         "Δ ECE [95% interval]": figure("against", "ece"),
         "Δ Brier [95% interval]": figure("against", "brier"),
-        "changed": cell("changed", form=","),
-        "parameters": cell("parameters", form=","),
-        "fit s": cell("fit_seconds", form=".2f"),
+        "changed": show("changed", form=","),
+        "parameters": show("parameters", form=","),
+        "fit s": show("fit_seconds", form=".2f"),
     }
     unconverged = results.get("not_converged", ())
     rows = [
@@ -351,7 +351,7 @@ def parts_of(document: Document) -> list[Part]:
     return parts
 
 
-_figure = functools.partial(cell, form=".3f", leading_zero=False)
+_figure = functools.partial(show, form=".3f", leading_zero=False)
 """A figure with its interval, in the tables of single commands."""
 
 
@@ -404,10 +404,10 @@ def layer_tables(document: Document) -> list[TextTable]:
             f"vector in the null space: {direction['expected_fraction']:.3f}",
             direction["rows"],
             {
-                "block": cell("layer", form=""),
+                "block": show("layer", form=""),
                 "gap / norm": lambda row: f"{row['gap'] / row['length']:.4f}",
-                "mean norm": cell("length", form=".3f"),
-                "fraction in the null space": cell("null_space_fraction", form=".3f"),
+                "mean norm": show("length", form=".3f"),
+                "fraction in the null space": show("null_space_fraction", form=".3f"),
             },
         ),
         table_of(
@@ -415,12 +415,12 @@ def layer_tables(document: Document) -> list[TextTable]:
             document["sweep"],
             {
                 "block": lambda row: str(row["layer"]) if row["layer"] else "none",
-                "c": cell("strength", form="+g"),
+                "c": show("strength", form="+g"),
                 "ECE": _figure("held_out", "ece"),
                 "MCE": _figure("held_out", "mce"),
                 "accuracy": _figure("held_out", "accuracy"),
                 "confidence": _figure("held_out", "confidence"),
-                "ECE, half that chooses": cell("fit", "ece"),
+                "ECE, half that chooses": show("fit", "ece"),
                 "": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
             },
         ),
@@ -428,25 +428,25 @@ def layer_tables(document: Document) -> list[TextTable]:
             "entropy neurons: large norm, small direct effect on the logits",
             document["neurons"],
             {
-                "block": cell("layer", form=""),
-                "neuron": cell("index", form=""),
-                "norm": cell("norm", form=".4g"),
+                "block": show("layer", form=""),
+                "neuron": show("index", form=""),
+                "norm": show("norm", form=".4g"),
                 "norm, percentile": lambda row: f"{row['norm_percentile']:.0f}%",
-                "logit variance": cell("logit_variance", form=".2e"),
+                "logit variance": show("logit_variance", form=".2e"),
                 "percentile": lambda row: f"{row['logit_variance_percentile']:.0f}%",
-                "fraction in the null space": cell("null_space_fraction", form=".3f"),
+                "fraction in the null space": show("null_space_fraction", form=".3f"),
             },
         ),
         table_of(
             "the entropy neurons of the last block changed, beside others of equal norm; held-out half",
             document["ablation"],
             {
-                "change": cell("name"),
-                "entropy": cell("entropy"),
-                "confidence": cell("confidence"),
-                "accuracy": cell("accuracy"),
-                "ECE": cell("ece"),
-                "NLL": cell("nll"),
+                "change": show("name"),
+                "entropy": show("entropy"),
+                "confidence": show("confidence"),
+                "accuracy": show("accuracy"),
+                "ECE": show("ece"),
+                "NLL": show("nll"),
             },
         ),
     ]
@@ -460,14 +460,14 @@ def layer_table(document: Document) -> TextTable:
         f"layers: {layers['tokens']:,} {unit}, {layers['readout']} [95% interval]; same token: as the last layer's",
         layers["curves"],
         {
-            "layer": cell("layer", form=""),
+            "layer": show("layer", form=""),
             "accuracy": _figure("accuracy"),
             "confidence": _figure("confidence"),
             "ECE": _figure("ece"),
             "MCE": _figure("mce"),
             "entropy": _figure("entropy"),
             "KL to last": _figure("kl"),
-            "same token": cell("agreement", form=".3f"),
+            "same token": show("agreement", form=".3f"),
         },
         order=(3, 2, 7, 1, 5, 6, 4),
         best=(layers["phase"]["settled"],),
@@ -480,11 +480,11 @@ def layer_subjects(document: Document) -> TextTable:
         "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
         document["subjects"],
         {
-            "subject": cell("subject"),
-            unit_of(document["held_out"]): cell("questions", form=","),
-            "confidence": cell("confidence", form=".3f"),
+            "subject": show("subject"),
+            unit_of(document["held_out"]): show("questions", form=","),
+            "confidence": show("confidence", form=".3f"),
             "accuracy": _figure("accuracy"),
-            "confidence - accuracy": cell("gap", form="+.3f"),
+            "confidence - accuracy": show("gap", form="+.3f"),
         },
     )
 
@@ -502,12 +502,12 @@ def subject_table(task: str, results: Row) -> TextTable:
     """A row for each subject of a task, first the one on which the uncalibrated model is the most overconfident."""
     methods = list(results["methods"])
     columns = {
-        "subject": cell("subject"),
-        "questions": cell("questions", form=","),
+        "subject": show("subject"),
+        "questions": show("questions", form=","),
         "accuracy, uncalibrated": _figure("accuracy"),
     }
     for method in methods:
-        columns[f"confidence, {title_of(method)}"] = cell("methods", method, "confidence", form=".3f")
+        columns[f"confidence, {title_of(method)}"] = show("methods", method, "confidence", form=".3f")
         columns[f"ECE, {title_of(method)}"] = _figure("methods", method, "ece")
     return table_of(
         f"subjects of {task} [95% interval: Wilson's for accuracy, over questions for ECE]",
@@ -548,21 +548,48 @@ def text_table(document: Document) -> TextTable:
                 row["analogies"] = f"{100 * score['accuracy']:.1f} ± {100 * score['error']:.1f}"
             rows.append(row)
     columns = {
-        "model, myopic temperature": cell("name"),
-        "log p of a token": cell("likelihood"),
-        "distinct-2": cell("distinct_2", form=".3f"),
-        "repeated 4-grams": cell("repetition", form=".3f"),
-        "analogies, %": cell("analogies"),
-        "distinct-1": cell("distinct_1", form=".3f"),
-        "distinct-3": cell("distinct_3", form=".3f"),
-        "self-BLEU": cell("self_bleu", form=".1f"),
-        "NLL, held-out text": cell("nll"),
+        "model, myopic temperature": show("name"),
+        "log p of a token": show("likelihood"),
+        "distinct-2": show("distinct_2", form=".3f"),
+        "repeated 4-grams": show("repetition", form=".3f"),
+        "analogies, %": show("analogies"),
+        "distinct-1": show("distinct_1", form=".3f"),
+        "distinct-3": show("distinct_3", form=".3f"),
+        "self-BLEU": show("self_bleu", form=".1f"),
+        "NLL, held-out text": show("nll"),
     }
     if not analogies:
         del columns["analogies, %"]
     if any(row["self_bleu"] is None for row in rows):
         del columns["self-BLEU"]
     return table_of("text of each model, ± standard error; log p under the pretrained model, nats", rows, columns)
+
+
+# --- eval bounds ---
+
+
+def bounds_table(document: Document) -> TextTable:
+    """A row for each model: its smallest entropy and largest confidence, and what they follow from."""
+    columns = {
+        "model": show("model"),
+        "V": show("vocab_size", form=","),
+        "D": show("hidden_size", form=","),
+        "least entropy, nats": lambda row: scientific(row["bound"]["log_entropy"]),
+        "1 - largest confidence": lambda row: scientific(row["log_one_minus_confidence"]),
+        "|logits| at most": show("logit_norm", form=".4g"),
+        "log V": show("bound", "uniform_entropy", form=".3f"),
+        "soft-cap": show("softcap", form="g", absent="-"),
+    }
+    title = "bounds from the final norm and the unembedding"
+    return table_of(title, document["models"], columns, order=(3, 4, 1, 2, 5, 6))
+
+
+def scientific(log_value: float) -> str:
+    """e^log_value as text, even where a float cannot hold it."""
+    exponent = math.floor(log_value / math.log(10))
+    if -4 <= exponent < 4:
+        return f"{math.exp(log_value):.4f}"
+    return f"{math.exp(log_value - exponent * math.log(10)):.2f}e{exponent:+d}"
 
 
 # --- plan ---

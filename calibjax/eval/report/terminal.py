@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from calibjax.eval.report.notes import Verdict, comparison_verdict, conventions, notes_of, verdict
+from calibjax.eval.report.notes import Verdict, bounds_verdict, comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import (
     Row,
     TextTable,
+    bounds_table,
     comparison_table,
     failures,
     held_out_table,
@@ -89,6 +90,17 @@ def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
     )
     notes = [*failures(held_out), tests, conventions(held_out)]
     print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
+
+
+def print_bounds(document: Document, *, files: str = "") -> None:
+    """Prints which model is limited the most, a table of the bounds of each model, how to read it, and `files`."""
+    note = (
+        "|logits|: the largest singular value of the centred unembedding times the final norm's scale, times √D; "
+        "the smallest entropy follows from it (eq. 5). 1 - largest confidence: from the longest row, a tighter "
+        "bound. Confidence can grow with D and is limited by V: a model with small D and large V cannot become "
+        "very confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
+    )
+    print_result(bounds_verdict(document), bounds_table(document), notes=[note], files=files)
 
 
 def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
