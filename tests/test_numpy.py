@@ -28,7 +28,7 @@ def loss(hidden, w, bias, targets, where):
 
 
 def consistency(clusters, answer):
-    return CONFIDENCES["consistency"].function(Evidence(clusters=clusters, answer=answer))
+    return CONFIDENCES["consistency"](Evidence(clusters=clusters, answer=answer))
 
 
 CALLS = {

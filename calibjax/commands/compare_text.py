@@ -43,9 +43,9 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
-    reads = {field for name in others for field in METHODS[name].fit_reads}
+    needed_fields = {field for name in others for field in METHODS[name].fit_reads}
     limit = options.max_tokens
-    if "logits" in reads:
+    if "logits" in needed_fields:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
     fit, held_out = (limit_tokens(part, limit, options.seed) for part in parts)
     counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
@@ -81,9 +81,9 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
         fitted = outcome_of(FittedHead.constant(lm), fit)
         with jax.set_mesh(mesh):
             linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
-            matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in reads else None
-            calibration = _predictions(lm, fit, fitted, batch_size, reads, matrix)
-            testing = _predictions(lm, held_out, base, batch_size, reads, matrix)
+            matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in needed_fields else None
+            calibration = _predictions(lm, fit, fitted, batch_size, needed_fields, matrix)
+            testing = _predictions(lm, held_out, base, batch_size, needed_fields, matrix)
         more, left_out = contenders(calibration, testing, base, others, include_large=include_large)
         rows |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
@@ -107,11 +107,11 @@ def _predictions(
     sequences: Sequences,
     outcome: Outcome,
     batch_size: int,
-    reads: Collection[str],
+    fields: Collection[str],
     unembedding: np.ndarray | None,
 ) -> Predictions:
     """The tokens that count, with what the methods read."""
-    values: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in reads}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in fields}
     compute = {"features": lm.hidden_states, "logits": lm.logits}
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         where = np.array(to_host(batch["where"]))

@@ -83,38 +83,32 @@ def evidence(n=40, k=6, seed=1):
 def test_laws(name):
     """In [0, 1]; names of the clusters and the order of the samples do not matter; jit gives the same."""
     method, data = CONFIDENCES[name], evidence()
-    reads = Evidence(**{field: getattr(data, field) for field in method.reads})  # and nothing else
-    want = np.asarray(method.function(reads))
+    fields = {field: data[field] for field in method.fields}  # and nothing else
+    want = np.asarray(method(fields))
     assert want.shape == (40,)
     assert want.dtype == np.float32
     assert want.min() >= 0
     assert want.max() <= 1
-    np.testing.assert_allclose(jax.jit(method.function)(reads), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(method)(fields), want, atol=1e-6)
     order, renamed = np.random.default_rng(2).permutation(6), np.array([7, 2, 9, 4])
-    shuffled = reads._replace(
-        clusters=None if reads.clusters is None else renamed[reads.clusters[:, order]],
-        answer=None if reads.answer is None else renamed[reads.answer],
-        **{
-            field: value[:, order]
-            for field, value in reads._asdict().items()
-            if field in ("sample_log_probs", "traces", "distinct") and value is not None
-        },
-    )
-    np.testing.assert_allclose(method.function(shuffled), want, atol=1e-6)
+    of_samples = {"clusters", "sample_log_probs", "traces", "distinct"}
+    shuffled = {field: value[:, order] if field in of_samples else value for field, value in fields.items()}
+    shuffled |= {field: renamed[shuffled[field]] for field in ("clusters", "answer") if field in shuffled}
+    np.testing.assert_allclose(method(shuffled), want, atol=1e-6)
 
 
 class Answer:
     """What is known of answer n, in float64."""
 
     def __init__(self, data, n):
-        there = np.isfinite(data.tokens[n])
-        each = data.distributions[n][there].astype(np.float64)
+        there = np.isfinite(data["tokens"][n])
+        each = data["distributions"][n][there].astype(np.float64)
         self.entropy, self.p = each[:, 0], np.exp(each[:, 1:])
         self.negentropy = 1 + (self.p * np.log(self.p)).sum(axis=1) / math.log(8)
-        self.own = np.exp(data.tokens[n][there].astype(np.float64).mean())
-        self.same = data.clusters[n] == data.answer[n]
-        self.distinct = np.exp(data.sample_log_probs[n].astype(np.float64)) * data.distinct[n]
-        self.group, self.tail = data.traces[n].T.astype(np.float64)
+        self.own = np.exp(data["tokens"][n][there].astype(np.float64).mean())
+        self.same = data["clusters"][n] == data["answer"][n]
+        self.distinct = np.exp(data["sample_log_probs"][n].astype(np.float64)) * data["distinct"][n]
+        self.group, self.tail = data["traces"][n].T.astype(np.float64)
 
 
 FORMULAS = {
@@ -135,8 +129,8 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_further_confidences_by_their_formulas(name):
     data = evidence()
-    want = [FORMULAS[name](Answer(data, n)) for n in range(len(data.answer))]
-    np.testing.assert_allclose(CONFIDENCES[name].function(data), want, atol=1e-6)
+    want = [FORMULAS[name](Answer(data, n)) for n in range(len(data["answer"]))]
+    np.testing.assert_allclose(CONFIDENCES[name](data), want, atol=1e-6)
 
 
 OF_TOKENS = {
@@ -277,11 +271,11 @@ def golden_evidence():
 def test_other_libraries(name, library):
     data = golden_evidence()
     if name.startswith("entropy of "):  # they give nats, we a confidence
-        got = semantic_entropy(data.clusters, data.sample_log_probs if name.endswith("probability") else None)
+        got = semantic_entropy(data["clusters"], data["sample_log_probs"] if name.endswith("probability") else None)
     elif name == "perplexity":
-        got = 1 / CONFIDENCES["length_normalised"].function(data)
+        got = 1 / CONFIDENCES["length_normalised"](data)
     else:
-        got = CONFIDENCES[name].function(data)
+        got = CONFIDENCES[name](data)
     want = np.array(GOLDENS["methods"][name][library])
     worst = np.abs(np.asarray(got) - want).max()
     print(f"{name}, {library} {GOLDENS['versions'][library]}: worst difference {worst:.1e}")

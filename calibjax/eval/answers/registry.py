@@ -4,8 +4,8 @@ Example:
     >>> import jax.numpy as jnp
     >>> evidence = Evidence(clusters=jnp.array([[0, 0, 1, 0]]), answer=jnp.array([0]))
     >>> for name, confidence in CONFIDENCES.items():
-    ...     if all(getattr(evidence, field) is not None for field in confidence.reads):
-    ...         print(name, f"{float(confidence.function(evidence)[0]):.3f}")
+    ...     if evidence.keys() >= set(confidence.fields):
+    ...         print(name, f"{float(confidence(evidence)[0]):.3f}")
     agreement 0.750
     entropy 0.189
     first_second 0.500
@@ -13,9 +13,10 @@ Example:
     discrete_semantic_entropy 0.594
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ from calibjax.eval.answers.probe_features import PROBES
 from calibjax.runtime.arrays import AnyArray
 
 
-class Evidence(NamedTuple):
-    """What is known of the answers to N questions; a confidence needs the fields of `Confidence.reads`.
+class Evidence(TypedDict, total=False):
+    """What is known of the answers to N questions; a confidence needs those of `Confidence.fields`.
 
     Attributes:
         tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
@@ -53,33 +54,32 @@ class Evidence(NamedTuple):
         log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probe_features`).
     """
 
-    tokens: Float[AnyArray, "N T"] | None = None
-    distributions: Float[AnyArray, "N T _"] | None = None
-    clusters: Int[AnyArray, "N K"] | None = None
-    answer: Int[AnyArray, " N"] | None = None
-    sample_log_probs: Float[AnyArray, "N K"] | None = None
-    traces: Float[AnyArray, "N K 2"] | None = None
-    distinct: Bool[AnyArray, "N K"] | None = None
-    two_way: Float[AnyArray, "N 2"] | None = None
-    stated: Float[AnyArray, " N"] | None = None
-    log_odds: Float[AnyArray, " N"] | None = None
+    tokens: Float[AnyArray, "N T"]
+    distributions: Float[AnyArray, "N T _"]
+    clusters: Int[AnyArray, "N K"]
+    answer: Int[AnyArray, " N"]
+    sample_log_probs: Float[AnyArray, "N K"]
+    traces: Float[AnyArray, "N K 2"]
+    distinct: Bool[AnyArray, "N K"]
+    two_way: Float[AnyArray, "N 2"]
+    stated: Float[AnyArray, " N"]
+    log_odds: Float[AnyArray, " N"]
 
 
-class Confidence(NamedTuple):
-    """One confidence: a jittable function from `Evidence` to float32 `[N]` in [0, 1], and the fields that it reads."""
+@dataclasses.dataclass(frozen=True)
+class Confidence:
+    """One confidence: a jittable function to float32 `[N]` in [0, 1], and the fields of `Evidence` that it takes."""
 
-    function: Callable[[Evidence], Float[Array, " N"]]
-    reads: tuple[str, ...]
+    function: Callable[..., Float[Array, " N"]]
+    fields: tuple[str, ...]
+
+    def __call__(self, evidence: Mapping[str, Any]) -> Float[Array, " N"]:
+        return self.function(*(evidence[field] for field in self.fields))
 
 
-def _confidence(function: Callable[..., Any], *reads: str) -> Confidence:
-    """A function that takes the fields that it reads, in their order."""
-    return Confidence(lambda evidence: function(*(getattr(evidence, field) for field in reads)), reads)
-
-
-def _by_name(names: Iterable[str], function: Callable[..., Any], *reads: str) -> dict[str, Confidence]:
-    """Confidences of a function that takes their name before the fields that they read."""
-    return {name: _confidence(functools.partial(function, name), *reads) for name in names}
+def _by_name(names: Iterable[str], function: Callable[..., Any], *fields: str) -> dict[str, Confidence]:
+    """Confidences of a function that takes their name before its fields."""
+    return {name: Confidence(functools.partial(function, name), fields) for name in names}
 
 
 def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
@@ -92,7 +92,7 @@ def _cocoa(tokens: Any, clusters: Any, answer: Any) -> Float[Array, " N"]:
 
 
 def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
-    """One half, which says nothing, where the statement cannot be read."""
+    """The stated confidence; 0.5 where the statement cannot be read."""
     return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
 
 
@@ -100,18 +100,18 @@ CONFIDENCES: dict[str, Confidence] = {
     **_by_name(get_args(TextConfidence), answer_confidence, "tokens"),
     **_by_name(get_args(DistributionConfidence), token_confidence, "tokens", "distributions"),
     **_by_name(get_args(SampleConfidence), answer_confidence, "clusters"),
-    "consistency": _confidence(semantic_confidence, "clusters", "answer"),
-    "deepconf_group": _confidence(functools.partial(_weighted_consistency, 0), "clusters", "answer", "traces"),
-    "deepconf_tail": _confidence(functools.partial(_weighted_consistency, 1), "clusters", "answer", "traces"),
-    "cocoa": _confidence(_cocoa, "tokens", "clusters", "answer"),
-    "semantic_density": _confidence(semantic_density, "clusters", "answer", "sample_log_probs", "distinct", "tokens"),
-    "semantic_confidence": _confidence(semantic_confidence, "clusters", "answer", "sample_log_probs"),
-    "semantic_entropy": _confidence(entropy_confidence, "clusters", "sample_log_probs"),
-    "discrete_semantic_entropy": _confidence(entropy_confidence, "clusters"),
-    "p_true": _confidence(two_way_confidence, "two_way"),
-    "p_not_none": _confidence(two_way_confidence, "two_way"),
-    "verbalised": _confidence(_stated_confidence, "stated"),
-    "verbalised_words": _confidence(_stated_confidence, "stated"),
-    **{name: _confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), "log_odds") for name in PROBES},
+    "consistency": Confidence(semantic_confidence, ("clusters", "answer")),
+    "deepconf_group": Confidence(functools.partial(_weighted_consistency, 0), ("clusters", "answer", "traces")),
+    "deepconf_tail": Confidence(functools.partial(_weighted_consistency, 1), ("clusters", "answer", "traces")),
+    "cocoa": Confidence(_cocoa, ("tokens", "clusters", "answer")),
+    "semantic_density": Confidence(semantic_density, ("clusters", "answer", "sample_log_probs", "distinct", "tokens")),
+    "semantic_confidence": Confidence(semantic_confidence, ("clusters", "answer", "sample_log_probs")),
+    "semantic_entropy": Confidence(entropy_confidence, ("clusters", "sample_log_probs")),
+    "discrete_semantic_entropy": Confidence(entropy_confidence, ("clusters",)),
+    "p_true": Confidence(two_way_confidence, ("two_way",)),
+    "p_not_none": Confidence(two_way_confidence, ("two_way",)),
+    "verbalised": Confidence(_stated_confidence, ("stated",)),
+    "verbalised_words": Confidence(_stated_confidence, ("stated",)),
+    **{name: Confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), ("log_odds",)) for name in PROBES},
 }
 """Name -> confidence. 1/perplexity of an answer is length_normalised."""

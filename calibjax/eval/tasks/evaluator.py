@@ -15,7 +15,7 @@ from calibjax.eval.answers.clusters import clusters_of, exact_clusters, find_clu
 from calibjax.eval.answers.confidence import answer_confidence, semantic_confidence, trace_confidence
 from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
-from calibjax.eval.answers.registry import CONFIDENCES, Evidence
+from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
 from calibjax.eval.tasks.answer_files import Answers, OptionTemperature, Samples, read_samples, resumed, write_samples
 from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
@@ -398,7 +398,7 @@ class TaskEvaluator:
 
     def _reads(self, field: str) -> bool:
         """Whether a further confidence reads this field of `Evidence`."""
-        return any(field in CONFIDENCES[name].reads for name in self.options.further_confidences)
+        return any(field in CONFIDENCES[name].fields for name in self.options.further_confidences)
 
     def _further_confidences(
         self, batch: Batch, written: Written, evidence: dict[str, Any]
@@ -424,8 +424,8 @@ class TaskEvaluator:
             elif name in STATED:
                 evidence["stated"] = self._stated(name, STATED[name], written)
             confidence = CONFIDENCES[name]
-            fields = {field: evidence[field] for field in confidence.reads}
-            rows.append(np.asarray(jax.jit(confidence.function)(Evidence(**fields)), np.float32))
+            arrays = [evidence[field] for field in confidence.fields]
+            rows.append(np.asarray(jax.jit(confidence.function)(*arrays), np.float32))
         return np.stack(rows)
 
     def _samples(self, batch: Batch, written: Written, suffix: str = "") -> Samples:
