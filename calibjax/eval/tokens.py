@@ -13,7 +13,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
-from calibjax.heads import FittedHead
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import top_logits
 from calibjax.kernels.api import hold_logits
 from calibjax.kernels.platforms import platform
@@ -22,6 +22,7 @@ from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, frozen_arrays, stats_at, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences, place_model
+from calibjax.runtime.arrays import ceil_div, round_up
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import batch_shards, context_mesh
@@ -64,24 +65,22 @@ _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
 def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, compact=False):
-    """Sums and outputs of every method on one batch; a configuration of None is the base model. All methods share the
-    frozen forward pass, and the base model's statistics where heads have features of them.
+    """Sums and outputs of every method on one batch; a configuration of None is the base model.
 
+    All methods share the frozen forward pass, and the base model's statistics where heads have features of them.
     `compact`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all methods;
     not for tokens that several devices hold.
     """
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    heads = list(zip(head_configs, head_arrays, strict=True))
+    heads = [config and (config, arrays) for config, arrays in zip(head_configs, head_arrays, strict=True)]
+    read = {statistic for config in head_configs if config for statistic in config.statistics}
 
     def log_scale_of(head, tokens, base=None):
-        config, arrays = head
-        return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
+        return batch_log_scale(model_config, *head, frozen, tokens, dtype=dtype, stats=base)
 
-    # Heads that read other tokens have their features from all of them.
-    wide = [config is not None and (config.attends or config.pooling == "sequence") for config in head_configs]
-    given = [log_scale_of(head, shared) if is_wide else None for head, is_wide in zip(heads, wide, strict=True)]
-    read = {statistic for config in head_configs if config for statistic in config.statistics}
+    # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
+    given = [log_scale_of(head, shared) if head and _reads_other_tokens(head[0]) else None for head in heads]
 
     def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
@@ -92,17 +91,18 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
             stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **options)
         else:
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
-        zeros, base, results = jnp.zeros(tokens["where"].shape, jnp.float32), None, []
-        if read or None in head_configs:
+        zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
+        base: Any = None
+        if read or None in heads:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
+        results = []
         for head, log_scale in zip(heads, log_scales, strict=True):
-            config, stats = head[0], base
-            if config is None:
-                log_scale = zeros
+            if head is None:
+                stats, log_scale = base, zeros
             else:
-                log_scale = log_scale_of(head, tokens, base) if log_scale is None else log_scale
+                if log_scale is None:
+                    log_scale = log_scale_of(head, tokens, base)
                 stats = stats_of(log_scale, statistics=_STATISTICS)
-            assert stats is not None
             numbers = (stats.confidence(), stats.require("correct"), stats.log_prob(), stats.require("argmax"))
             results.append((*numbers, stats.valid, log_scale))
         return results
@@ -117,11 +117,15 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     return results
 
 
+def _reads_other_tokens(config: HeadConfig) -> bool:
+    return config.attends or config.pooling == "sequence"
+
+
 def _in_blocks(function, shared):
     """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at the tokens' places, else 0."""
     where = shared[0]["where"]
     width = _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
-    (places,) = jnp.nonzero(where.reshape(-1), size=-(-where.size // width) * width, fill_value=where.size)
+    (places,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
     flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), shared)
 
     def take(place):
@@ -133,7 +137,7 @@ def _in_blocks(function, shared):
 
     shapes = jax.eval_shape(lambda: function(take(places[:width])))
     results = jax.tree.map(lambda x: jnp.zeros(where.size, x.dtype), shapes)
-    results = jax.lax.fori_loop(0, -(-jnp.sum(where) // width), step, results)
+    results = jax.lax.fori_loop(0, ceil_div(jnp.sum(where), width), step, results)
     return jax.tree.map(lambda x: x.reshape(where.shape), results)
 
 
@@ -169,8 +173,8 @@ def evaluate_tokens(
     batch_size = even_batch_size(len(sequences.tokens), batch_size)
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         static = (lm.config, configs, lm.dtype, bins, closed)
-        results = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
-        for name, (sums, values, valid, grid) in zip(names, results, strict=True):
+        outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
+        for name, (sums, values, valid, grid) in zip(names, outputs_of_batch, strict=True):
             tokens = TokenOutputs(*values)
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
@@ -182,13 +186,13 @@ def evaluate_tokens(
         first += real
         bar.update(real)
     bar.close()
-    of_method = {}
+    results = {}
     for name in names:
         sums, tokens = jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]), None
         if keep_tokens:
             tokens = TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
-        of_method[name] = MethodResult(sums, histograms[name], grids[name], tokens)
-    return of_method
+        results[name] = MethodResult(sums, histograms[name], grids[name], tokens)
+    return results
 
 
 def results_json(
@@ -289,7 +293,7 @@ def evaluate(
         check_base(lm, head)
     named = {"uncalibrated": FittedHead.constant(lm), **named}
     shards = batch_shards(context.mesh)
-    batch_size = -(-batch_size // shards) * shards
+    batch_size = round_up(batch_size, shards)
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)
@@ -302,6 +306,8 @@ def evaluate(
 
 
 # --- a sample of tokens, for the heat map of a report ---
+
+_SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -325,27 +331,24 @@ def token_sample(
     before: FittedHead,
     after: FittedHead,
     *,
-    tokens: int = 400,
-    samples: int = 5,
-    alternatives: int = 5,
     batch_size: int = 8,
 ) -> dict[str, Any]:
     """Some sequences, token by token, under two heads, each cut between two words.
 
-    Of the sequences with enough scored targets, `samples` spread evenly, with at most `tokens` scored tokens in all.
+    Five sequences, spread evenly over those with enough scored targets, with at most 400 scored tokens in all.
 
     Returns:
         `{"sequences": [[token, ...], ...]}`. A token has `text`, `scored` (False for a prompt), `start` where it is the
         first of an example, of which a packed sequence has several, and, if scored, `right`;
         `confidence`, `probability` (of this token) and `entropy` (nats), each `[before, after]`; `temperature`
-        (after); and `top`, rows of `[text, before, after]` of the `alternatives` most likely tokens.
+        (after); and `top`, rows of `[text, before, after]` of the five most likely tokens.
     """
     scored = sequences.where.sum(axis=1)
-    each = -(-tokens // samples)
+    each = ceil_div(_SAMPLE_TOKENS, _SAMPLES)
     long = np.flatnonzero(scored >= min(each, scored.max()))
-    chosen = np.unique(long[np.linspace(0, len(long) - 1, samples).round().astype(int)])
+    chosen = np.unique(long[np.linspace(0, len(long) - 1, _SAMPLES).round().astype(int)])
     sequences = sequences.take(chosen)
-    count = min(alternatives, lm.config.vocab_size)
+    count = min(_ALTERNATIVES, lm.config.vocab_size)
     outputs = []
     for head in (before, after):
         frozen, parts = frozen_arrays(lm, head.config), []
@@ -358,7 +361,7 @@ def token_sample(
     rows: list[list[dict[str, Any]]] = []
     for s in range(len(sequences.tokens)):
         row: list[dict[str, Any]] = []
-        left = tokens // len(sequences.tokens)
+        left = _SAMPLE_TOKENS // len(sequences.tokens)
         for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break

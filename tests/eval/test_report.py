@@ -13,6 +13,7 @@ from assets import data_path, model_path
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
+from calibjax.eval import tokens
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import page
 from calibjax.eval.tokens import _whole_words, text_after, token_sample
@@ -25,13 +26,14 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "model")
 
 
-def test_sample_equals_the_dense_formula(model):
+def test_sample_equals_the_dense_formula(model, monkeypatch):
+    monkeypatch.setattr(tokens, "_SAMPLE_TOKENS", 23)
     with_tokenizer = load_model(model)
     made = make_lm(vocab_size=43)
     lm = LanguageModel.from_params(made.config, made.params, with_tokenizer.tokenizer)
     sequences = ragged(make_sequences(6, vocab_size=43))
     after = dataclasses.replace(FittedHead.constant(lm), params={"log_scale": np.float32(0.3)}, log_factor=-0.7)
-    sample = token_sample(lm, sequences, FittedHead.constant(lm), after, tokens=23, alternatives=4, batch_size=4)
+    sample = token_sample(lm, sequences, FittedHead.constant(lm), after, batch_size=4)
     entries = [entry for sequence in sample["sequences"] for entry in sequence if entry["scored"]]
     assert 15 <= len(entries) <= 23
     long = np.flatnonzero(sequences.where.sum(axis=1) >= 5)  # 23 tokens of 5 samples
@@ -49,7 +51,7 @@ def test_sample_equals_the_dense_formula(model):
             expected = (np.exp(row.max()), np.exp(row[target]), -(np.exp(row) * row).sum())
             got = tuple(entry[name][side] for name in ("confidence", "probability", "entropy"))
             np.testing.assert_allclose(got, expected, rtol=1e-3)
-            best = np.argsort(-row)[:4]
+            best = np.argsort(-row)[:5]
             assert [text for text, *_ in entry["top"]] == [
                 text_after(lm.tokenizer, sequences.tokens[s, t], i) for i in best
             ]
