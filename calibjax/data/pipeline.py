@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
 
@@ -88,8 +89,7 @@ def even_batch_size(rows: int, batch_size: int) -> int:
     sizes = {quarters * batch_size // (4 * shards) * shards for quarters in (2, 3, 4)} - {0}
 
     def cost(size: int) -> float:
-        number = -(-rows // size)
-        return number * (size + batch_size / 16)
+        return ceil_div(rows, size) * (size + batch_size / 16)
 
     return min(sizes, key=lambda size: (cost(size), -size))
 

@@ -31,6 +31,7 @@ from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
 from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
+from calibjax.runtime.arrays import ceil_div, round_up
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
@@ -247,7 +248,7 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
     if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
         return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
     shards = batch_shards(mesh)
-    return min(_BLOCK_OF_DEVICE, -(-tokens // shards)) * shards
+    return min(_BLOCK_OF_DEVICE, ceil_div(tokens, shards)) * shards
 
 
 def frozen_batch(
@@ -257,7 +258,8 @@ def frozen_batch(
     hidden, stored = _run(config, dtype, features, frozen, batch)
     rows, length = batch["targets"].shape
     width = _block_width(jax.sharding.get_abstract_mesh(), rows * length)
-    number = jnp.arange(-(-rows * length // width) * width, dtype=jnp.int32).reshape(-1, width) % (rows * length)
+    count = rows * length
+    number = jnp.arange(round_up(count, width), dtype=jnp.int32).reshape(-1, width) % count
 
     def block(number: Int[Array, " n"]) -> VocabCurves:
         return _block(config, dtype, top_k, frozen, hidden, batch["targets"], number // length, number % length)

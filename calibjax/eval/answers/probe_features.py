@@ -6,7 +6,6 @@ log-odds of the confidence are a linear function of the feature (`calibjax.train
 """
 
 import functools
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.models import LanguageModel, decoder
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.distributed import to_host
 
 _LAYERS = 4  # whose last token `layers` reads
@@ -116,7 +116,7 @@ def answer_features(
     sequences = [[*context, *answer] for context, answer in zip(contexts, answers, strict=True)]
     start = np.array([len(context) for context in contexts], np.int32)
     end = np.array([len(sequence) for sequence in sequences], np.int32)
-    width = math.ceil(max(end) / _WIDTH) * _WIDTH
+    width = round_up(int(max(end)), _WIDTH)
     tokens = np.zeros((count, min(width, lm.config.max_positions)), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence

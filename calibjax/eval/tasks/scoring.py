@@ -17,6 +17,7 @@ from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import FrozenArrays, batch_hidden, batch_log_scale, frozen_arrays, vocab_sharding
 from calibjax.nn.kv_cache import Cache, fork
+from calibjax.runtime.arrays import round_up
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows, take_states
@@ -106,7 +107,7 @@ class Scorer:
             check_base(lm, head)
         self.lm, self.max_length = lm, max_length or longest
         self._groups = batch_shards(lm.mesh)
-        self.batch_size = -(-batch_size // self._groups) * self._groups
+        self.batch_size = round_up(batch_size, self._groups)
         self._configs = tuple(head.config for head in heads.values())
         self._head_arrays = [head.arrays for head in heads.values()]
         self._frozen = frozen_arrays(lm, *self._configs)
@@ -256,7 +257,7 @@ class Scorer:
         lm = self.lm
         kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
         hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, cache)
-        places = np.zeros((-(-len(reads) // _READS) * _READS, 3), np.int32)
+        places = np.zeros((round_up(len(reads), _READS), 3), np.int32)
         places[: len(reads)] = reads
         pieces = [
             _read(*kinds, top_k, *arrays, hidden, log_scales, places[start : start + _READS])
