@@ -28,7 +28,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         expected = "expected responses of a server with choices"
-        raise UserError(f"{rows.name}: --tokens: {expected}, got {', '.join(columns)}.")
+        raise UserError(f"tokens: {rows.name}: {expected}, got {', '.join(columns)}.")
     elif "doc_id" in columns and "filtered_resps" in columns:
         flatten = _options
     else:
@@ -219,10 +219,8 @@ def _scored_tokens(row: Row) -> list[Row]:
         texts = _read_choices(row)
         ends = [_prompt_tokens(row) for text in texts if text.log_probs[0] is None]
     if len(ends) < len(texts) or not all(any(text.top) for text in texts):
-        raise UserError(
-            "--tokens: expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5): of tokens "
-            "that a model wrote itself, nothing says which were right."
-        )
+        scored = "expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5)"
+        raise UserError(f"tokens: {scored}: of tokens that a model wrote itself, nothing says which were right.")
     flat = itertools.chain.from_iterable(map(_token_rows, texts, ends))
     return [{**token_row, **_scalars(row)} for token_row in flat]
 

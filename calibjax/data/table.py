@@ -21,7 +21,7 @@ from calibjax.runtime.errors import UserError, user_path
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
-    "label, and optionally group and category; --columns confidence=NAME names a column"
+    "label, and optionally group and category; columns confidence=NAME names a column"
 )
 # What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
 _ROLES: dict[str, tuple[str, ...]] = {
@@ -167,11 +167,11 @@ def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
     """Splits a table at random by `seed` into (fit, held out), neither empty. Rows of one group stay on one side."""
-    check_fraction(fit_fraction, "--fit-fraction")
+    check_fraction(fit_fraction, "fit_fraction")
     rows = len(table)
     if not 1 <= fit_fraction * rows <= rows - 1:
         expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"
-        raise UserError(f"--fit-fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
+        raise UserError(f"fit_fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
     group = np.arange(rows) if table.groups is None else table.groups
     if not group.any():
         raise UserError("all rows are of one group: groups are not split, so expected at least two.")
@@ -217,7 +217,7 @@ def _read_columns(
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
     if suffix == ".npz":
         if truth is not None:
-            raise UserError(f"{path}: arrays have no columns of another file. Leave out --truth.")
+            raise UserError(f"truth: {path} holds arrays, which have no columns of another file; leave it out.")
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
         return _RawColumns(arrays, names, rows, Skipped())
@@ -304,7 +304,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
     assigned = {}
     for role, column in columns.items():
         if role not in _ROLES:
-            raise UserError(f"--columns {role}={column}: expected one of {', '.join(_ROLES)} before the equals sign.")
+            raise UserError(f"columns: {role}={column}: expected one of {', '.join(_ROLES)} before the equals sign.")
         if column not in names:
             raise UserError(f"{path}: there is no column {column}; got: {_listed(names)}.")
         assigned[role] = column
@@ -318,7 +318,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         candidates = exact or similar or (numbered if len(numbered) > 1 else [])
         if len(candidates) > 1:
             several = ", ".join(candidates)
-            raise UserError(f"{path}: several columns could be {role}: {several}. Choose one: --columns {role}=NAME.")
+            raise UserError(f"{path}: several columns could be {role}: {several}. Choose one: columns {role}=NAME.")
         if candidates:
             assigned[role] = candidates[0]
     return assigned
@@ -421,7 +421,7 @@ class _Columns:
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
         expected = "0 to 1"
         if not words and np.nanmax(values, initial=0) > 1:
-            expected += " (of another range, such as 1 to 10? --columns confidence=NAME/10 divides by 10)"
+            expected += " (of another range, such as 1 to 10? columns confidence=NAME/10 divides by 10)"
         self._refuse(name, np.asarray(~((values >= 0) & (values <= 1))), expected)
         return values
 

@@ -59,7 +59,7 @@ def load_bleu() -> Any:
     try:
         from sacrebleu import sentence_bleu  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError("--self-bleu needs sacrebleu: pip install 'calibjax[bleu]'.") from error
+        raise UserError("self_bleu: sacrebleu is not installed: pip install 'calibjax[bleu]'.") from error
     return functools.partial(sentence_bleu, smooth_method="exp")
 
 

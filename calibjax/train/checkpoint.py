@@ -43,8 +43,9 @@ class Checkpoints:
         try:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OSError) as error:
+            reason = first_line(error)
             raise UserError(
-                f"{directory}: cannot be read ({first_line(error)}). Remove it to train from the first step."
+                f"{directory}: cannot be read ({reason}). Remove it to train from the first step."
             ) from error
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
@@ -100,10 +101,8 @@ class Checkpoints:
             return restored, items["data"]
         if damaged:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise UserError(
-                f"{self._manager.directory}: no checkpoint is whole ({reasons}). Remove this directory to train from "
-                "the first step."
-            )
+            directory = self._manager.directory
+            raise UserError(f"{directory}: no checkpoint is whole ({reasons}). Remove it to train from the first step.")
         return None
 
     def _read_jsons(self, step: int) -> dict[str, Any]:

@@ -277,10 +277,7 @@ def _check_penalty_and_steps(
 ) -> None:
     """Raises `UserError` where `weight_decay`, or an option of training in steps, is given that no head uses."""
     if options.weight_decay is not None and heads[0].is_linear_in_features and not has_penalty:
-        raise UserError(
-            "weight_decay: a linear head has a penalty on features as wide as the model only, such as hidden_states; "
-            "leave it out."
-        )
+        raise UserError("weight_decay: a linear head has a penalty on hidden states and embeddings only; leave it out.")
     given = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
     if given and all(trial.is_solved(head) for head in heads for trial in trials):
         raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
@@ -330,7 +327,6 @@ def checked_alpha(loss: str, alpha: float | None) -> float | None:
             raise UserError(f"alpha: the loss {loss} has no such weight; leave it out, or choose another loss.")
         return None
     if alpha is not None and not (math.isfinite(alpha) and weight.limits.holds(alpha)):
-        raise UserError(
-            f"alpha: expected {weight.limits.expected(alpha)}, got {alpha} ({weight.meaning} of the loss {loss})."
-        )
+        limits = weight.limits.expected(alpha)
+        raise UserError(f"alpha: expected {limits}, got {alpha} ({weight.meaning} of the loss {loss}).")
     return weight.default if alpha is None else alpha

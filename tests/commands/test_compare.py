@@ -135,7 +135,7 @@ def test_split_keeps_groups_whole_and_no_part_empty(files):
     few = PredictionTable(Predictions(confidence=np.linspace(0, 1, 20), correct=np.arange(20) % 2.0), None)
     assert [len(part) for part in split_table(few, 0.05, 0)] == [1, 19]
     for fraction in (1e-9, 0.049, 0.951, 1 - 1e-9):
-        with pytest.raises(UserError, match=f"--fit-fraction: {fraction} of 20 rows leaves one part empty"):
+        with pytest.raises(UserError, match=f"^fit_fraction: {fraction} of 20 rows leaves one part empty"):
             split_table(few, fraction, 0)
 
 

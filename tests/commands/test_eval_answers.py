@@ -136,7 +136,7 @@ def test_probes(run, material, monkeypatch):
     monkeypatch.setattr(eval_tasks, "fit_probe", None)
     assert eval_tasks.run(probed, log=lambda _: None) == document
     assert (probed.out / "answers" / "triviaqa.jsonl").read_bytes() == before
-    with pytest.raises(UserError, match="--fit: it is for the options of multiple choice, and probes"):
+    with pytest.raises(UserError, match=r"^fit: it is for multiple choice, and probes"):
         eval_tasks.run(dataclasses.replace(probed, fit=True), log=lambda _: None)
 
 

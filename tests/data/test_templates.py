@@ -233,5 +233,5 @@ CALLS = FORMS["object"]
     ],
 )
 def test_what_a_template_cannot_write_is_refused(row, template, message):
-    with pytest.raises(UserError, match=rf"row 0 .*{message}.*--skip-broken"):
+    with pytest.raises(UserError, match=rf"row 0 .*{message}.*skip_broken"):
         tokenize([row], character_tokenizer(template))

@@ -214,7 +214,7 @@ def test_a_clustering_of_the_user():
     found = find_clustering(f"{__name__}:first_letter")
     clusters, answer = clusters_of(found, ["q"], ["b1"], [["a1", "b2", "b3"]])
     assert (clusters[0] == answer[0]).tolist() == [False, True, True]
-    with pytest.raises(UserError, match="--same nowhere:f: expected exact, normalised, numeric, or package"):
+    with pytest.raises(UserError, match=r"^clustering: expected exact, normalised, numeric, or package"):
         find_clustering("nowhere:f")
     with pytest.raises(UserError, match="expected a whole number for each of 2 answers"):
         clusters_of(lambda question, answers: [0], ["q"], ["a"], [["b"]])

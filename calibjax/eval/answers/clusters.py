@@ -16,7 +16,7 @@ from jaxtyping import Int
 from calibjax.eval.answers.judges import find_function, plain_text
 from calibjax.models import LanguageModel
 from calibjax.runtime.arrays import round_up
-from calibjax.runtime.errors import UserError, about, require_directory
+from calibjax.runtime.errors import UserError, require_directory
 
 Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
@@ -96,19 +96,18 @@ def nli_clustering(path: str) -> Clustering:
     `path` is the directory of a sequence-classification model of Hugging Face with a label "entailment", such as
     microsoft/deberta-large-mnli, which runs in PyTorch.
     """
-    require_directory(path, "same")
-    with about("--same"):
-        try:
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    require_directory(path, "clustering")
+    try:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForSequenceClassification.from_pretrained(path).eval().requires_grad_(False)
-        except (ImportError, OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"nli:{path}: cannot be loaded in PyTorch ({reason}).") from error
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForSequenceClassification.from_pretrained(path).eval().requires_grad_(False)
+    except (ImportError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"clustering: nli:{path} cannot be loaded in PyTorch ({reason}).") from error
     labels = {name.lower(): number for name, number in model.config.label2id.items()}
     if "entailment" not in labels:
-        raise UserError(f"--same nli:{path}: expected a label entailment, got {', '.join(labels)}.")
+        raise UserError(f"clustering: nli:{path}: expected a label entailment, got {', '.join(labels)}.")
 
     def entails(premise: str, conclusion: str) -> bool:
         logits = model(**tokenizer(premise, conclusion, truncation=True, return_tensors="pt")).logits
@@ -155,7 +154,7 @@ def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
         return hidden_clustering(lm)
     if name.startswith("nli:"):
         return nli_clustering(name.removeprefix("nli:"))
-    return find_function("--same", name, CLUSTERINGS, "(question, answers) -> a whole number for each answer")
+    return find_function("clustering", name, CLUSTERINGS, "(question, answers) -> a whole number for each answer")
 
 
 def clusters_of(
@@ -170,10 +169,8 @@ def clusters_of(
     for question, answer, drawn in zip(questions, answers, samples, strict=True):
         numbers = np.asarray(clustering(question, [answer, *drawn]))
         if numbers.shape != (len(drawn) + 1,) or not np.issubdtype(numbers.dtype, np.integer):
-            raise UserError(
-                f"--same: expected a whole number for each of {len(drawn) + 1} answers, got {numbers.dtype} "
-                f"{list(numbers.shape)} for {question[:60]!r}."
-            )
+            got = f"{numbers.dtype} {list(numbers.shape)} for {question[:60]!r}"
+            raise UserError(f"clustering: expected a whole number for each of {len(drawn) + 1} answers, got {got}.")
         rows.append(np.unique(numbers, return_inverse=True)[1].astype(np.int32))
     clusters = np.stack(rows) if rows else np.zeros((0, 1), np.int32)
     return clusters[:, 1:], clusters[:, 0]

@@ -52,10 +52,7 @@ def references(document: Mapping[str, Any]) -> list[str]:
         return [answer["value"], *answer["aliases"]] if answer.get("value") else list(answer["aliases"])
     if isinstance(answer, str):
         return [answer]
-    raise UserError(
-        f"a question with the fields {', '.join(document)}: expected right answers in correct_answers, answer or "
-        "answer.aliases."
-    )
+    raise UserError(f"expected answers in correct_answers, answer or answer.aliases, got {', '.join(document)}.")
 
 
 @functools.cache
@@ -69,7 +66,7 @@ def model_judge(path: str) -> Judge:
 
     if not is_hub_id(path):
         require_directory(path, "judge")
-    with about("--judge"):
+    with about("judge"):
         stored_dtype(path)
 
     @functools.cache
@@ -96,7 +93,7 @@ def find_judge(name: str) -> Judge:
     if ":" not in name and ("/" in name or Path(name).is_dir()):
         return model_judge(name)
     contract = "(prompt, answer, right answers) -> 0 to 1; or a model"
-    return find_function("--judge", name, {STRING_MATCH: string_match}, contract)
+    return find_function("judge", name, {STRING_MATCH: string_match}, contract)
 
 
 def find_function(option: str, name: str, known: Mapping[str, Function], contract: str) -> Function:
@@ -108,7 +105,7 @@ def find_function(option: str, name: str, known: Mapping[str, Function], contrac
         value = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         expected = f"{', '.join(known)}, or package.module:function, {contract}"
-        raise UserError(f"{option} {name}: expected {expected} ({error}).") from error
+        raise UserError(f"{option}: expected {expected}; got {name} ({error}).") from error
     if not callable(value):
-        raise UserError(f"{option} {name}: expected a function, got {type(value).__name__}.")
+        raise UserError(f"{option}: expected a function, got {name}, of type {type(value).__name__}.")
     return cast(Function, value)

@@ -59,9 +59,9 @@ class LayersOptions:
         """The blocks after which to edit a model of this depth; raises `UserError` for blocks that it has not."""
         swept = self.sweep_layers or tuple(range(1, depth + 1))
         if not all(1 <= layer <= depth for layer in swept):
-            raise UserError(f"--sweep-layers: expected blocks from 1 to {depth}, got {self.sweep_layers}.")
+            raise UserError(f"sweep_layers: expected blocks from 1 to {depth}, got {self.sweep_layers}.")
         if self.neuron_layers > depth:
-            raise UserError(f"--neuron-layers: expected 1 to {depth}, the model's blocks, got {self.neuron_layers}.")
+            raise UserError(f"neuron_layers: expected 1 to {depth}, the model's blocks, got {self.neuron_layers}.")
         return swept
 
 

@@ -94,12 +94,10 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
         try:
             same = read_json(file) == identity
         except ValueError as error:
-            raise UserError(f"{file}: not readable ({error}). Choose another --out, or remove this one.") from error
+            raise UserError(f"{file}: not readable ({error}). Choose another directory, or remove this one.") from error
         if not same:
-            raise UserError(
-                f"--out {directory}: its answers are of a model or head with other weights. Choose another directory, "
-                "or remove this one."
-            )
+            different = "its answers are of a model or head with other weights"
+            raise UserError(f"{directory}: {different}. Choose another directory, or remove this one.")
 
     on_first(claim)
 

@@ -111,7 +111,7 @@ def evaluate_tasks(
             context.log(f"task {name}: {evaluator.fit}")
         if evaluator.probe_names:
             if probes is None:
-                raise UserError("confidence: probes are fitted on questions: run calibjax eval tasks, or give probes.")
+                raise UserError("probes: expected a function that fits them, as in calibjax eval tasks, got none.")
             evaluator.probes = probes(evaluator)
     total = sum(len(e.question_numbers(part)) for e in evaluators.values() for part in e.task.parts.values())
     bar = context.bar(title="benchmarks", unit="question", total=total)
@@ -119,8 +119,7 @@ def evaluate_tasks(
     bar.close()
     empty = [name for name, joined in answers.items() if not joined.confidence.shape[1]]
     if empty:
-        named = ", ".join(empty)
-        raise UserError(f"--tasks {named}: every question has an option that is longer than the model reads.")
+        raise UserError(f"tasks: every question of {', '.join(empty)} has an option longer than the model reads.")
     names = [*heads, *options.further_confidences]
     if context.directory is not None and is_first():
         for name, joined in answers.items():

@@ -35,10 +35,8 @@ class Continued(NamedTuple):
 def room_for_context(max_new_tokens: int, max_length: int) -> int:
     """The number of tokens of a context that fit together with `max_new_tokens`; raises `UserError` if none do."""
     if not 1 <= max_new_tokens < max_length:
-        raise UserError(
-            f"max_gen_toks: expected 1 to {max_length - 1}, so that a context fits beside what is generated; got "
-            f"{max_new_tokens}."
-        )
+        expected = f"expected 1 to {max_length - 1}, so that a context fits beside what is generated"
+        raise UserError(f"max_gen_toks: {expected}; got {max_new_tokens}.")
     return max_length - max_new_tokens
 
 

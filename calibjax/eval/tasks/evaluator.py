@@ -101,7 +101,7 @@ class TaskEvaluator:
         for task in self.task.parts.values():
             kind, name, shots = task.OUTPUT_TYPE, task.config.task, self.shots(task)
             if self.options.fit and kind != "multiple_choice":
-                raise UserError(f"task {name}: --fit fits a temperature over options, and this task has none.")
+                raise UserError(f"fit: it fits a temperature over options, and the task {name} has none.")
             if kind not in ("multiple_choice", "generate_until"):
                 raise UserError(f"task {name}: expected multiple choice or free text, got {kind}.")
             split = _example_split(task)
@@ -110,10 +110,7 @@ class TaskEvaluator:
             examples = 0 if split is None or split == evaluated else len(task.dataset[split])
             examples = len(listed() if callable(listed) else listed) if listed else examples
             if shots > examples:
-                raise UserError(
-                    f"task {name}: {shots} examples before a question are asked for, and its data has {examples}. Give "
-                    "--shots 0."
-                )
+                raise UserError(f"shots: expected at most the {examples} examples of the task {name}, got {shots}.")
             if kind == "generate_until":
                 room_for_context(self.generation_options(task)["max_new_tokens"], self.model.max_length)
 
@@ -230,7 +227,7 @@ class TaskEvaluator:
         if longest > 1 and self.options.option_confidence == "full_vocabulary":
             self.context.log(
                 f"WARNING: options of up to {longest} tokens: among everything the model could write, the probability "
-                "of a text is near 0 and says nothing; --option-confidence options compares the options"
+                "of a text is near 0 and says nothing; the option confidence `options` compares the options"
             )
         unscored = [len(options) for options in questions]
         results = {}
@@ -316,7 +313,7 @@ class TaskEvaluator:
         bar.close()
         parts = self.task.parts
         if not labels:
-            raise UserError(f"--fit: no calibration question of {', '.join(parts)} has exactly one right option.")
+            raise UserError(f"fit: no calibration question of {', '.join(parts)} has exactly one right option.")
         width = max(row.shape[1] for row in rows)
         rows = [np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-np.inf) for row in rows]
         scales = [1.0]
@@ -491,7 +488,7 @@ class TaskEvaluator:
         batches = self._calibration_batches()
         if not batches:
             parts = ", ".join(self.task.parts)
-            raise UserError(f"--confidence {', '.join(names)}: {parts} has no questions to fit on.")
+            raise UserError(f"further_confidences: {parts} has no questions to fit {', '.join(names)} on.")
         columns: list[dict[str, np.ndarray]] = []
         needed = {PROBES[name].target for name in names}
         bar = self._calibration_bar(batches)

@@ -1,7 +1,7 @@
 """Benchmarks from local files, in the format that lm-eval's task definitions read from the hub.
 
 The files in `definitions/` include lm-eval's own, so that prompts, options and metrics are the harness's, and replace
-the download by these functions. They read the files under data/ of `CALIBJAX_ASSETS` or `--assets`.
+the download by these functions. They read the files under data/ of the assets.
 """
 
 import functools
@@ -55,10 +55,8 @@ def check_tasks(names: tuple[str, ...], assets: Path | None) -> "TaskManager":
     manager = task_manager(names, assets)
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown or not names:
-        raise UserError(
-            f"--tasks {', '.join(unknown)}: expected names of lm-eval's tasks, such as mmlu, arc_easy, hellaswag, "
-            "truthfulqa_mc1, triviaqa; `lm_eval ls tasks` lists them."
-        )
+        expected = "expected names such as mmlu, arc_easy or triviaqa, which `lm_eval ls tasks` lists"
+        raise UserError(f"tasks: {expected}; got {', '.join(unknown) or 'none'}.")
     return manager
 
 
@@ -77,8 +75,8 @@ def load_tasks(
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
             reason = str(error).strip().splitlines()[0]
-            hint = "" if at_hand else " Its questions come from the hub; --assets names a folder that has some of them."
-            raise UserError(f"--tasks {name}: cannot be loaded: {reason}.{hint}") from error
+            hint = "" if at_hand else " Its questions come from the hub; a folder of assets has some of them."
+            raise UserError(f"tasks: {name} cannot be loaded: {reason}.{hint}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
@@ -90,7 +88,7 @@ def find(name: str, assets: str | Path | None = None) -> Path:
     """The path of a file in the folder data/ of the assets; raises `UserError` if it is not there."""
     folder = assets_folder(assets)
     if folder is None:
-        raise UserError(f"data/{name}: set CALIBJAX_ASSETS, or give --assets, to the folder that holds it.")
+        raise UserError(f"assets: expected the folder that holds data/{name}; CALIBJAX_ASSETS may name it too.")
     path = folder / "data" / name
     if not path.is_file():
         raise UserError(f"{path} does not exist: expected the assets' folder, with data/{name} in it.")

@@ -54,7 +54,7 @@ class TasksOptions:
         text_confidence: confidence of a written answer, in place of the preset's.
         further_confidences: further confidences in written answers, such as consistency, semantic_entropy, p_true,
             verbalised or probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the
-            tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as --fit has them,
+            tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as `fit` has them,
             and kept in probes/.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
@@ -94,16 +94,15 @@ class TasksOptions:
     def check_methods(self, heads: bool) -> None:
         """Raises `UserError` for options that are unknown or cannot be used together."""
         if self.fit and self.resolved().option_confidence == "full_vocabulary":
-            raise UserError("--fit: expected a confidence among the options; give --option-confidence options.")
+            raise UserError("fit: expected a confidence among the options, such as options, got full_vocabulary.")
         if self.sample_calibrated and not heads:
-            raise UserError("--sample-calibrated: expected --head, whose distribution is sampled.")
+            raise UserError("sample_calibrated: expected a head, whose distribution is sampled.")
         if self.fit and set(self.further_confidences) & set(PROBES):
-            raise UserError(
-                "--fit: it is for the options of multiple choice, and probes for written answers: run each."
-            )
+            raise UserError("fit: it is for multiple choice, and probes are for written answers: run each alone.")
         unknown = [name for name in self.further_confidences if name not in CONFIDENCES]
         if unknown:
-            raise UserError(f"--confidence {', '.join(unknown)}: expected some of {', '.join(CONFIDENCES)}.")
+            known = ", ".join(CONFIDENCES)
+            raise UserError(f"further_confidences: expected some of {known}; got {', '.join(unknown)}.")
         find_judge(self.judge)
         if self.clustering != "hidden":
             find_clustering(self.clustering)
