@@ -117,10 +117,10 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 
 
 def _quiet_loops() -> None:
-    """Drops what TensorStore's threads print for each write that ends after Orbax has raised, or that it never began.
+    """Silences the messages of TensorStore's threads about writes that Orbax has given up.
 
-    They may print it after the command has ended: the hook and the filter stay. A signal's exception that a callback
-    drops, as JAX has one of the garbage collector, is not printed either: `signals` ends the command.
+    They may come after the command has ended, so the hook and the filter stay. The exception of a signal that is raised
+    in a callback, such as JAX's of the garbage collector, is not printed either: `signals` ends the command.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook

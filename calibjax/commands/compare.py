@@ -129,16 +129,11 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
     assert options.table is not None
     table = options.read_table(options.table, log, skip_broken=options.text.skip_broken)
     if len(table) < _FEWEST_ROWS:
-        raise UserError(
-            f"--table: {options.table}: {len(table)} rows are too few to fit and evaluate: expected at least "
-            f"{_FEWEST_ROWS}."
-        )
+        raise UserError(f"--table: {options.table}: expected at least {_FEWEST_ROWS} rows, got {len(table)}.")
     what = "label" if table.predictions.logits is not None else "correct"
     truth = np.asarray(table.predictions.labels if what == "label" else table.predictions.correct)
     if (truth == truth[0]).all():
-        raise UserError(
-            f"--table: {options.table}: {what} is {truth[0]:g} in every row: expected at least two different values."
-        )
+        raise UserError(f"--table: {options.table}: expected different values of {what}, got {truth[0]:g} in each row.")
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
     parts = split_table(table, options.fit_fraction, options.seed)
     calibration, held_out = (part.predictions for part in parts)
@@ -161,9 +156,7 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
         base = read_table(path, outcomes=False)
     expected, got = (np.shape(np.asarray(data.predictions.logits)) for data in (table, base))
     if not expected or expected != got:
-        raise UserError(
-            f"--base-table {path}: expected logits (or probabilities) of the same rows and options as those of "
-            f"--table, {list(expected)}, got {list(got)}."
-        )
+        shape = f"{list(expected)}, as --table has them"
+        raise UserError(f"--base-table {path}: expected logits or probabilities {shape}, got {list(got)}.")
     fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
     return np.asarray(fit.predictions.logits)

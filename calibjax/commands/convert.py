@@ -45,9 +45,7 @@ def run(options: ConvertOptions, log: Log = print) -> Document:
     if model.exists():
         source, out = (Path(os.path.realpath(path)) for path in (model, options.out))
         if source.is_relative_to(out) or out.is_relative_to(source):
-            raise UserError(
-                f"--out {options.out}, --model {options.model}: expected directories of which neither is in the other."
-            )
+            raise UserError(f"--out {options.out}: expected a directory that neither holds --model nor lies in it.")
         settings_files(model)
     with about("--out"):
         check_new_directory(options.out)

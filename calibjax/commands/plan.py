@@ -154,10 +154,8 @@ def _model(model: str) -> tuple[DecoderConfig, str]:
     if not folder.is_dir():
         repository = repository_of(model)
         if repository is None or "/" not in model:
-            raise UserError(
-                f"--model {model}: expected a hub id, a directory with config.json, a GGUF file, or one of "
-                f"{', '.join(sorted(SHAPES))}."
-            )
+            names = ", ".join(sorted(SHAPES))
+            raise UserError(f"--model {model}: expected a hub id, directory, GGUF file, or one of {names}.")
         folder = download(repository, "--model", ["config.json"])
     config = read_config(folder)
     content = json.loads((folder / "config.json").read_text())

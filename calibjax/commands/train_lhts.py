@@ -32,7 +32,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that
             are evaluated.
-        dtype: compute dtype, by default as of `train ats`; trained weights are float32 in any case.
+        dtype: compute dtype; the default is that of `train ats`. Trained weights are float32 in any case.
         partition: train the baseline of likelihood quantiles as well.
         myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.

@@ -33,7 +33,7 @@ class TrainSftOptions(
 
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest is held out.
-        dtype: compute dtype, by default as of `train ats`; trained weights are float32, frozen ones of this dtype.
+        dtype: compute dtype, and that of frozen weights; by default that of `train ats`. Trained weights are float32.
         save_dtype: dtype of the weights in model/; by default float32, or bfloat16 where frozen weights were.
         sft: how the model is trained.
     """

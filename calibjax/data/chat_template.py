@@ -26,7 +26,7 @@ LONGEST = 2**26  # characters of a text
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The text of `tokenizer.apply_chat_template(messages, tokenize=False, **options)`; errors as of `render_chats`."""
+    """The text of `tokenizer.apply_chat_template(messages, tokenize=False, **options)`; see `render_chats`."""
     return render_chats(tokenizer, [messages], **options)[0]
 
 

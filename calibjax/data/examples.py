@@ -131,8 +131,8 @@ def _encode(
     texts = [item.text for item in rendered]
     encoded: Any = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, **options)
     ranges = encoded["offset_mapping"] if offsets else [None] * len(texts)
-    for ids, places in zip(encoded["input_ids"], ranges, strict=True):
-        yield np.asarray(ids, np.int32), None if places is None else np.asarray(places, np.int64).reshape(-1, 2)
+    for ids, spans in zip(encoded["input_ids"], ranges, strict=True):
+        yield np.asarray(ids, np.int32), None if spans is None else np.asarray(spans, np.int64).reshape(-1, 2)
 
 
 def _encode_long(

@@ -62,7 +62,7 @@ def batches(
         parts = [order(int(epoch))[drawn[epochs == epoch] % rows] for epoch in np.unique(epochs)]
         return gather(np.concatenate(parts))
 
-    read = grain.ReadOptions(num_threads=0)  # all arrays are in memory: threads and prefetching bring nothing
+    read = grain.ReadOptions(num_threads=0)  # all arrays are in memory: threads and prefetching would gain nothing
     return iter(grain.MapDataset.range(steps).map(batch).to_iter_dataset(read))
 
 

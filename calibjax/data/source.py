@@ -341,10 +341,8 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
         if rows is not None:
             data = list(islice(data, rows))
     except Exception as error:
-        raise UserError(
-            f"{name!r} is neither a local file or directory nor an available dataset of the Hugging Face Hub "
-            f"(split {split!r}): {error}"
-        ) from error
+        what = "neither a local file or directory nor an available dataset of the Hugging Face Hub"
+        raise UserError(f"{name!r} is {what} (split {split!r}): {error}") from error
     if len(data) == 0:
         raise UserError(f"{name!r}, split {split!r}, holds no rows. Choose another split.")
     return Rows(data, name=name)

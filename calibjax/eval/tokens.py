@@ -77,7 +77,8 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     read = {statistic for config in head_configs if config for statistic in config.statistics}
 
     def log_scale_of(head, tokens, base=None):
-        return batch_log_scale(model_config, *head, frozen, tokens, dtype=dtype, stats=base)
+        config, arrays = head
+        return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
     given = [log_scale_of(head, shared) if head and _reads_other_tokens(head[0]) else None for head in heads]

@@ -99,18 +99,15 @@ class TuningOptions:
 
 
 def check_dense(config: DecoderConfig, remedy: str) -> None:
-    """Raises `UserError` for a mixture of experts, whose weights are not trained."""
+    """Raises `UserError` for a mixture of experts: the loss that balances the load of experts is not implemented."""
     if config.mixture is not None:
-        raise UserError(
-            f"{config.family} is a mixture of experts, whose weights are frozen here: the loss that balances the load "
-            f"of its experts is not implemented; {remedy}."
-        )
+        raise UserError(f"{config.family} is a mixture of experts, whose weights are frozen here; {remedy}.")
 
 
 def batch_states(model: DecoderConfig, params: Any, batch: Batch, **options: Any) -> Float[Array, "B T D"]:
     """`decoder.hidden_states` of a batch."""
-    places = {name: batch[name] for name in ("segment_ids", "positions")}
-    return decoder.hidden_states(model, params, batch["tokens"], **places, **options)
+    layout = {name: batch[name] for name in ("segment_ids", "positions")}
+    return decoder.hidden_states(model, params, batch["tokens"], **layout, **options)
 
 
 def over_vocabulary(

@@ -155,7 +155,7 @@ def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
     np.savez(tmp_path / "other.npz", logits=z[:, :4])
     _, _, error = compare(capsys, *table, "--base-table", tmp_path / "other.npz")
     assert "--base-table" in error
-    assert "expected logits (or probabilities) of the same rows and options" in error
+    assert "expected logits or probabilities [4000, 5], as --table has them, got [4000, 4]" in error
     assert "expected --table" in compare(capsys, "--model", "x", "--data", "y", *base)[2]
 
 
@@ -310,8 +310,8 @@ def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("confidence,correct\n" + "0.5,1\n0.4,1\n" * 9, "correct is 1 in every row"),
-        ("confidence,correct\n" + "0.5,1\n0.4,0\n" * 4, "8 rows are too few"),
+        ("confidence,correct\n" + "0.5,1\n0.4,1\n" * 9, "expected different values of correct, got 1 in each row"),
+        ("confidence,correct\n" + "0.5,1\n0.4,0\n" * 4, "expected at least 10 rows, got 8"),
         ("confidence,correct,caf\udce9\n" + "0.5,1,2\n0.4,0,2\n" * 9, "invalid UTF-8 in the first line"),
         ("logit_0,logit_2,label\n" + "1,2,0\n" * 9 + "1,2,1\n", "without a gap"),
         ("p_0,p_1,label\n" + ".5,.5,0\n" * 9 + ".5,.6,1\n", "p: row 9 holds [0.5, 0.6]"),

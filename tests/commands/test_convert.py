@@ -147,7 +147,7 @@ def test_convert_refuses_to_write_into_its_model(tmp_path, source, capsys):
         for name in (model, tmp_path / "link" / "model"):
             assert main(["convert", "--model", str(name), "--out", str(out)]) == 2, out
             assert "--out" in (error := capsys.readouterr().err)
-            assert "neither is in the other" in error, out
+            assert "neither holds --model nor lies in it" in error, out
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "empty").symlink_to("elsewhere")
     assert main(["convert", "--model", str(model), "--out", str(tmp_path / "empty")]) == 2

@@ -194,7 +194,7 @@ def test_sets():
     for recipe, (first, second) in expected.items():
         got = choose_sets(recipe, confidence, correct)
         np.testing.assert_array_equal(got, np.array([first, second], bool), err_msg=recipe)
-    with pytest.raises(UserError, match="direction wrong: none of 2 predictions belongs to the first"):
+    with pytest.raises(UserError, match=r"^direction: none of 2 predictions is in the first set of wrong"):
         choose_sets("wrong", confidence[2:], correct[2:])
 
 

@@ -4,7 +4,7 @@ neurons of the last MLPs with a large norm and a small direct effect on the logi
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,8 @@ def choose_sets(
         first = first & (confidence > correct.mean())
     if not first.any() or not second.any():
         empty = "first" if not first.any() else "second"
-        others = ", ".join(name for name in get_args(Recipe) if name != recipe)
-        raise UserError(
-            f"direction {recipe}: none of {len(correct):,} predictions belongs to the {empty} of its two sets. Give "
-            f"more text or questions, or another direction ({others})."
-        )
+        reason = f"none of {len(correct):,} predictions is in the {empty} set of {recipe}"
+        raise UserError(f"direction: {reason}; give more text or questions, or another direction.")
     return first, second
 
 
