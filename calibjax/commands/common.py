@@ -126,6 +126,9 @@ class OutputOptions(JsonOptions):
     quiet: bool = presentation(False)
     seed: Seed = 0
 
+    def check(self) -> None:
+        """Raises `UserError` where options do not fit together."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOutputOptions(OutputOptions):
@@ -389,8 +392,7 @@ def begin(command: str, options: Any, log: Log) -> RunContext:
     It reads the first row of local data, so that a wrong path or column is found before the model is loaded.
     """
     check_options(options)
-    if hasattr(options, "check"):
-        options.check()
+    options.check()
     track: TrackerName = getattr(options, "track", "tensorboard")
     check_tracker(track)
     mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])

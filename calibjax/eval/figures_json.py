@@ -1,5 +1,6 @@
 """Figures of one method, from its sums, and of subjects, as plain data: for every kind of prediction."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,11 @@ def differences_of(
         if one is not None and two is not None:
             out[name] = metrics.compare_resamples(one - two, first[name], second[name])._asdict()
     return out
+
+
+def finite_or_none(value: float) -> float | None:
+    """A figure as JSON holds it: null where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:

@@ -123,20 +123,20 @@ def _reads_other_tokens(config: HeadConfig) -> bool:
 
 
 def _in_blocks(function, shared):
-    """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at the tokens' places, else 0."""
+    """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at these tokens, else 0."""
     where = shared[0]["where"]
     width = _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
-    (places,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
+    (indices,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
     flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), shared)
 
-    def take(place):
-        return jax.tree.map(lambda x: x.at[place].get(mode="fill", fill_value=0)[None], flat)
+    def take(index):
+        return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0)[None], flat)
 
     def step(number, results):
-        place = jax.lax.dynamic_slice_in_dim(places, number * width, width)
-        return jax.tree.map(lambda x, new: x.at[place].set(new[0], mode="drop"), results, function(take(place)))
+        index = jax.lax.dynamic_slice_in_dim(indices, number * width, width)
+        return jax.tree.map(lambda x, new: x.at[index].set(new[0], mode="drop"), results, function(take(index)))
 
-    shapes = jax.eval_shape(lambda: function(take(places[:width])))
+    shapes = jax.eval_shape(lambda: function(take(indices[:width])))
     results = jax.tree.map(lambda x: jnp.zeros(where.size, x.dtype), shapes)
     results = jax.lax.fori_loop(0, ceil_div(jnp.sum(where), width), step, results)
     return jax.tree.map(lambda x: x.reshape(where.shape), results)

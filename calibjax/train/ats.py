@@ -395,10 +395,7 @@ class _Fitting:
 
 
 def shrink_head(params: Any, towards: float, shrinkage: float) -> Any:
-    """Moves a head towards one temperature, so that its log s becomes `shrink(log s, towards, shrinkage)`.
-
-    That holds before clipping: the output weights are scaled, and the bias is moved.
-    """
+    """Moves a head towards one temperature: before clipping, its log s becomes `shrink(log s, towards, shrinkage)`."""
     if "output" not in params:  # one temperature
         return jax.tree.map(lambda x: shrink(x, towards, shrinkage), params)
     kernel = np.float32(1 - shrinkage) * params["output"]["kernel"]
@@ -443,9 +440,8 @@ def train_head(
 ) -> Any:
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
-    `rows` is the number of sequences that the number of steps follows from; by default that of `tokens`. With one
-    number for all folds, which have almost one size, their heads share a program. The seed of `context` determines the
-    initial parameters and the batches.
+    The number of steps follows from `rows`, a number of sequences, by default that of `tokens`: with one number for all
+    folds, their heads share a program. The seed of `context` determines the initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)

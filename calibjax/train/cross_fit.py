@@ -129,11 +129,8 @@ def nll_gain(candidate: CandidateScore, other: CandidateScore) -> float:
 
 
 def within_noise_of_best(candidates: Sequence[CandidateScore], baseline: CandidateScore) -> list[CandidateScore]:
-    """The candidates whose NLL is within noise of the lowest.
-
-    It is higher by at most one standard error of the difference, or a tenth of the best one's gain over `baseline`,
-    which is temperature scaling.
-    """
+    """The candidates whose NLL is within noise of the lowest: higher by at most one standard error of the difference,
+    or a tenth of the best one's gain over `baseline`, temperature scaling."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
     allowed = _ALLOWED * nll_gain(best, baseline)
 

@@ -27,8 +27,8 @@ Logits = Callable[[Float[Array, "*B D"]], Float[Array, "*B V"]]
 """From hidden states after the final norm to logits, float32."""
 
 
-class Places(NamedTuple):
-    """The answer of row b has the tokens `start[b]` to `end[b]` − 1; `logits` are those of the model."""
+class AnswerSpans(NamedTuple):
+    """Where the answers are: row b has its tokens from `start[b]` to `end[b]` − 1. `logits` are those of the model."""
 
     start: Int[Array, " B"]
     end: Int[Array, " B"]
@@ -43,40 +43,40 @@ def _at(states: States, layer: int, place: Int[Array, " B"]) -> Float[Array, "B 
     return states[layer][jnp.arange(states.shape[1]), place]
 
 
-def _mean(states: States, places: Places) -> Float[Array, "B D"]:
+def _mean(states: States, spans: AnswerSpans) -> Float[Array, "B D"]:
     columns = jnp.arange(states.shape[2])[None, :]
-    inside = (columns >= places.start[:, None]) & (columns < places.end[:, None])
+    inside = (columns >= spans.start[:, None]) & (columns < spans.end[:, None])
     return jnp.sum(jnp.where(inside[..., None], states[-1], 0.0), axis=1) / jnp.sum(inside, axis=1, keepdims=True)
 
 
-def _several(states: States, places: Places) -> Float[Array, "B F"]:
+def _several(states: States, spans: AnswerSpans) -> Float[Array, "B F"]:
     layers = np.unique(np.linspace(1, len(states) - 1, _LAYERS).round().astype(int))
-    return jnp.concatenate([_at(states, layer, places.end - 1) for layer in layers.tolist()], axis=1)
+    return jnp.concatenate([_at(states, layer, spans.end - 1) for layer in layers.tolist()], axis=1)
 
 
-def _perturbed(states: States, places: Places) -> Float[Array, "B F"]:
+def _perturbed(states: States, spans: AnswerSpans) -> Float[Array, "B F"]:
     rows = jnp.arange(states.shape[1])
-    counts = places.end - places.start
+    counts = spans.end - spans.start
 
     def add(step: Array, total: Array) -> Array:
-        place = jnp.minimum(places.start + step, places.end - 1)
+        place = jnp.minimum(spans.start + step, spans.end - 1)
         hidden = states[-1][rows, place - 1]
-        features = perturbed_features(hidden, places.tokens[rows, place], places.logits)
+        features = perturbed_features(hidden, spans.tokens[rows, place], spans.logits)
         return total + jnp.where((step < counts)[:, None], features, 0.0)
 
     shape = jax.eval_shape(add, jnp.int32(0), jnp.float32(0)).shape
     return jax.lax.fori_loop(0, jnp.max(counts), add, jnp.zeros(shape)) / counts[:, None].astype(jnp.float32)
 
 
-PROBE_FEATURES: dict[str, Callable[[States, Places], Float[Array, "B F"]]] = {
-    "question": lambda states, places: _at(states, -1, places.start - 1),
-    "answer": lambda states, places: _at(states, -1, places.end - 1),
+PROBE_FEATURES: dict[str, Callable[[States, AnswerSpans], Float[Array, "B F"]]] = {
+    "question": lambda states, spans: _at(states, -1, spans.start - 1),
+    "answer": lambda states, spans: _at(states, -1, spans.end - 1),
     "mean": _mean,
     "layers": _several,
     "perturbed": _perturbed,
 }
-"""Name -> function of the float32 states of all layers (embeddings first, after the final norm last) and of the places
-of the answers: at the last token of the question or of the answer, the mean over the answer's tokens, the last token in
+"""Name -> function of the float32 states of all layers (embeddings first, after the final norm last) and of the spans
+of the answers: the last token of the question or of the answer, the mean over the answer's tokens, the last token in
 four layers, evenly spaced, and the mean over the answer's tokens of `perturbed_features`."""
 
 TARGETS = ("correct", "agreement", "capability")
@@ -98,8 +98,8 @@ PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARG
 def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, start: Any, end: Any):
     segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
     states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)
-    places = Places(start, end, tokens, functools.partial(decoder.unembed, config, params))
-    return tuple(PROBE_FEATURES[name](states.astype(jnp.float32), places) for name in names)
+    spans = AnswerSpans(start, end, tokens, functools.partial(decoder.unembed, config, params))
+    return tuple(PROBE_FEATURES[name](states.astype(jnp.float32), spans) for name in names)
 
 
 def answer_features(

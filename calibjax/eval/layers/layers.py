@@ -116,8 +116,8 @@ def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterato
 
 def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
     """Hidden states `[*M, B, K, D]` at the positions of `scored_batch`."""
-    places = {name: batch[name] for name in ("segment_ids", "positions")}
-    states = decoder.hidden_states(config, params, batch["tokens"], **places, layers=layers, dtype=dtype, edit=edit)
+    layout = {name: batch[name] for name in ("segment_ids", "positions")}
+    states = decoder.hidden_states(config, params, batch["tokens"], **layout, layers=layers, dtype=dtype, edit=edit)
     index = jax.lax.expand_dims(batch["index"], [*range(states.ndim - 3), states.ndim - 1])
     return jnp.take_along_axis(states, index, axis=states.ndim - 2)
 

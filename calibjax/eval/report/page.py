@@ -385,9 +385,7 @@ def image_of(figure: "Figure") -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg(figure, 'calibjax').encode()).decode()}"
 
 
-_FUNCTIONS = (
-    *(subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of),
-    *(token_data, colours_of, image_of, figures_of, pair_of, title_of),
-)
+_FUNCTIONS = (subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of)
+_FUNCTIONS += (token_data, colours_of, image_of, figures_of, pair_of, title_of)
 _CALLED = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
 """What the template calls, by name."""

@@ -178,8 +178,6 @@ def read_samples(file: Path, questions: int, count: int) -> Samples:
         if [len(row) for row in rows] != [count] * questions:
             raise ValueError("another number of samples")
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{file}: expected {count} samples of each of {questions} questions ({error}). Remove this file to draw "
-            "them again."
-        ) from error
+        expected = f"expected {count} samples of each of {questions} questions"
+        raise UserError(f"{file}: {expected} ({error}). Remove this file to draw them again.") from error
     return rows

@@ -11,7 +11,7 @@ from calibjax import metrics
 from calibjax.eval.answers.confidence import DESCRIPTIONS
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.compare import Outcome, Result, comparison_json
-from calibjax.eval.figures_json import draws_of, ece_json, subject_rows, wilson_json
+from calibjax.eval.figures_json import draws_of, ece_json, finite_or_none, subject_rows, wilson_json
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.answer_files import (
     Answers,
@@ -107,8 +107,8 @@ def evaluate_tasks(
     for name, evaluator in evaluators.items():
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
-            evaluator.fit = resumed(file, read_fit, evaluator.fit_option_temperature, write_fit)
-            context.log(f"task {name}: {evaluator.fit}")
+            evaluator.option_temperature = resumed(file, read_fit, evaluator.fit_option_temperature, write_fit)
+            context.log(f"task {name}: {evaluator.option_temperature}")
         if evaluator.probe_names:
             if probes is None:
                 raise UserError("probes: expected a function that fits them, as in calibjax eval tasks, got none.")
@@ -151,7 +151,7 @@ def tasks_document(
     """The contents of metrics.json of `evaluate_tasks`; `names` are those of the methods."""
     sets, read_from = {}, {}
     binning: dict[str, Any] = {}
-    fitted = any(evaluator.fit for evaluator in evaluators.values())
+    fitted = any(evaluator.option_temperature for evaluator in evaluators.values())
     for name, evaluator in evaluators.items():
         options, task_answers = evaluator.options, answers[name]
         binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
@@ -164,10 +164,13 @@ def tasks_document(
             read_from[name] += f"; judge: {options.judge}"
             if options.further_confidences and options.closed == "none":
                 read_from[name] += "; bins of further confidences are closed on the right"
+        confidence = read_from[name]
+        if evaluator.option_temperature:
+            confidence += f"; {evaluator.option_temperature}"
         sets[name] = {
             **answers_json(task_answers, methods, **binning),
             "title": name,
-            "confidence": read_from[name] + (f"; {evaluator.fit}" if evaluator.fit else ""),
+            "confidence": confidence,
             "shots": evaluator.shots(next(iter(evaluator.task.parts.values()))),
             "source": evaluator.task.source,
             "subjects": subjects_json(task_answers, methods, **binning),
@@ -209,7 +212,7 @@ def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: C
             low, high = metrics.percentile_interval(draws_of(sums, seed)["accuracy"])
             interval = {"low": low, "high": high}
         values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
-        further = {key: value if np.isfinite(value) else None for key, value in values.items()}
+        further = {key: finite_or_none(value) for key, value in values.items()}
         methods[name] = {**row, **further, "accuracy_interval": interval}
     return {
         "tokens": answers.confidence.shape[1],

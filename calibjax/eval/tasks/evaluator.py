@@ -80,7 +80,7 @@ class TaskEvaluator:
 
     Attributes:
         probe_names: probes among the confidences.
-        fit: temperature scaling over the options, if any.
+        option_temperature: temperature scaling over the options, if it is fitted.
         probes: name -> parameters of each fitted probe.
     """
 
@@ -91,7 +91,7 @@ class TaskEvaluator:
         self.judge, self.clustering = find_judge(options.judge), find_clustering(options.clustering, model.lm)
         written = all(part.OUTPUT_TYPE == "generate_until" for part in task.parts.values())
         self.probe_names = [method for method in options.further_confidences if method in PROBES and written]
-        self.fit: OptionTemperature | None = None
+        self.option_temperature: OptionTemperature | None = None
         self.probes: Mapping[str, Any] = {}
 
     # Requests.
@@ -250,14 +250,14 @@ class TaskEvaluator:
             yield batch, scores, log_probs
 
     def _confidences(self, method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.ndarray, "M _"]:
-        return np.stack([_confidence(method, of_head) for of_head in log_probs])
+        return np.stack([_confidence(method, head_log_probs) for head_log_probs in log_probs])
 
     def _chosen(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
         """The most likely options and their confidence."""
         task, method = batch.task, self.options.option_confidence
         count = len(batch.documents)
-        if self.fit is not None:
-            log_probs = np.asarray(self.fit.scales, np.float32)[:, None, None] * log_probs
+        if self.option_temperature is not None:
+            log_probs = np.asarray(self.option_temperature.scales, np.float32)[:, None, None] * log_probs
         confidence = self._confidences(method, log_probs)[:, :count]
         log_probs = log_probs[:, :count]
         choice = log_probs.argmax(axis=-1)

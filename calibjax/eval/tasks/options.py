@@ -109,14 +109,9 @@ class TasksOptions:
 
     def resolved(self) -> "TasksOptions":
         """The options with those of the preset filled in but `shots`."""
-        preset = PRESETS[self.preset]
-        return dataclasses.replace(
-            self,
-            option_confidence=self.option_confidence or preset.option_confidence,
-            text_confidence=self.text_confidence or preset.text_confidence,
-            bins=self.bins or preset.bins,
-            closed=self.closed or preset.closed,
-        )
+        preset = PRESETS[self.preset]._asdict()
+        open_fields = [name for name in preset if name != "shots" and getattr(self, name) is None]
+        return dataclasses.replace(self, **{name: preset[name] for name in open_fields})
 
     def shots_for(self, task: str) -> int | None:
         """The number of examples before a question of a task; None for the task's own number."""

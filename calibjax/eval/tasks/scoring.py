@@ -126,10 +126,9 @@ class Scorer:
         """
         for number, request in enumerate(requests):
             if not len(request.context) or not 1 <= len(request.tokens) <= self.max_length:
-                raise UserError(
-                    f"request {number}: expected a context and a continuation of 1 to {self.max_length} tokens, what "
-                    f"the model reads; got {len(request.context)} and {len(request.tokens)}."
-                )
+                expected = f"expected a context and 1 to {self.max_length} tokens after it, as the model reads"
+                got = f"{len(request.context)} and {len(request.tokens)}"
+                raise UserError(f"request {number}: {expected}, got {got}.")
             largest = max(*request.context, *request.tokens)
             if largest >= self.lm.config.vocab_size:
                 raise UserError(
@@ -257,11 +256,11 @@ class Scorer:
         lm = self.lm
         kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
         hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, cache)
-        places = np.zeros((round_up(len(reads), _READS), 3), np.int32)
-        places[: len(reads)] = reads
+        coordinates = np.zeros((round_up(len(reads), _READS), 3), np.int32)
+        coordinates[: len(reads)] = reads
         pieces = [
-            _read(*kinds, top_k, *arrays, hidden, log_scales, places[start : start + _READS])
-            for start in range(0, len(places), _READS)
+            _read(*kinds, top_k, *arrays, hidden, log_scales, coordinates[start : start + _READS])
+            for start in range(0, len(coordinates), _READS)
         ]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
         log_probs, greedy, distributions = parts
@@ -351,8 +350,8 @@ _NO_ROW = _Row([], [], [], {})
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefix_cache(model_config, dtype, frozen: FrozenArrays, batch) -> Cache:
     """Keys and values of the prefixes, `[A, P]`."""
-    places = {"segment_ids": batch["segment_ids"]}
-    return decoder.extend(model_config, frozen.params, batch["tokens"], None, **places, dtype=dtype)[1]
+    layout = {"segment_ids": batch["segment_ids"]}
+    return decoder.extend(model_config, frozen.params, batch["tokens"], None, **layout, dtype=dtype)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -366,8 +365,8 @@ def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: 
     else:
         rows, columns = batch["tokens"].shape
         free = fork(cache, rows // len(cache.segment_ids), columns)
-        places = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-        hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], free, **places, dtype=dtype)
+        layout = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
+        hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], free, **layout, dtype=dtype)
     if not reads_rows:
         return hidden, None
     return hidden, _log_scales(model_config, dtype, head_configs, head_arrays, frozen, {**batch, "hidden": hidden})
@@ -383,10 +382,10 @@ def _log_scales(model_config, dtype, head_configs, head_arrays, frozen: FrozenAr
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen: FrozenArrays, hidden, log_scales, places):
+def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen: FrozenArrays, hidden, log_scales, coordinates):
     """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
     (row, position, token) `[R, 3]`."""
-    row, position, token = places.T
+    row, position, token = coordinates.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
     if log_scales is None:  # of heads that read nothing but the token's own state
         ones = jnp.ones((len(token), 1), jnp.int32)
