@@ -34,8 +34,8 @@ class ApplyOptions(TableOptions, JsonOptions):
     Attributes:
         table: new predictions: .csv, .tsv, .jsonl, .json, .parquet or .npz.
         method: directory that `compare --save` wrote.
-        budget: number of samples to draw for all questions: adds calibrated_samples, how many to draw for each, so that
-            of most of them at least one is right.
+        budget: number of samples to draw for all questions: adds calibrated_samples, the number for each question, such
+            that for as many questions as possible at least one sample is right.
         out: file to write: .csv, .tsv, .jsonl, .parquet or .npz. All columns of the table, and calibrated_confidence;
             of a method that recalibrates a distribution also calibrated_prediction, the predicted class, and
             calibrated_p, the probability of every class (in .csv and .tsv calibrated_p_0, calibrated_p_1, ...).

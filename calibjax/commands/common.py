@@ -62,7 +62,7 @@ class ModelOptions:
     Attributes:
         model: directory with config.json and safetensors, GGUF file, converted model, or hub id.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
-        dtype: compute dtype of the model; by default bfloat16 on accelerators where its weights are, else float32.
+        dtype: compute dtype of the model; by default float32, and bfloat16 on accelerators if the weights are bfloat16.
     """
 
     model: str
@@ -165,8 +165,8 @@ class ColumnOptions:
             confidence where there is no other.
         tokens: read a row for each token, where the table holds responses of a server with a text that it scored; by
             default each answer is a row (docs/data.md).
-        truth: file with the columns of the table that it lacks, such as correct: rows with the same custom_id or id, or
-            else in the same order.
+        truth: file with columns that the table lacks, such as correct. Rows with the same custom_id or id belong
+            together; without these columns, the order decides.
     """
 
     columns: tuple[str, ...] = ()
@@ -354,10 +354,10 @@ def load_placed(
     adapter: Path | None = None,
     log: Log | None = None,
 ) -> "LanguageModel":
-    """Loads a model onto the devices of a run, each of them its part of the weights, and logs it.
+    """Loads a model onto the devices of a run, each of which holds a part of the weights, and logs it.
 
-    It computes in `dtype`, by default in bfloat16 on accelerators where the weights are stored in it, else in float32.
-    `stored` is the dtype of the weights, by default `dtype`.
+    It computes in `dtype`: by default in float32, and in bfloat16 on accelerators if the weights are stored in it.
+    `stored` is the dtype of the weights in memory, by default `dtype`.
 
     Raises:
         UserError: as `load_model`; or cuDNN has no attention for this model, within `attention_context`.
@@ -514,7 +514,7 @@ def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
-    """A short name of a data set: the file's, with its folder's where that alone says little or stands for two."""
+    """A short name of a data set: the file's; with its folder's if the file's says little, or two files have it."""
 
     def short_name(path: str) -> str:
         return Path(path.rstrip("/")).name.split(".")[0]

@@ -52,7 +52,7 @@ _PREALLOCATED = 0.75  # of a GPU's whole memory, by JAX unless XLA_PYTHON_CLIENT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(JsonOptions):
-    """Reports whether a step fits on devices that need not be present, its time at the least, and that of a run.
+    """Reports whether a step fits on devices, which need not be present, and the least time of a step and of a run.
 
     `--config run.yaml` of a run of `train ats` or `train sft` plans that run. The step is compiled ahead of time. That
     needs the compiler, which is libtpu (pip install "jax[tpu]") or JAX's CUDA plugin (pip install "jax[cuda13]"), but
@@ -66,13 +66,13 @@ class PlanOptions(JsonOptions):
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
         seq_len: tokens per sequence, by default 1,024, the most that `train` chooses.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
-        tokens: tokens to train on: reports the duration of the run at 30 to 60% of the roofline, and what its hidden
-            states take.
-        dtype: compute dtype, and that of frozen weights; by default that of the weights, as of a run on accelerators.
+        tokens: number of tokens to train on: adds the duration of the run at 30 to 60% of the roofline, and for ats the
+            bytes that the frozen pass stores.
+        dtype: dtype to compute in, and of frozen weights; by default the stored dtype, as for a run on accelerators.
             Trained weights are float32.
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
         compile: --no-compile reports what follows from the shapes alone.
-        sft: how the model is trained; ats reads batch_size only.
+        sft: how the model is trained; with ats only batch_size is read.
         json: print one JSON document instead of tables.
     """
 
@@ -258,7 +258,7 @@ class Job(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A jitted step and its arguments, trees of `jax.ShapeDtypeStruct`s that say where they lie on a mesh, if any.
+    """A jitted step and its arguments: trees of `jax.ShapeDtypeStruct`s, with shardings if there is a mesh.
 
     `parameters` are the weights of the model and of adapters, `trained` those with gradients.
     """
@@ -477,7 +477,7 @@ def _memory(job: Job, topology: Topology, *, compiles: bool) -> _Memory:
 
 
 def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
-    """Operations, what moves between devices, and the time of each at the least, as entries of the plan."""
+    """Operations, transfers between devices and the least time of each, as entries of the plan."""
     whole = build(job)
     with use_ragged_dot(True):  # on one device, where each copy of a token is a row of one expert
         operations = flops(whole.function.trace(*whole.arguments).jaxpr)
@@ -518,7 +518,7 @@ def _note(result: Compiled, topology: Topology) -> str | None:
 
 
 def parameter_counts(config: DecoderConfig) -> dict[str, int]:
-    """The number of parameters of a model, and of those that a token is multiplied with (or looked up in)."""
+    """The number of parameters of a model, and of those that one token is multiplied with or looks up."""
     counts = {path: math.prod(leaf.shape) for path, leaf in dotted_leaves(abstract_params(config))}
     total, mixture = sum(counts.values()), config.mixture
     if mixture is None:

@@ -20,9 +20,9 @@ class Choices(NamedTuple):
     """Tokenised multiple-choice questions."""
 
     sequences: Sequences  # one per question; `where` is True only at its last input, whose target is the right letter
-    letters: tuple[int, ...]  # token ids, in the order of the choices
+    letters: tuple[int, ...]  # token ids of the letters, in the order of the choices
     cue: str  # text before the letter
-    subjects: tuple[str, ...]  # of each question, from the column "subject", "" if there is none
+    subjects: tuple[str, ...]  # subject of each question, from the column "subject"; "" if there is none
     too_long: int  # number of questions dropped because they exceed the model's context
     read: int  # number of questions
 

@@ -80,10 +80,10 @@ def eval_batches(arrays: Arrays, batch_size: int) -> Iterator[tuple[dict[str, An
 
 
 def even_batch_size(rows: int, batch_size: int) -> int:
-    """The size of batches that leaves few rows of the last one empty: `batch_size`, or three quarters or half of it.
+    """The size of batches for which all forward passes cost least: `batch_size`, or three quarters or half of it.
 
-    A multiple of the parts into which the current mesh divides a batch. A forward pass costs its rows and an overhead
-    that is taken to be a sixteenth of `batch_size`.
+    A pass is taken to cost its rows and a sixteenth of `batch_size`; the last batch may have empty rows. The size is a
+    multiple of the number of parts into which the current mesh divides a batch.
     """
     shards = batch_shards(context_mesh())
     sizes = {quarters * batch_size // (4 * shards) * shards for quarters in (2, 3, 4)} - {0}

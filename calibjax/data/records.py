@@ -21,7 +21,7 @@ _LEAST = -9999.0  # what OpenAI writes in place of a log-probability that is not
 
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
-    """Rows of a table: those of records are flat, with `tokens` one for each token; others are unchanged."""
+    """The rows of a table. Records are flattened, with `tokens` to a row for each token; other rows are unchanged."""
     columns = rows.first
     body = _body(columns)
     if any(_records(body.get(name)) for name in ("choices", "output", "logprobs", "completion_probabilities")):
@@ -60,8 +60,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
 def with_truth(rows: Rows, truth: Rows) -> Rows:
     """Rows with the columns of a second file, such as `correct`.
 
-    Rows belong together by the column `custom_id` or `id` of `truth`, which a row or its response has, or else by their
-    order. Raises `UserError` for an id that is there twice, a row that `truth` lacks, and a column that both have.
+    Rows belong together if they have the same `custom_id` or `id`, which may be in the response; if `truth` has neither
+    column, by their order. Raises `UserError` for a repeated id, a row that `truth` lacks, and a column that both have.
     """
     name = next((name for name in ("custom_id", "id") if name in truth.first), None)
     known: dict[str, Row] = {}

@@ -1,5 +1,5 @@
-"""The likelihood and the diversity of a model's text, which a temperature trades for each other; and its accuracy on
-analogies: a is to b as c is to one of four words, chosen by likelihood."""
+"""The likelihood and the diversity of a model's text, which a temperature moves in opposite directions; and accuracy on
+analogies: a is to b as c is to one of four words, the one with the largest likelihood."""
 
 import dataclasses
 import functools
@@ -106,7 +106,7 @@ def evaluate_text(
 
 
 class Analogies(NamedTuple):
-    """Q questions as tokens: prompt and choice, `CHOICES` rows a question; index of the right choice, and category."""
+    """Q questions: prompt and choice as tokens, `CHOICES` for each; the index of the right choice, and the category."""
 
     choices: list[Continuation]
     right: Int[np.ndarray, " Q"]
@@ -196,7 +196,7 @@ def evaluate_analogies(
     batch_size: int = 32,
     context: RunContext | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Accuracy at each myopic temperature: name -> accuracy, its standard error, and that of every category.
+    """Accuracy at each myopic temperature: name -> accuracy, its standard error, and the accuracy on each category.
 
     Temperature 0 and those below 1/403 are computed as 1/403, where a difference of 0.01 between two logits decides.
     """

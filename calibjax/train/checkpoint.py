@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Asynchronous Orbax checkpoints: trained state, position in the data, what the run is, and checksums of all.
+    """Asynchronous Orbax checkpoints of the trained state, the position in the data and `run`, with their checksums.
 
-    `run` is a JSON-able description of the run (configuration, fingerprint of the base model), stored with every
-    checkpoint; one of another run is refused on restore. `keep`: newest checkpoints kept.
+    `run` is a JSON-able description of the run (configuration, fingerprint of the base model); a checkpoint of another
+    run is refused on restore. `keep` is the number of checkpoints that are kept, the newest ones.
     """
 
     def __init__(self, directory: Path, run: dict[str, Any], *, keep: int = 2):
@@ -62,8 +62,8 @@ class Checkpoints:
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole (state, data position), with the shapes and shardings of `state`; None without checkpoints.
 
-        Each array and JSON value of a whole step has the checksum that it was saved with. Newer steps, which are not
-        whole, are logged and removed: the run is to save them again.
+        A step is whole if each of its arrays and JSON values has the checksum that it was saved with. Newer steps,
+        which are damaged, are logged and removed, so that the run can save them again.
 
         Raises:
             UserError: no step is whole, or the checkpoint belongs to a run with another configuration or base model.

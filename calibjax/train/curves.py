@@ -268,7 +268,7 @@ def frozen_batch(
 
 
 class _Store:
-    """Arrays in memory, or in files of a directory with a note of what they hold, written by the first process."""
+    """Arrays in memory; or in files, which the first process writes, with a note of what they hold."""
 
     def __init__(self, directory: Path | None, shapes: Mapping[str, Any], identity: dict[str, Any]):
         self._directory, self._shapes, self._identity = directory, shapes, identity
@@ -283,7 +283,7 @@ class _Store:
         self._arrays = self._map("r+") if is_first() else {}
 
     def _begin(self) -> int:
-        """The number of sequences that the files hold of this pass; makes them where they are of another."""
+        """The number of sequences of this pass that the files hold; makes new files if they are of another pass."""
         assert self._directory is not None
         sizes = {name: max(math.prod(shape) * np.dtype(of).itemsize, 1) for name, (shape, of) in self._shapes.items()}
         with contextlib.suppress(ValueError, OSError):

@@ -31,7 +31,7 @@ _FLUSH_EVERY = 30.0  # seconds between writes of events to the disk
 class TrainLog:
     """Scalars of a run as JSON lines (`train.jsonl`) and TensorBoard events (`tensorboard/`), in process 0 only.
 
-    Rows of steps after `first_step`, from which the run resumes, are removed. `track`: a tracker that gets the scalars.
+    Rows of steps after `first_step`, where the run resumes, are removed. `track` names a tracker that gets the scalars.
     """
 
     def __init__(self, directory: Path, *, first_step: int, track: TrackerName = "tensorboard"):

@@ -57,19 +57,19 @@ class AtsOptions:
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
             cross-entropy and joint, with a few alpha, on sequences that the fit never saw, and keeps temperature
             scaling if no head is better beyond noise.
-        alpha: main weight of the loss ({ALPHAS}). With --loss auto, that of joint in place of the grid.
+        alpha: main weight of the loss ({ALPHAS}). With --loss auto it is the one of joint, in place of the grid.
         refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
-        tokens: most tokens of each set to fit on, and to evaluate on: sequences are drawn with the seed.
+        tokens: largest number of tokens of each set to fit on, and to evaluate on; the seed draws the sequences.
         folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
             With several sets, each set is one fold.
-        epochs: of mlp and transformer heads: passes over the fitting sequences.
+        epochs: passes over the fitting sequences, for mlp and transformer heads.
         batch_size: sequences per step.
         accumulate: micro-batches per step.
-        learning_rate: of mlp and transformer heads: peak learning rate.
-        warmup_fraction: of mlp and transformer heads: fraction of the steps in which the learning rate rises.
-        weight_decay: of AdamW; for a linear head, which is not fitted in steps, the penalty of the weights of hidden
-            states, by default chosen among {DECAYS}.
+        learning_rate: peak learning rate, for mlp and transformer heads.
+        warmup_fraction: fraction of the steps in which the learning rate rises, for mlp and transformer heads.
+        weight_decay: decay of AdamW; for a linear head, which is not fitted in steps, the penalty on the weights of
+            hidden states, by default chosen among {DECAYS}.
         keep: where the frozen model's hidden states and scale curves are kept: on disk, so that a resumed run does not
             compute them again, or in memory.
         checkpoint_every: steps between checkpoints.

@@ -59,7 +59,7 @@ def save_probe(directory: Path, params: ProbeParams, *, name: str, fingerprint: 
 
 
 def load_probe(directory: Path, fingerprint: str) -> ProbeParams:
-    """Reads a probe that `save_probe` wrote; UserError if it is of another base model, or not as it was written."""
+    """Reads what `save_probe` wrote; raises `UserError` if it is damaged, or belongs to another base model."""
     read_checksums(directory, _REMEDY)
     try:
         base = read_json(directory / _DESCRIPTION)["base_fingerprint"]

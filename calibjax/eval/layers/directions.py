@@ -122,7 +122,7 @@ class NullSpace(NamedTuple):
 
 
 def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
-    """The effective null space of the unembedding: after the final norm its vectors change all logits alike or not.
+    """The effective null space of the unembedding: directions that hardly change differences between logits.
 
     Its basis are the directions of the k smallest singular values of (W − mean row) diag(γ), centred for a LayerNorm.
     Their squares add up to at most `energy` of the sum of all (Stolfo et al. 2024, arXiv 2406.16254, section 3).

@@ -133,7 +133,7 @@ def facts_of(run: Run) -> dict[str, str]:
 
 
 class Change(NamedTuple):
-    """A difference from the row before: its arrow and digits, "better", "worse" or "", and what is only read aloud."""
+    """A difference from the row before: its arrow and digits, "better", "worse" or "", and words for screen readers."""
 
     text: str
     verdict: str

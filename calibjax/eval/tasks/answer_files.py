@@ -26,7 +26,7 @@ _PER_QUESTION = ("subject", "cut", "question", "answer", "details")
 
 
 class Answers(NamedTuple):
-    """Answers to N questions with M confidences: one per head, then those of the further methods for written answers.
+    """Answers to N questions with M confidences: one per head, and for written answers one per further method.
 
     Attributes:
         confidence, correct: float32.
@@ -81,7 +81,7 @@ class OptionTemperature(NamedTuple):
 
 
 def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead]) -> None:
-    """Writes which model and heads the answers in `directory` belong to, or raises `UserError` if they are others."""
+    """Records which model and heads the answers in `directory` belong to; raises `UserError` if it records others."""
     digests = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
     identity = {"base_fingerprint": lm.fingerprint, "heads": digests}
     file = directory / "model.json"

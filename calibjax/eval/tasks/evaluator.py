@@ -42,12 +42,12 @@ _confidence = jax.jit(answer_confidence, static_argnums=0)
 
 
 class Batch(NamedTuple):
-    """Up to `BATCH` questions of a part of a task; with written answers as many as a step has rows.
+    """Up to `BATCH` questions of a part of a task; if answers are written, as many as a step has rows.
 
     Attributes:
         subject: subject of questions that have no column category.
         numbers: indices of the questions in the task's data, including those that are left out.
-        documents, prompts: those of each question that the model can read.
+        documents, prompts: document and prompt of each question that the model can read.
         options: a continuation for each option of each question; empty for written answers.
     """
 
@@ -61,8 +61,8 @@ class Batch(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Answers to a batch: the questions without examples, the tokens of each prompt that are read, how many are not,
-    and the answers."""
+    """Answers to a batch: the questions without examples, the tokens of each prompt that the model reads, the number
+    of tokens before them that are cut off, and the answers."""
 
     questions: list[str]
     contexts: list[list[int]]
@@ -135,8 +135,8 @@ class TaskEvaluator:
         return next((split for split in splits if split and split not in (evaluated, examples)), None)
 
     def calibration_questions(self, task: "ConfigurableTask") -> tuple[Any, list[int]]:
-        """Documents of `calibration_split`, or else those of the task, and indices of up to 1,000 of them to fit on,
-        which are not asked."""
+        """The documents of `calibration_split`, or else of the task, and the indices of up to 1,000 of them, which are
+        fitted on and not asked."""
         seed, split = self.context.seed, self.calibration_split(task)
         if split is None:
             documents: Any = task.eval_docs
@@ -150,7 +150,7 @@ class TaskEvaluator:
         return documents, numbers.tolist()
 
     def requests(self, part: str, documents: Any, numbers: Sequence[int]) -> Iterator[Batch]:
-        """Yields the questions of a part without those that have an option too long to be read."""
+        """Yields the questions of a part, in batches; those with an option that is too long to be read are left out."""
         task, lm = self.task.parts[part], self.model
         subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
         # Written answers take long: few at a time, so that progress shows and little is lost where a run is killed.
@@ -337,7 +337,7 @@ class TaskEvaluator:
         return {**self.model.generation_options(requested), "sampling": Sampling()}
 
     def _write(self, batch: Batch) -> Written:
-        """Greedy answers, and the contexts that they are scored in: those in which they were generated."""
+        """Greedy answers, with the contexts in which they were generated and will be scored."""
         options = self.generation_options(batch.task)
         whole = [self.model.tok_encode(prompt + self.model.word_end) for prompt in batch.prompts]
         room = room_for_context(options["max_new_tokens"], self.model.max_length)
@@ -463,7 +463,7 @@ class TaskEvaluator:
         return [self.model.message(template.format(question=question, answer=text)) for question, text in pairs]
 
     def _reply_log_probs(self, question: TwoWay, written: Written) -> Float[np.ndarray, "N 2"]:
-        """Log-probability of the reply for an answer and of that against it."""
+        """The log-probabilities of the reply for an answer and of the reply against it."""
         replies = [question.yes, question.no]
         if self.model.chat is not None:
             replies = [reply.strip() for reply in replies]

@@ -43,11 +43,11 @@ class Score(NamedTuple):
     """Score of one continuation of n tokens under M heads, float32, nats.
 
     Attributes:
-        log_probs: of each token given what stands before it.
+        log_probs: log-probability of each token given what stands before it.
         greedy: whether each token is the most likely one, the same for every head.
         cut: how many tokens at the start of the context the model could not read.
-        distributions: of the vocabulary where each token stands: the entropy, and the log-probabilities of the
-            k = `top_k` most likely tokens, largest first; empty where k is 0.
+        distributions: of the distribution of each token the entropy, and the log-probabilities of the `top_k` most
+            likely tokens, largest first; empty if `top_k` is 0.
     """
 
     log_probs: Float[np.ndarray, "M n"]
@@ -57,8 +57,8 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A tree of what requests read, depth first: of each column its token, its depth, and the column after its last
-    branch; and `columns`, the number of a request -> the columns that predict its tokens."""
+    """The tokens that requests read, a tree in depth-first order: token and depth of each column, and the first column
+    after its branch. `columns`: number of a request -> the columns that predict its tokens."""
 
     tokens: list[int]
     positions: list[int]
@@ -80,12 +80,12 @@ class _Group(NamedTuple):
 class Scorer:
     """Scores continuations in batches of a few static shapes.
 
-    Requests that begin alike, as the options of a question or questions after the same examples, share a row where that
-    costs less: it holds what they have in common once, and each token attends to those before it in its own request.
-    A long prefix of many requests, as the examples before all questions of a subject, is run once, and its keys and
-    values are kept for their rows. Heads that read a whole row, and models with attention windows, have a row for each
-    request; those that are read alike (options of one token) are run once there. What is longer than the model reads
-    loses tokens at its start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+    Requests that begin alike, such as the options of a question, share a row if that costs less: it holds once what
+    they have in common, and each token attends to the tokens before it in its own request. A long prefix of many
+    requests, such as the examples before all questions of a subject, is run once; its keys and values are kept. With
+    heads that read a whole row, or attention windows, each request has its own row, except that requests which read the
+    same tokens (options of one token) share one. A request that is longer than the model reads loses tokens at its
+    start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
@@ -280,9 +280,9 @@ def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
 
 
 def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
-    """Divides reads in lexical order where they have less than half as much in common as those before.
+    """Groups reads in lexical order by a common prefix; a new group begins where less than half of the prefix is left.
 
-    Gives the length of each group's common prefix, which ends before every column that predicts a scored token.
+    Returns groups with the lengths of their prefixes, which end before every column that predicts a scored token.
     """
     groups: list[tuple[int, list[_Branch]]] = []
     for read, numbers in reads:
