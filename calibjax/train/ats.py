@@ -213,11 +213,8 @@ class Candidate(NamedTuple):
 class _Fitting:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    Attributes:
-        log_scale: log s of temperature scaling.
-        by_set: whether each fold is a set.
-        solutions: by head and by the fold that was left out, the last solution, from which the next fit starts.
-        scores: the scores of the candidates that were tried, by name.
+    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `scores` are those of candidates, by name;
+    `solutions`, by head and by the fold that was left out: the last solution, from which the next fit starts.
     """
 
     tokens: TokenCurves

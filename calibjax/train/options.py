@@ -175,11 +175,8 @@ class Trial(NamedTuple):
 class AtsPlan:
     """`AtsOptions` with every value decided; JSON-able by `dataclasses.asdict`.
 
-    Attributes:
-        heads: that are tried, the simplest first.
-        decays: that are tried for a linear head of hidden states, the largest first.
-        trials: losses that are tried.
-        may_keep_temperature: whether temperature scaling is kept if no head beats it.
+    `heads`, `decays` and `trials` are tried, the simplest head and the largest decay first. `may_keep_temperature`:
+    whether temperature scaling is kept if no head beats it.
     """
 
     heads: tuple[HeadConfig, ...]
@@ -222,9 +219,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     _check_head_options(options, chosen.head)
     heads = _heads(options, chosen, hidden_size)
     heads[-1].build()
-    has_penalty = any(head.is_linear_in_features and head.reads_states for head in heads)
-    _check_penalty_and_steps(options, heads, trials, has_penalty=has_penalty)
-    decays = DECAYS if has_penalty else (0.0,)
+    _check_penalty_and_steps(options, heads, trials)
+    decays = DECAYS if any(head.is_linear_in_features and head.reads_states for head in heads) else (0.0,)
     return AtsPlan(
         heads=heads,
         decays=decays if options.weight_decay is None else (options.weight_decay,),
@@ -272,11 +268,10 @@ def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConf
     return tuple(dataclasses.replace(head, intermediate_size=width) for head in heads)
 
 
-def _check_penalty_and_steps(
-    options: AtsOptions, heads: tuple[HeadConfig, ...], trials: tuple[Trial, ...], *, has_penalty: bool
-) -> None:
+def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...], trials: tuple[Trial, ...]) -> None:
     """Raises `UserError` where `weight_decay`, or an option of training in steps, is given that no head uses."""
-    if options.weight_decay is not None and heads[0].is_linear_in_features and not has_penalty:
+    reads_statistics = heads[0].is_linear_in_features and not any(head.reads_states for head in heads)
+    if options.weight_decay is not None and reads_statistics:
         raise UserError("weight_decay: a linear head has a penalty on hidden states and embeddings only; leave it out.")
     given = [name for name in ("epochs", "learning_rate", "warmup_fraction") if getattr(options, name) is not None]
     if given and all(trial.is_solved(head) for head in heads for trial in trials):
