@@ -376,10 +376,9 @@ def load_placed(
             _ = lm.tokenizer  # refused now, not when a run first uses it
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
     if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
-        raise UserError(
-            "--cudnn-attention: expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention; "
-            f"this model has {lm.config.head_dim} and soft-cap {lm.config.attention_softcap}; leave it out."
-        )
+        expected = "expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention"
+        got = f"{lm.config.head_dim} and soft-cap {lm.config.attention_softcap}"
+        raise UserError(f"--cudnn-attention: {expected}; this model has {got}; leave it out.")
     if log is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         log(f"model: {lm!r}, on {mesh.size} device(s): {axes}")
@@ -498,10 +497,8 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
         raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
     if stored != identity:
         different = ", ".join(itertools.islice(_differences(stored, identity), 8))
-        raise UserError(
-            f"--out {out} holds another run (different: {different}). Choose another directory, remove this one, "
-            "or give the same options to resume it."
-        )
+        hint = "Choose another directory, remove this one, or give the same options to resume it."
+        raise UserError(f"--out {out} holds another run (different: {different}). {hint}")
     return True
 
 

@@ -47,10 +47,9 @@ def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any
     request = {**tokenizer.special_tokens_map, **options, "conversations": list(chats), "chat_template": template}
     answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
     if not answer:
-        raise UserError(
-            f"the tokenizer's chat template was stopped: it took more than {SECONDS} s or {MEMORY / 2**30:g} GiB. "
-            "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
-        )
+        limits = f"{SECONDS} s or {MEMORY / 2**30:g} GiB"
+        hint = "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
+        raise UserError(f"the tokenizer's chat template was stopped: it took more than {limits}. {hint}")
     if "error" in answer:
         raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
     return answer["texts"]

@@ -105,10 +105,8 @@ def _gather(arrays: Arrays, batch_size: int, part: np.ndarray | None) -> Callabl
         batch = {key: array[indices] for key, array in held.items()}
         if missing:
             if "where" not in batch:
-                raise UserError(
-                    f"the last batch has {len(rows)} rows of {batch_size}, and its padding requires an array 'where'. "
-                    "Add one, or choose a batch_size that divides the number of rows."
-                )
+                last = f"the last batch has {len(rows)} rows of {batch_size}, and its padding requires an array 'where'"
+                raise UserError(f"{last}. Add one, or choose a batch_size that divides the number of rows.")
             batch["where"][places >= len(rows)] = False
         return batch
 

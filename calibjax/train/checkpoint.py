@@ -78,10 +78,10 @@ class Checkpoints:
             if (stored := items["run"]) != self._run:
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
                 different = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
-                raise UserError(
-                    f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)}). "
-                    "Choose another output directory, or remove this one."
+                other = (
+                    f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)})"
                 )
+                raise UserError(f"{other}. Choose another output directory, or remove this one.")
             try:
                 restored = together(functools.partial(self._read_state, step, state, items["checksums"]["arrays"]))
             except UserError as error:
@@ -89,14 +89,8 @@ class Checkpoints:
                 continue
             for number, reason in damaged.items():  # Orbax saves no step that is older than one it has
                 if is_first():
-                    _log.warning(
-                        "%s: the checkpoint of step %d is damaged (%s); resuming from step %d, the newest that is "
-                        "whole. The damaged one is removed.",
-                        self._manager.directory,
-                        number,
-                        reason,
-                        step,
-                    )
+                    damage = f"{self._manager.directory}: the checkpoint of step {number} is damaged ({reason})"
+                    _log.warning("%s and is removed; resuming from step %d, the newest that is whole.", damage, step)
                 self._manager.delete(number)
             return restored, items["data"]
         if damaged:

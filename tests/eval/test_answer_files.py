@@ -16,8 +16,7 @@ from calibjax.eval.tasks.answer_files import (
     read_fit,
     read_samples,
     write_answers,
-    write_fit,
-    write_samples,
+    write_sealed,
 )
 from calibjax.eval.tasks.benchmark import answers_json
 from calibjax.heads import FittedHead
@@ -75,7 +74,7 @@ def one_bit_each(whole):
 
 def test_a_fit(tmp_path):
     file, fit = tmp_path / "answers" / "task.fit.json", OptionTemperature((1.0, 0.5), 20, "train")
-    write_fit(file, fit)
+    write_sealed(file, fit._asdict())
     assert read_fit(file) == fit
     another = json.dumps(seal({"scales": [1]})).encode()
     for damaged in (b"", b"[]", another, *one_bit_each(file.read_bytes().strip())):
@@ -87,7 +86,7 @@ def test_a_fit(tmp_path):
 def test_samples(tmp_path):
     """Those that were drawn, or an error, whichever bit has changed."""
     file, drawn = tmp_path / "part-4.json", [[("a \u00e9", -1.25, 0.25, 0.5), ("", -0.5, 0.5, 0.5)]]
-    write_samples(file, drawn)
+    write_sealed(file, {"samples": drawn})
     assert read_samples(file, 1, 2) == drawn
     fewer = json.dumps(seal({"samples": [[["a", -1.0, 0, 1]]]})).encode()
     for damaged in (b"", b"[", b"[]", fewer, *one_bit_each(file.read_bytes())):

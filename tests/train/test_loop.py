@@ -230,7 +230,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, stopped
     assert numbers(logged(tmp_path)) == numbers(whole[1])
     assert saved(tmp_path) == [4, 6]
     (record,) = [record for record in caplog.records if record.name.startswith("calibjax")]
-    assert re.search(r"checkpoints: the checkpoint of step 4 is damaged \(.+\); resuming from step 2", record.message)
+    assert re.search(
+        r"checkpoints: the checkpoint of step 4 is damaged \(.+\) and is removed; resuming from step 2", record.message
+    )
     gc.collect()  # the warnings of Orbax belong here
     caplog.clear()
     same_bits(run(tmp_path), whole[0])

@@ -103,15 +103,21 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
 
 
 def resumed(
-    file: Path | None, read: Callable[[Path], Value], compute: Callable[[], Value], write: Callable[[Path, Value], None]
+    file: Path | None, read: Callable[[Path], Value], compute: Callable[[], Value], to_json: Callable[[Value], Any]
 ) -> Value:
     """The value in `file` if it exists; otherwise computes and writes it. Without a file, only computes it."""
     if file is not None and on_first(file.is_file):
         return read(file)
     value = compute()
     if file is not None:
-        on_first(functools.partial(write, file, value))
+        on_first(functools.partial(write_sealed, file, to_json(value)))
     return value
+
+
+def write_sealed(file: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON value with its checksum."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(file, json.dumps(seal(value)) + "\n")
 
 
 def write_answers(file: Path, answers: Answers) -> None:
@@ -152,23 +158,13 @@ def write_table(file: Path, names: Sequence[str], answers: Answers) -> None:
     write_rows(file, lambda: iter([{**row, **more} for row, more in zip(rows, details, strict=True)]))
 
 
-def write_fit(file: Path, fit: OptionTemperature) -> None:
-    file.parent.mkdir(exist_ok=True)
-    write_file(file, json.dumps(seal(fit._asdict())) + "\n")
-
-
 def read_fit(file: Path) -> OptionTemperature:
-    """Reads what `write_fit` wrote; raises `UserError` if the file is damaged."""
+    """Reads a fitted temperature; raises `UserError` if the file is damaged."""
     try:
         fit = OptionTemperature(**unseal(read_json(file)))
         return fit._replace(scales=tuple(map(float, fit.scales)))
     except (TypeError, ValueError) as error:
         raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error
-
-
-def write_samples(file: Path, samples: Samples) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(file, json.dumps(seal({"samples": samples})))
 
 
 def read_samples(file: Path, questions: int, count: int) -> Samples:

@@ -15,12 +15,12 @@ from calibjax.eval.figures_json import draws_of, ece_json, finite_or_none, subje
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.answer_files import (
     Answers,
+    OptionTemperature,
     claim_answers,
     read_answers,
     read_fit,
     resumed,
     write_answers,
-    write_fit,
     write_table,
 )
 from calibjax.eval.tasks.evaluator import TaskEvaluator
@@ -107,7 +107,8 @@ def evaluate_tasks(
     for name, evaluator in evaluators.items():
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
-            evaluator.option_temperature = resumed(file, read_fit, evaluator.fit_option_temperature, write_fit)
+            fit = evaluator.fit_option_temperature
+            evaluator.option_temperature = resumed(file, read_fit, fit, OptionTemperature._asdict)
             context.log(f"task {name}: {evaluator.option_temperature}")
         if evaluator.probe_names:
             if probes is None:

@@ -1,5 +1,6 @@
 """One task of lm-eval, from top to bottom: requests, log-likelihoods, confidence under each head, answers."""
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
@@ -17,7 +18,7 @@ from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
-from calibjax.eval.tasks.answer_files import Answers, OptionTemperature, Samples, read_samples, resumed, write_samples
+from calibjax.eval.tasks.answer_files import Answers, OptionTemperature, Samples, read_samples, resumed
 from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
 from calibjax.eval.tasks.scoring import Continuation, Score
 from calibjax.models.generate import Sampling
@@ -451,7 +452,8 @@ class TaskEvaluator:
         file = None
         if directory is not None and batch.numbers:
             file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{batch.numbers[0]}.json"
-        return resumed(file, lambda file: read_samples(file, len(batch.numbers), count), draw, write_samples)
+        read = functools.partial(read_samples, questions=len(batch.numbers), count=count)
+        return resumed(file, read, draw, lambda samples: {"samples": samples})
 
     def _features(self, written: Written, names: Collection[str]) -> dict[str, Float[np.ndarray, "N F"]]:
         tokens = [answer.tokens for answer in written.answers]

@@ -129,12 +129,10 @@ class Scorer:
                 expected = f"expected a context and 1 to {self.max_length} tokens after it, as the model reads"
                 got = f"{len(request.context)} and {len(request.tokens)}"
                 raise UserError(f"request {number}: {expected}, got {got}.")
-            largest = max(*request.context, *request.tokens)
-            if largest >= self.lm.config.vocab_size:
-                raise UserError(
-                    f"request {number}: expected token ids below {self.lm.config.vocab_size}, the model's vocabulary, "
-                    f"got {largest}. Does the text hold a token that was added to the tokenizer only?"
-                )
+            largest, vocab_size = max(*request.context, *request.tokens), self.lm.config.vocab_size
+            if largest >= vocab_size:
+                hint = "Does the text hold a token that was added to the tokenizer only?"
+                raise UserError(f"request {number}: expected token ids below {vocab_size}, got {largest}. {hint}")
         return self._stream(requests, top_k)
 
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
