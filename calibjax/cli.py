@@ -229,11 +229,9 @@ def _execute(options: Any, run: Run) -> int:
         if failure is not None:
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail as well
             where = failure.filename or getattr(options, "out", None)
-            print(
-                f"stopped: {failure.strerror}{f' ({where})' if where else ''}. What was complete before is unchanged; "
-                "with the same options, a run resumes.",
-                file=sys.stderr,
-            )
+            reason = f"{failure.strerror} ({where})" if where else failure.strerror
+            hint = "What was complete before is unchanged; with the same options, a run resumes."
+            print(f"stopped: {reason}. {hint}", file=sys.stderr)
         if jax.process_count() == 1:
             if failure is None:
                 raise

@@ -416,10 +416,9 @@ def split_text(
     fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
     repeated, total = count_repeats(fit, held_out)
     if repeated:
-        log(
-            f"WARNING: {repeated:,} of {total:,} held-out texts ({repeated / total:.1%}) are in the fitting part as "
-            "well: remove duplicate rows, or the figures are better than they should be"
-        )
+        texts = f"{repeated:,} of {total:,} held-out texts ({repeated / total:.1%})"
+        hint = "remove duplicate rows, or the figures are better than they should be"
+        log(f"WARNING: {texts} are in the fitting part as well: {hint}")
     return fit, held_out
 
 

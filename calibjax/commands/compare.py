@@ -139,10 +139,8 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
     calibration, held_out = (part.predictions for part in parts)
     fields = (name for name, value in table.predictions._asdict().items() if value is not None)
     groups = "" if table.groups is None else f" in {len(set(table.groups)):,} groups"
-    log(
-        f"table: {len(table):,} rows of {', '.join(fields)}{groups}; {len(parts[0]):,} to fit on, {len(parts[1]):,} "
-        "held out, drawn at random"
-    )
+    split = f"{len(parts[0]):,} to fit on, {len(parts[1]):,} held out, drawn at random"
+    log(f"table: {len(table):,} rows of {', '.join(fields)}{groups}; {split}")
     inputs = prediction_inputs(calibration, held_out, names, parts[1].groups, include_large=include_large)
     if base_logits is not None:
         logits = np.asarray(calibration.logits)

@@ -50,10 +50,8 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     fit, held_out = (limit_tokens(part, limit, options.seed) for part in parts)
     counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
     reason = ", or a GiB of logits" if limit < options.max_tokens else ""
-    log(
-        f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}"
-        + (f" (--max-tokens{reason})" if fit is not parts[0] else "")
-    )
+    limit = f" (--max-tokens{reason})" if fit is not parts[0] else ""
+    log(f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}{limit}")
 
     def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
         """The predictions of the scored tokens under a head."""

@@ -126,11 +126,9 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
         return Verdict(f"Keep claims with a confidence above {threshold}: {answered:.1%} of them; the {limit}.")
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     if none == len(decided):
-        return Verdict(
-            f"no threshold is known to keep at most {options.risk} of the answers wrong: the questions "
-            "are too few, or the confidence does not tell right from wrong well enough.",
-            is_warning=True,
-        )
+        reason = "the questions are too few, or the confidence does not tell right from wrong well enough"
+        line = f"no threshold is known to keep at most {options.risk} of the answers wrong: {reason}."
+        return Verdict(line, is_warning=True)
     if options.by_category:
         left = f"; {none} categories are not answered" if none else ""
         return Verdict(f"{answered:.1%} of the questions are answered, and in each category {limit}{left}.")

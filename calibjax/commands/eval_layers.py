@@ -51,11 +51,9 @@ def run(options: EvalLayersOptions, log: Log = print) -> Document:
     fit, held_out = halves
     counts = [int(half.where.sum()) for half in halves]
     log(f"split: {counts[0]:,} {unit} to find a direction and an edit on, {counts[1]:,} held out")
-    log(
-        f"work: {sum(int(half.segment_ids.astype(bool).sum()) for half in halves):,} tokens in "
-        f"{len(fit.tokens) + len(held_out.tokens):,} sequences, read once for {lm.config.num_layers + 1} layers and "
-        f"once for each of {edits} edits"
-    )
+    tokens = sum(int(half.segment_ids.astype(bool).sum()) for half in halves)
+    text = f"{tokens:,} tokens in {len(fit.tokens) + len(held_out.tokens):,} sequences"
+    log(f"work: {text}, read once for {lm.config.num_layers + 1} layers and once for each of {edits} edits")
     document = evaluate_layers(lm, fit, held_out, options, context, **questions)
     document["held_out"]["unit"] = unit
     document["run"] |= run_identity("eval layers", options)
@@ -78,11 +76,9 @@ def _read(
     check_ids(questions.sequences, lm.config.vocab_size)
     names = lm.tokenizer.convert_ids_to_tokens(list(questions.letters))
     longest = lm.config.max_positions
-    log(
-        f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {questions.too_long:,} of them longer "
-        f"than {longest} tokens and left out; {len(questions.subjects):,} used, answers {', '.join(names)} after "
-        f"{questions.cue!r}"
-    )
+    left_out = f"{questions.too_long:,} of them longer than {longest} tokens and left out"
+    used = f"{len(questions.subjects):,} used, answers {', '.join(names)} after {questions.cue!r}"
+    log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")
     # Questions of one subject stand together in most files: the halves should be alike.
     order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
     halves = common.split_text(questions.sequences.take(order), 0.5, log)

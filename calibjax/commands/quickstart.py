@@ -59,10 +59,9 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
         as_sequences(sample(language, key, count, _LENGTH))
         for key, count in zip(sample_keys, (_TRAIN, _FIT, _HELD_OUT), strict=True)
     )
-    log(
-        f"language: {language.vocab_size} tokens, {language.topic_transitions.shape[0]} hidden topics; "
-        f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
-    )
+    sizes = f"{language.vocab_size} tokens, {language.topic_transitions.shape[0]} hidden topics"
+    split = f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
+    log(f"language: {sizes}; {split}")
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
     fitted = fit_ats(lm, fit_set, AtsOptions(batch_size=_BATCH_SIZE), context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)

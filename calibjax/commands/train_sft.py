@@ -61,10 +61,8 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
-    log(
-        f"split: {len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation, "
-        f"{len(held_out.tokens):,} held out"
-    )
+    training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
+    log(f"split: {training}, {len(held_out.tokens):,} held out")
     validation = fit.take(validation_rows)
 
     with jax.set_mesh(context.mesh):
@@ -76,10 +74,9 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
         del base, fitted  # one model in memory at a time
         tuned = common.load_placed(options.out / "model", context.mesh, compute)
         if tuned.config != config:
-            log(
-                f"WARNING: the config.json of {config.family} has no soft-cap of {config.logit_softcap:g}: the figures "
-                "are with it, and the logits of model/, wherever it is loaded, are without it"
-            )
+            lost = f"the config.json of {config.family} has no soft-cap of {config.logit_softcap:g}"
+            effect = "the figures are with it, and the logits of model/, wherever it is loaded, are without it"
+            log(f"WARNING: {lost}: {effect}")
             tuned = dataclasses.replace(tuned, config=config)
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more

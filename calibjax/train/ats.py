@@ -269,11 +269,10 @@ class _Fitting:
         if chosen is None:
             self.context.log("WARNING: no head beats temperature scaling beyond noise: temperature scaling is kept")
             return baseline, {"candidates": rows, "chosen": []}
-        self.context.log(
-            f"chose {chosen.name}: NLL {chosen.mean('nll'):.4f} (temperature scaling {baseline.mean('nll'):.4f})"
-            f", Brier {chosen.mean('brier'):.4f} ({baseline.mean('brier'):.4f}), calibration error "
-            f"{chosen.calibration_error:.4f} ({baseline.calibration_error:.4f})"
-        )
+        nll = f"NLL {chosen.mean('nll'):.4f} (temperature scaling {baseline.mean('nll'):.4f})"
+        brier = f"Brier {chosen.mean('brier'):.4f} ({baseline.mean('brier'):.4f})"
+        error = f"calibration error {chosen.calibration_error:.4f} ({baseline.calibration_error:.4f})"
+        self.context.log(f"chose {chosen.name}: {nll}, {brier}, {error}")
         return chosen, {"candidates": rows, "chosen": [baseline.as_json(baseline), chosen.as_json(baseline)]}
 
     def _score_decays(self, head: HeadConfig) -> None:
@@ -314,10 +313,9 @@ class _Fitting:
         scored = on_fold(candidate, log_scale)
         difference, error = scored.difference(on_fold(best.name, best.log_scale), "nll")
         is_lower = difference < -error
-        self.context.log(
-            f"{scored.name}: on the first fold NLL {scored.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against "
-            f"{best.name}: {'tried on all' if is_lower else 'left out'}"
-        )
+        compared = f"NLL {scored.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against {best.name}"
+        verdict = "tried on all" if is_lower else "left out"
+        self.context.log(f"{scored.name}: on the first fold {compared}: {verdict}")
         return is_lower
 
     def params(self, candidate: Candidate) -> Any:
@@ -351,10 +349,8 @@ class _Fitting:
             shrunk = shrink(log_scale, self._temperature_log_scale, shrinkage)
             scores.append(score(self.tokens, candidate, shrunk, refit=refit, shrinkage=shrinkage))
         best = min(scores, key=lambda scored: scored.mean("nll"))
-        self.context.log(
-            f"{best.name}: out of fold NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}, calibration error "
-            f"{best.calibration_error:.4f}"
-        )
+        proper = f"NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}"
+        self.context.log(f"{best.name}: out of fold {proper}, calibration error {best.calibration_error:.4f}")
         return best
 
     def _predict(self, candidate: Candidate, fold: int) -> Float[np.ndarray, " n"]:

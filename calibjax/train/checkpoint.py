@@ -45,7 +45,7 @@ class Checkpoints:
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OSError) as error:
             reason = first_line(error)
             raise UserError(
-                f"{directory}: cannot be read ({reason}). Remove it to train from the first step."
+                f"{directory} cannot be read ({reason}). Remove it to train from the first step."
             ) from error
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:

@@ -195,8 +195,7 @@ def tune(
             validation=Validation(evaluate, every=max(1, steps // options.epochs)),
         )
         final = evaluate(state.params)
-    context.log(
-        f"{context.title}: {steps:,} steps on {counts['train']:,} sequences; validation NLL "
-        f"{final['validation_nll']:.4f} on {counts['validation']:,}"
-    )
+    trained = f"{steps:,} steps on {counts['train']:,} sequences"
+    validated = f"validation NLL {final['validation_nll']:.4f} on {counts['validation']:,}"
+    context.log(f"{context.title}: {trained}; {validated}")
     return state.params, {"options": options_identity(options), "steps": steps, "sequences": counts, **final}

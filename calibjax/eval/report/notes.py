@@ -143,10 +143,9 @@ def _ats_verdict(methods: Row) -> Verdict:
 
 def _base_verdict(base: Row) -> Verdict:
     word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
-    return Verdict(
-        f"The uncalibrated model is {word}: mean confidence {base['confidence']:.4f} at accuracy "
-        f"{base['accuracy']:.4f}, ECE {base['ece']['value']:.4f}. No temperature or head was given to compare with."
-    )
+    figures = f"mean confidence {base['confidence']:.4f} at accuracy {base['accuracy']:.4f}"
+    line = f"The uncalibrated model is {word}: {figures}, ECE {base['ece']['value']:.4f}."
+    return Verdict(f"{line} No temperature or head was given to compare with.")
 
 
 def _confidences_verdict(methods: Row) -> Verdict:
@@ -320,10 +319,8 @@ def layers_verdict(document: Document) -> Verdict:
     methods, difference = document["held_out"]["methods"], document["direction"]["difference"]
     before, after = methods["uncalibrated"], methods.get("edited")
     if after is None:
-        return Verdict(
-            "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited, ECE "
-            f"{before['ece']['value']:.4f} on the held-out half."
-        )
+        line = "No edit along the direction lowered the ECE of the half that chooses: the model is left unedited"
+        return Verdict(f"{line}, ECE {before['ece']['value']:.4f} on the held-out half.")
     accuracy = f"accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
     figures = "; ".join([*_figures(after, before), accuracy])
     if after["ece"]["value"] > before["ece"]["value"]:
@@ -355,11 +352,9 @@ def few(name: str, results: Row) -> Verdict:
         return Verdict("")
     accuracy = next(iter(results["methods"].values()))["accuracy"]
     low, high = wilson_interval(round(accuracy * count), count)
-    return Verdict(
-        f"{name} has only {counted(results)}: the 95% interval of its accuracy is [{low:.2f}, {high:.2f}], "
-        f"and its calibration errors are known less well.",
-        is_warning=True,
-    )
+    limits = f"the 95% interval of its accuracy is [{low:.2f}, {high:.2f}]"
+    line = f"{name} has only {counted(results)}: {limits}, and its calibration errors are known less well."
+    return Verdict(line, is_warning=True)
 
 
 def conventions(results: Row) -> str:

@@ -226,10 +226,9 @@ class TaskEvaluator:
         question_of = [number for number, options in enumerate(questions) for _ in options]
         longest = max((len(option.tokens) for option in continuations), default=0)
         if longest > 1 and self.options.option_confidence == "full_vocabulary":
-            self.context.log(
-                f"WARNING: options of up to {longest} tokens: among everything the model could write, the probability "
-                "of a text is near 0 and says nothing; the option confidence `options` compares the options"
-            )
+            problem = "among everything the model could write, the probability of a text is near 0 and says nothing"
+            hint = "the option confidence `options` compares the options"
+            self.context.log(f"WARNING: options of up to {longest} tokens: {problem}; {hint}")
         unscored = [len(options) for options in questions]
         results = {}
         for number, score in self.model.scorer.stream(continuations):
