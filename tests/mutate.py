@@ -228,7 +228,7 @@ TABLE = {
     "eval/tokens.py": [
         ("TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1]", "-np.inf, np.inf", "eval/test_tokens.py -k batch_size"),
         ("np.asarray(x[:real], np.float64)", "np.asarray(x[:real])", "eval/test_tokens.py -k batch_size"),
-        ("-(-jnp.sum(where) // width)", "jnp.sum(where) // width", "eval/test_tokens.py -k batch_size"),
+        ("ceil_div(jnp.sum(where), width)", "jnp.sum(where) // width", "eval/test_tokens.py -k batch_size"),
     ],
     "eval/tasks/scoring.py": [
         ("scored = 0 if self._shares else len(tokens)", "scored = 0", "eval/test_scoring.py -k dense_formula"),
@@ -260,7 +260,7 @@ TABLE = {
         ("columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
     ],
     "eval/answers/probe_features.py": [
-        ("places.start - 1)", "places.start)", "train/test_probes.py -k features"),
+        ("spans.start - 1)", "spans.start)", "train/test_probes.py -k features"),
         ("_REACH * hidden_norm", "_REACH", "train/test_probes.py -k features"),
     ],
     "runtime/files.py": [

@@ -39,8 +39,9 @@ class AtsOptions:
     the loss: of those within noise, the one with the least calibration error. If no head has an NLL and a Brier score
     below those of temperature scaling by two standard errors, without a higher ECE, temperature scaling is kept.
 
-    Predictions, and the head that is returned, are moved towards temperature scaling: their log scales by a quarter of
-    the way, or with several sets by a quarter, a half or three quarters, whichever lowers NLL most.
+    If heads are compared or a temperature is refitted, the predictions and the head that is returned are moved towards
+    temperature scaling: their log scales by a quarter of the way, or with several sets by a quarter, a half or three
+    quarters, whichever lowers NLL most.
 
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
