@@ -202,17 +202,18 @@ def _execute(options: Any, run: Run) -> int:
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
 
+    # Scripts have options of their own, which may lack these fields.
+    devices, out, as_json = (getattr(options, name, None) for name in ("devices", "out", "json"))
     try:
-        if hasattr(options, "devices"):
-            options.devices.join()
-        is_printing = not hasattr(options, "devices") or is_first()
-        as_json = getattr(options, "json", False)
+        if devices is not None:
+            devices.join()
+        is_printing = devices is None or is_first()
 
         def log(line: str) -> None:
             if is_printing:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
-        with leaving_nothing(getattr(options, "out", None)), attention_context(options):
+        with leaving_nothing(out), attention_context(options):
             try:
                 document = run(options, log)
             finally:
@@ -228,7 +229,7 @@ def _execute(options: Any, run: Run) -> int:
             return code
         if failure is not None:
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail as well
-            where = failure.filename or getattr(options, "out", None)
+            where = failure.filename or out
             reason = f"{failure.strerror} ({where})" if where else failure.strerror
             hint = "What was complete before is unchanged; with the same options, a run resumes."
             print(f"stopped: {reason}. {hint}", file=sys.stderr)
