@@ -174,7 +174,7 @@ class ColumnOptions:
     truth: Path | None = None
 
     def read_table(self, file: Path, log: Log, **options: Any) -> "PredictionTable":
-        """The table in a file, with notes on it logged; further options are those of `data.table.read_table`."""
+        """Reads the table in a file and logs the notes on it; further options as in `data.table.read_table`."""
         from calibjax.data.table import read_table
 
         columns = {}
@@ -544,7 +544,7 @@ def make_document(results: "Mapping[str, dict[str, MethodResult]]", run: Mapping
 
 
 def write_results(document: Document, out: Path) -> None:
-    """Writes metrics.json, with the curves of every train.jsonl but those of folds, then what is drawn from it."""
+    """Writes metrics.json, with the curves of every train.jsonl but the folds', and what is drawn from it."""
     from calibjax.eval.report.page import write_report
 
     curves = {}

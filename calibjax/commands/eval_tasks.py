@@ -37,7 +37,7 @@ class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, c
             commas or spaces.
         head: directory of a fitted head, or of the run of `train ats` that holds it, or a head on the hub
             (org/name@revision); it also holds the temperature of temperature scaling.
-        temperature: temperature of temperature scaling, in place of that of --head.
+        temperature: temperature of temperature scaling, in place of the one that --head holds.
         out: directory for metrics.json, report.html, figures and answers/TASK.jsonl, a question a line, which compare,
             apply and decide read; without it only the tables are printed.
         subjects: print the table of subjects as well.

@@ -39,7 +39,7 @@ HEADINGS = {
     "output": ("JsonOptions", "OutputOptions", "TrainingOutputOptions"),
     "device": ("DeviceOptions",),
 }
-"""Heading of the help -> the classes that declare its options; those of all other classes are of the method."""
+"""Heading of the help -> the classes that declare its options; all other options are of the method."""
 CONFIG = "run.yaml"
 
 _CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
@@ -317,7 +317,7 @@ def _is_long(choices: Sequence[str]) -> bool:
 
 
 def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
-    """The arguments, with those of the file of `--config` before them, so that the command line takes precedence."""
+    """The options in the file of `--config`, and after them, so that they take precedence, the arguments."""
     args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" not in args:
         return args

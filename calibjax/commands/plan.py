@@ -562,7 +562,7 @@ def stored_bytes_per_token(job: Job) -> int:
 
 
 def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
-    """Steps and seconds `[least, most]` of a run; of `ats` those of the frozen pass, as the fits take little."""
+    """Steps and seconds `[least, most]` of a run; with `ats`, of the frozen pass alone, as the fits take little."""
     sequences = ceil_div(tokens, job.seq)
     steps = ceil_div(sequences, job.batch)
     if isinstance(job.method, SftOptions):

@@ -22,7 +22,7 @@ class PushOptions(HeadOptions):
     """Uploads the head of a run to the Hugging Face Hub, in one commit: what `calibjax export` writes, metrics.json
     without paths of this machine, the reliability diagram, and a model card made from them.
 
-    The token is that of HF_TOKEN or `hf auth login`. `--head org/name` and `calibjax.load_head("org/name")` read it.
+    The token comes from HF_TOKEN or `hf auth login`. `--head org/name` and `calibjax.load_head("org/name")` read it.
 
     Attributes:
         repository: org/name; made where there is none.

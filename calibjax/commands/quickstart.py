@@ -134,7 +134,7 @@ class Syllables:
         return {word: token for token, word in enumerate(self._words)}
 
     def decode(self, ids: Iterable[int], **options: Any) -> str:
-        """The words of tokens, each after a space; options are those of transformers, and unused."""
+        """The words of tokens, each after a space; the options of transformers are accepted and unused."""
         return "".join(f" {self._words[token]}" for token in ids)
 
 

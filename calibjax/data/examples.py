@@ -138,7 +138,7 @@ def _encode(
 def _encode_long(
     text: str, tokenizer: Tokenizer, add_special_tokens: bool, max_tokens: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenises a text in parts, up to `max_tokens` tokens; the result is that of the whole text.
+    """Tokenises a text in parts, up to `max_tokens` tokens, with the result of the whole text.
 
     Parts overlap. In the middle of the overlap both have enough context to give the same tokens, and there they are
     joined; where they differ, a longer overlap is tried.

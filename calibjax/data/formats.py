@@ -127,7 +127,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]  # with "role", "content" (a string) and whatever else the row gives, none of it null
     answers: tuple[int, ...]  # indices of the messages of the assistant whose weight is not 0, ascending
-    options: dict[str, Any]  # of the template: "tools", "documents" and those of "chat_template_kwargs"
+    options: dict[str, Any]  # of the template: "tools", "documents" and the entries of "chat_template_kwargs"
 
 
 def read_conversation(row: Row, format: Format, place: str) -> Conversation:

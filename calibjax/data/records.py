@@ -174,7 +174,7 @@ def _answers(row: Row) -> list[Row]:
 
 def _known(value: float | None, place: int) -> float:
     if value is None or not _LEAST < value <= 1e-3:
-        raise UserError(f"token {place}: expected a log-probability, got {value}: that of the answer is unknown.")
+        raise UserError(f"token {place}: expected a log-probability, got {value}: the answer's is unknown.")
     return min(float(value), 0.0)
 
 

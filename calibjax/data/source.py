@@ -48,7 +48,7 @@ class Rows(Iterable[Row]):
 
     @property
     def first(self) -> Row:
-        """The first row, whose columns stand for those of all. Raises `UserError` if there is none."""
+        """The first row, whose columns stand for the columns of all. Raises `UserError` if there is none."""
         for row in self:
             return row
         raise UserError(f"{self.name} holds no rows. Give at least one.")

@@ -262,7 +262,7 @@ def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConf
     else:
         heads = [shared]
     width = None
-    if options.recipe == "paper":  # of Llama 1 and 2, 8/3 D: those of calibration_configs/ for 7B and 13B
+    if options.recipe == "paper":  # 8/3 D as in Llama 1 and 2, and in the authors' calibration_configs/ for 7B and 13B
         width = round_up(8 * hidden_size // 3, 256)
     elif len(heads) > 1:
         width = min(hidden_size, _NARROW)

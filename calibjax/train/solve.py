@@ -60,7 +60,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     varies = (deviation > 1e-6 * np.abs(mean)) & (deviation > 0)
     deviation = np.where(varies, deviation, 1.0)
     features /= deviation.astype(np.float32)
-    widths = [FEATURES[name].width for name in head.features]  # None: that of the model
+    widths = [FEATURES[name].width for name in head.features]  # None: as wide as the model
     decayed = np.repeat([width is None for width in widths], [width or head.hidden_size for width in widths])
     fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
     curve_arrays = {name: x for name, x in arrays.items() if name in fields}

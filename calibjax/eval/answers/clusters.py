@@ -129,8 +129,8 @@ CLUSTERINGS: dict[str, Clustering] = {
 
 
 def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
-    """A clustering by hidden states: an answer belongs to a cluster if the cosine between its mean hidden state after
-    the last layer and that of the cluster's first answer reaches `threshold`."""
+    """A clustering by hidden states: an answer belongs to a cluster if its mean hidden state after the last layer and
+    the mean hidden state of the cluster's first answer have a cosine of at least `threshold`."""
 
     def clusters(question: str, answers: Sequence[str]) -> list[int]:
         ids = [lm.tokenizer.encode(text, add_special_tokens=False) or [0] for text in answers]

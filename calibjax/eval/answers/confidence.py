@@ -52,7 +52,7 @@ def answer_confidence(
     Args:
         method: name in `DESCRIPTIONS`.
         values: for options the log-probability of each of K options, summed over its tokens ("options_per_token": their
-            mean); for texts that of each token; −inf where there is none. For samples the cluster of each sample.
+            mean); for texts the log-probability of each token; −inf where there is none. For samples their clusters.
 
     Returns:
         float32 `[N]`; 0 where no value exists.
@@ -206,7 +206,7 @@ def semantic_density(
     """Density of the answer among the different texts that were sampled (Qiu and Miikkulainen 2024, arXiv 2405.13845).
 
     (p + Σ_k 1[c_k = a] p_k) / (p + Σ_k p_k) over the `distinct` samples: one of each text, and none with the text of
-    the answer; p is the geometric mean of the probabilities of the answer's tokens and p_k that of a sample's.
+    the answer; p and p_k are the geometric means of the probabilities of the tokens of the answer and of a sample.
     The paper's kernel falls with a distance of meanings; here it is 1 within a cluster.
     """
     probability = answer_confidence("length_normalised", tokens)

@@ -28,7 +28,7 @@ Logits = Callable[[Float[Array, "*B D"]], Float[Array, "*B V"]]
 
 
 class AnswerSpans(NamedTuple):
-    """Where the answers are: row b has its tokens from `start[b]` to `end[b]` − 1. `logits` are those of the model."""
+    """Where the answers are: row b has its tokens from `start[b]` to `end[b]` − 1. `logits` is the model's function."""
 
     start: Int[Array, " B"]
     end: Int[Array, " B"]
@@ -148,7 +148,7 @@ def perturbed_features(hidden: Float[Array, "B D"], tokens: Int[Array, " B"], lo
 
     The paper's radii go to 20, whatever the model; here to a quarter of ‖h‖, which has a meaning in any width. Its 75
     features include the distance ‖h_k − h‖, which is r_k. `hidden` are the states after the final norm that predict
-    the tokens. Memory is that of 6 B V logits. float32, finite.
+    the tokens. It takes the memory of 6 B V logits. float32, finite.
     """
     rows = jnp.arange(len(tokens))
 

@@ -39,7 +39,7 @@ class LayersOptions:
             wrong ones and right ones, or the more confident and the less confident half.
         strengths: strengths of the edits, in units of the residual's mean norm at the layer.
         sweep_layers: blocks after which to edit, from 1; all by default.
-        settled: fraction of predictions equal to those of the last layer from which the decision counts as settled.
+        settled: the decision counts as settled where this fraction of predictions equals the last layer's.
         neuron_layers: number of the last blocks in which to look for entropy neurons.
         batch_size: sequences per step.
         bins: number of equal-width bins of the expected calibration error.
@@ -82,7 +82,7 @@ def evaluate_layers(
         fit: sequences on which a calibration direction and an edit are found.
         held_out: sequences on which they are evaluated.
         letters: token ids of the answers of multiple choice, the only ones that are compared; default: the vocabulary.
-        subjects: subject of each question, those of `fit` first.
+        subjects: subject of each question, first of `fit`, then of `held_out`.
 
     Returns:
         The contents of metrics.json: "layers" (figures of each layer, and the phase in which confidence is corrected),

@@ -31,7 +31,7 @@ _TINY = np.finfo(np.float64).tiny
 def choose_sets(
     recipe: Recipe, confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
 ) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
-    """The two sets of predictions that define a direction: from the mean residual of the second to that of the first.
+    """The two sets of predictions that define a direction, from the mean residual of the second to the first's.
 
     - "overconfident": wrong with a confidence above the mean accuracy; against correct.
     - "wrong": wrong against correct.

@@ -99,7 +99,7 @@ def set_verdict(results: Row) -> Verdict:
 def _comparison(
     name: str, row: Row, other_name: str, other: Row, tested: Row, *, addition: str = "", must_differ: bool = False
 ) -> Verdict:
-    """The sentence on a row against another; `addition` ends that of a better row, `must_differ` warns of equality."""
+    """The sentence on a row against another: `addition` ends a better row's, `must_differ` warns of equality."""
     figures = "; ".join(_figures(row, other))
     if reason := _why_equal(row, other, tested):
         return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.", must_differ)
@@ -410,7 +410,7 @@ def limitations(document: Document) -> list[str]:
         f"The figures hold for text like the {held_out['tokens']:,} held-out {unit_of(held_out)}; on another domain a "
         "method can be better or worse."
         + ("" if "transfer" in document or "tasks" in document else " Nothing else was evaluated in this run."),
-        "Intervals show the noise of the held-out data alone, not that of another fit with another seed.",
+        "Intervals show the noise of the held-out data alone, not the noise of another fit with another seed.",
         "ECE depends on its bins; two methods whose intervals overlap widely are not ranked by it. Log-likelihood and "
         "Brier score do not depend on bins.",
     ]

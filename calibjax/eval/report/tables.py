@@ -263,7 +263,7 @@ def columns_of(sets: Sequence[Row]) -> list[Column]:
 def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
     """The rows of all sets of a run in one table, the held-out set first.
 
-    ECE has an interval in any case; `intervals` adds those of NLL, Brier score and accuracy of tokens.
+    ECE always has an interval; `intervals` adds intervals of NLL, Brier score and accuracy of tokens.
     """
     sets = sets_of(document)
     shown = columns_of([results for _, results in sets])
@@ -596,7 +596,7 @@ def scientific(log_value: float) -> str:
 
 
 def plan_table(document: Document) -> TextTable:
-    """Memory, operations and times of a step on each device; and those of the run, where its length is known."""
+    """Memory, operations and times of a step on each device; and of the run, if its length is known."""
     rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
     rows.append(["fits", _margin(document)])
     counts = document["parameters"]

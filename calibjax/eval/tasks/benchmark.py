@@ -44,7 +44,7 @@ _FURTHER = {
     "aurc": metrics.aurc,
     "excess_aurc": metrics.excess_aurc,
 }
-"""Figures of a row in addition to those of a comparison, without intervals."""
+"""Figures of a row that a comparison does not have, without intervals."""
 
 
 def evaluate_tasks(
@@ -149,7 +149,7 @@ def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
 def tasks_document(
     evaluators: Mapping[str, TaskEvaluator], answers: Mapping[str, Answers], names: Sequence[str]
 ) -> Document:
-    """The contents of metrics.json of `evaluate_tasks`; `names` are those of the methods."""
+    """The contents of metrics.json of `evaluate_tasks`; `names` are the names of the methods."""
     sets, read_from = {}, {}
     binning: dict[str, Any] = {}
     fitted = any(evaluator.option_temperature for evaluator in evaluators.values())
@@ -186,7 +186,7 @@ def tasks_document(
 
 
 def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:
-    """A set of metrics.json: methods, each with the fields of `comparison_json` and those of `_FURTHER`.
+    """A set of metrics.json: methods, each with the fields of `comparison_json` and of `_FURTHER`.
 
     The interval of an accuracy of right and wrong answers is Wilson's. `harness` are the means of lm-eval's own metrics
     for the first method.

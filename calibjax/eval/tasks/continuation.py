@@ -23,7 +23,7 @@ class Continued(NamedTuple):
         tokens: ids of that text without trailing space; at least the first token, even if the text is empty. A token
             that holds the end of the text and the beginning of the stop sequence is included.
         log_probs: log-probabilities of these tokens under the base model, nats, however they were drawn.
-        confidence: calibrated probability of each token, by the head; without one that of the base model.
+        confidence: probability of each token, calibrated by the head; without a head, the base model's.
     """
 
     text: str
@@ -59,7 +59,7 @@ def continue_contexts(
         contexts: token ids, none empty, which is checked before the first batch.
         until: stop sequences; a space at the very start of the text does not count as one.
         batch_size: rows per step.
-        sampling: how tokens are chosen, by default the most likely one; `prompt_seeds` are those of the contexts.
+        sampling: how tokens are chosen, by default the most likely one; `prompt_seeds` has one seed per context.
         head: the head of the confidence, and of the distribution that `sampling.calibrated` draws from.
     """
     room = room_for_context(max_new_tokens, lm.config.max_positions)

@@ -77,7 +77,7 @@ class Written(NamedTuple):
 class TaskEvaluator:
     """Evaluates a model on one task, by resolved options (`TasksOptions.resolved`).
 
-    The first head of the model is that of the harness's own metrics; samples are saved in the context's directory.
+    The harness's own metrics are of the first head of the model; samples are saved in the context's directory.
 
     Attributes:
         probe_names: probes among the confidences.

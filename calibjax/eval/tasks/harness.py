@@ -38,7 +38,7 @@ class HarnessLM(TemplateLM):
     batch, so that an interrupted run resumes.
 
     Args:
-        batch_size, max_length: those of `Scorer`.
+        batch_size, max_length: as in `Scorer`.
         max_gen_toks: largest number of generated tokens, where a task gives none.
         seed: seed of the samples that tasks request.
         chat: how prompts become messages; if None, they are plain text.

@@ -108,7 +108,7 @@ class TasksOptions:
             find_clustering(self.clustering)
 
     def resolved(self) -> "TasksOptions":
-        """The options with those of the preset filled in but `shots`."""
+        """The options, with what is None taken from the preset, except `shots`."""
         preset = PRESETS[self.preset]._asdict()
         open_fields = [name for name in preset if name != "shots" and getattr(self, name) is None]
         return dataclasses.replace(self, **{name: preset[name] for name in open_fields})

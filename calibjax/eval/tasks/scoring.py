@@ -23,7 +23,7 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows, take_states
 
 _READS = 64  # positions whose logits are computed at a time
-_GROWTH = 4  # largest number of tokens of a row that several requests share, over that of one of them
+_GROWTH = 4  # most tokens of a row that several requests share, as a multiple of the tokens of its first
 _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
 _FILLED = 0.8  # least part of a step after a prefix that holds tokens, where it has more than one row
