@@ -33,6 +33,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
         flatten = _options
     else:
         return rows
+    has_groups = flatten is not _options and any(tokens or len(_records(_body(row).get("choices"))) > 1 for row in rows)
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
@@ -52,7 +53,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
             else:
                 group = str(row.get("custom_id") or _body(row).get("id") or number)
                 for record in flat:
-                    yield place, record if len(flat) == 1 else {"group": group, **record}
+                    yield place, {"group": group, **record} if has_groups else record
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
 

@@ -130,7 +130,7 @@ def read_table(
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
-        predictions = predictions._replace(**{role: reader.matrix(names[role])})
+        predictions = predictions._replace(**{role: reader.matrix(names[role], of_rows=role == "features")})
     groups = reader.labels(names["group"]) if "group" in names else None
     categories = reader.labels(names["category"]) if "category" in names else None
     rows = reader.readable_rows(names)
@@ -191,7 +191,8 @@ def table_rows(
     if path.suffix != ".npz":
         rows = read_source(path, skip_broken=skip_broken)
         return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), tokens=tokens)
-    arrays, _ = _load_npz(path, lambda name: name != "unembedding")
+    loaded, _ = _load_npz(path, lambda name: name != "unembedding")
+    arrays = {name: array for name, array in loaded.items() if array.ndim}
 
     def read() -> Iterator[Placed]:
         for number, row in enumerate(zip(*arrays.values(), strict=True)):
@@ -412,7 +413,7 @@ class _Columns:
     def fractions(self, name: str, divisor: float, *, words: bool = False) -> np.ndarray:
         """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
-        known = values[~self.broken]
+        known = values[~self.broken & ~np.isnan(values)]
         are_percentages = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
         if divisor != 1:
             values = values / divisor
@@ -452,10 +453,14 @@ class _Columns:
         self._refuse(name, impossible, "an option whose logit is finite")
         return labels
 
-    def matrix(self, name: str) -> np.ndarray:
-        """Finite numbers, float32 `[N, D]`."""
+    def matrix(self, name: str, *, of_rows: bool) -> np.ndarray:
+        """Finite numbers, float32 `[N, D]`, or `[K, D]` that are not those `of_rows`: none of them is left out."""
         values = self._lists(name)
-        self._refuse(name, np.asarray(~_is_finite(values).all(axis=1)), "finite numbers of float32")
+        bad = ~_is_finite(values).all(axis=1)
+        if of_rows:
+            self._refuse(name, bad, "finite numbers of float32")
+        elif bad.any():
+            raise UserError(f"{self._path}: {name}: expected finite numbers of float32, row {bad.argmax()} has others.")
         return values.astype(np.float32)
 
     def class_scores(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -13,6 +13,7 @@ from calibjax.data.source import Row
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_file
 
+_json = json.JSONEncoder(default=str).encode  # times, decimals and bytes of Parquet as text
 WRITABLE = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
 
 
@@ -29,15 +30,14 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Row]]) -> None:
         text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8", newline="", write_through=True)
         if out.suffix == ".jsonl":
             for row in rows():
-                text.write(json.dumps(row) + "\n")
+                text.write(_json(row) + "\n")
         else:
             names = list(dict.fromkeys(name for row in rows() for name in row))
             delimiter = "\t" if out.suffix == ".tsv" else ","
             lines = csv.DictWriter(text, names, delimiter=delimiter, lineterminator="\n")
             lines.writeheader()
             for row in rows():
-                items = row.items()
-                lines.writerow({k: v if isinstance(v, str | float | None) else json.dumps(v) for k, v in items})
+                lines.writerow({k: _json(v) if isinstance(v, bool | list | dict) else v for k, v in row.items()})
         text.detach()
 
 

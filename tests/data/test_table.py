@@ -1,5 +1,7 @@
 """Tables as people have them: each file in cases/ gives the values beside it, or is refused by name."""
 
+import datetime
+import decimal
 import json
 import re
 from pathlib import Path
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from calibjax.data.table import read_table, table_rows
+from calibjax.data.write import write_rows
 from calibjax.runtime.errors import UserError
 
 CASES = Path(__file__).parent / "cases"
@@ -80,3 +83,12 @@ def test_the_document_names_files_that_there_are():
     named = re.findall(r"`([\w-]+\.(?:csv|tsv|jsonl|json|parquet|npz))`", text)
     assert len(named) > 30
     assert set(named) <= set(NAMES)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_times_and_decimals_of_parquet_are_written_as_text(tmp_path, suffix):
+    row = {"day": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50"), "number": 7}
+    write_rows(tmp_path / f"x{suffix}", lambda: iter([row]))
+    assert {name: str(cell) for name, cell in table_rows(tmp_path / f"x{suffix}").first.items()} == {
+        name: str(cell) for name, cell in row.items()
+    }
