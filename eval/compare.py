@@ -51,9 +51,9 @@ def main(options: Options) -> calibjax.Comparison:
     fitted = comparison.recalibrator(name)
     output = fitted(held_out)  # log-probabilities [N, K], or confidences [N] in the most likely class
     confidence = output if output.ndim == 1 else np.exp(output.max(axis=1))
-    is_correct = logits[second_half].argmax(axis=1) == labels[second_half]
+    predicted = (logits[second_half] if output.ndim == 1 else output).argmax(axis=1)
     figure, axes = plt.subplots(figsize=(4, 4), layout="constrained")
-    plot.reliability(confidence, is_correct, ax=axes)
+    plot.reliability(confidence, predicted == labels[second_half], ax=axes)
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "reliability.png", dpi=150)
     recalibrate.save(options.out / "method", name, fitted.state)

@@ -115,6 +115,18 @@ def test_compare(tmp_path):
     np.testing.assert_allclose(fitted(logits=3 * logits[:1])[0], expected, atol=0.15)
 
 
+def test_the_figure_of_compare_is_of_the_predictions_of_the_winner(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(600, 4))
+    labels = (logits + np.array([3, 0, 0, -1]) + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    np.savez(tmp_path / "table.npz", logits=logits, labels=labels)
+    drawn = []
+    monkeypatch.setattr("calibjax.plot.reliability", lambda confidence, correct, ax: drawn.append(correct.mean()))
+    found = run("eval/compare.py", table=tmp_path / "table.npz", out=tmp_path / "out", methods=("vector",))
+    assert found.winner == "vector"
+    np.testing.assert_allclose(drawn, found.document["methods"]["vector"]["accuracy"])
+
+
 @pytest.mark.slow
 def test_tasks(tmp_path):
     rows = [
