@@ -23,7 +23,16 @@ import yaml
 
 from calibjax.runtime.errors import UserError, printable, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Positional, check_value, command_line, flag_of, marks, shortened, to_json
+from calibjax.runtime.options import (
+    Positional,
+    command_line,
+    expected_value,
+    flag_of,
+    marks,
+    shortened,
+    to_json,
+    unexpected,
+)
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -85,18 +94,16 @@ class Option(NamedTuple):
             return None
         if self.choices:
             if text not in self.choices:
-                expected = f"one of {', '.join(self.choices)}"
-                raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(ascii(text))}")
+                raise argparse.ArgumentTypeError(unexpected(f"one of {', '.join(self.choices)}", text))
             return text
-        annotation = typing.get_args(_without_none(self.annotation))[0] if self.is_several else self.annotation
         try:
             value = self.kind(text)
-            check_value(self.flag, annotation, text if self.kind not in (int, float) else value)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{self.flag}: ")) from error
         except ValueError as error:
             expected = "a whole number" if self.kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(ascii(text))}") from error
+            raise argparse.ArgumentTypeError(unexpected(expected, text)) from error
+        checked = value if self.kind in (int, float) else text
+        if expected := expected_value(self.annotation, (checked,) if self.is_several else checked):
+            raise argparse.ArgumentTypeError(unexpected(expected, checked))
         return value
 
     def described(self) -> str:

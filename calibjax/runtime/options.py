@@ -4,6 +4,7 @@ import contextvars
 import dataclasses
 import math
 import numbers
+import re
 import types
 import typing
 import unicodedata
@@ -100,8 +101,13 @@ def check_options(options: Any) -> None:
 def check_value(name: str, annotation: Any, value: Any) -> None:
     """Checks one value; raises `UserError` that begins with `name` if it does not fit its annotation."""
     if expected := expected_value(annotation, value):
-        got = str(value) if isinstance(value, numbers.Real) else ascii(str(value) if isinstance(value, Path) else value)
-        raise UserError(f"{name}: expected {expected}{';' if ',' in expected else ','} got {shortened(got)}.")
+        raise UserError(f"{name}: {unexpected(expected, value)}.")
+
+
+def unexpected(expected: str, value: Any) -> str:
+    """The text of an error for a value that should be something else."""
+    got = str(value) if isinstance(value, numbers.Real) else ascii(str(value) if isinstance(value, Path) else value)
+    return f"expected {expected}{';' if ',' in expected else ','} got {shortened(got)}"
 
 
 def expected_value(annotation: Any, value: Any) -> str | None:
@@ -124,7 +130,11 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     if kind is tuple:
         if not isinstance(value, tuple):
             return "a tuple"
-        return next(filter(None, (expected_value(parts[0], entry) for entry in value)), None)
+        if parts[0] is str:  # an entry may be several names, joined by commas
+            expected = (_expected_text(entry, separator="[/,]") for entry in value)
+        else:
+            expected = (expected_value(parts[0], entry) for entry in value)
+        return next(filter(None, expected), None)
     if kind is Literal:
         return None if value in parts else f"one of {', '.join(map(str, parts))}"
     if kind is bool:
@@ -134,7 +144,7 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     if kind is float:
         return _expected_number(float, [Range()], value)
     if kind is str or kind is Path:
-        return _expected_text(value, is_name=True)
+        return _expected_text(value)
     return None
 
 
@@ -147,7 +157,7 @@ def _expected_number(kind: Any, ranges: list[Range], value: Any) -> str | None:
     return next((limits.expected(number) for limits in ranges if not limits.holds(number)), None)
 
 
-def _expected_text(value: Any, *, is_name: bool) -> str | None:
+def _expected_text(value: Any, *, is_name: bool = True, separator: str = "/") -> str | None:
     if not isinstance(value, str | Path):
         return "text"
     text = str(value)
@@ -159,7 +169,7 @@ def _expected_text(value: Any, *, is_name: bool) -> str | None:
         return "a name, which is not empty"
     if any(unicodedata.category(character) == "Cc" for character in text):
         return "a name without control characters"
-    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
+    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in re.split(separator, text)):
         return "a name of at most 255 bytes, or a path of such names"
     return None
 

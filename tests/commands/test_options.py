@@ -14,7 +14,7 @@ from calibjax.commands.parser import list_options, parse
 from calibjax.eval.layers.analysis import LayersOptions
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Range, check_options, named, run_identity
+from calibjax.runtime.options import Count, Range, check_options, check_value, named, run_identity
 from calibjax.train.lhts import LhtsOptions
 from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
@@ -181,3 +181,7 @@ def test_choices_from_python(kind):
 
 def test_names_joined_by_commas():
     assert split_names(("mmlu, arc_easy", "arc_easy,", " triviaqa ", "")) == ("mmlu", "arc_easy", "triviaqa")
+    many = ",".join(["arc_easy"] * 57)
+    check_value("--tasks", tuple[str, ...], (many,))
+    with pytest.raises(UserError, match="at most 255 bytes"):
+        check_value("--model", str, many)
