@@ -98,15 +98,9 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
 def _figures(confidence: np.ndarray, correct: np.ndarray) -> dict[str, float]:
     sums = metrics.pooled_sums(confidence, correct)
     summary, ece = metrics.summarise(sums), metrics.error_interval(sums)
-    return {
-        "log_loss": summary["nll"],
-        "brier": summary["brier"],
-        "ece": ece.value,
-        "ece_low": ece.low,
-        "ece_high": ece.high,
-        "accuracy": summary["accuracy"],
-        "confidence": summary["confidence"],
-    }
+    figures = {"log_loss": summary["nll"], "brier": summary["brier"]}
+    figures |= {"ece": ece.value, "ece_low": ece.low, "ece_high": ece.high}
+    return figures | {"accuracy": summary["accuracy"], "confidence": summary["confidence"]}
 
 
 def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.ndarray]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.errors import ScopeParamShapeError
 from jaxtyping import Array
 
 from calibjax.recalibrate.contract import Method, Predictions, class_count, select
@@ -41,7 +42,8 @@ class Recalibrator(NamedTuple):
             The result of a prediction does not depend on the other rows of the call, to the last bit.
 
         Raises:
-            UserError: a field that the method reads is missing, or a confidence is not in [0, 1].
+            UserError: a field that the method reads is missing or has other classes, features or kinds of confidence
+                than that of the fit, or a confidence is not in [0, 1].
         """
         data = Predictions(**fields) if data is None else data
         missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
@@ -67,7 +69,12 @@ class Recalibrator(NamedTuple):
         for start in range(0, count, size):
             block = np.minimum(np.arange(start, start + size), count - 1)
             block_reads = reads._replace(**{name: x[block] for name, x in rows.items()})
-            parts.append(_apply(self.method, self.state, block_reads))
+            try:
+                parts.append(_apply(self.method, self.state, block_reads))
+            except (TypeError, ValueError, ScopeParamShapeError) as error:
+                shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in rows.items())
+                expected = "as many classes, features or confidences as those of its fit"
+                raise UserError(f"{self.name}: expected {expected}, got {shapes}.") from error
         return np.concatenate(parts)[:count]
 
 

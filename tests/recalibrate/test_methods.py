@@ -19,6 +19,7 @@ from calibjax.recalibrate import (
     METHODS,
     FitReport,
     Predictions,
+    Recalibrator,
     load,
     optimize,
     parameter_count,
@@ -627,6 +628,10 @@ def test_one_call_on_new_data(tmp_path):
         platt(logits=data.logits)
     save(tmp_path / "x", "vector", fitted("vector"))  # replaces what is there
     assert load(tmp_path / "x")(data).shape == data.logits.shape
+    for name, field in (("vector", "logits"), ("stacking", "confidences"), ("ats", "features")):
+        other = data._replace(**{field: getattr(data, field)[:, 1:]})
+        with pytest.raises(UserError, match=rf"{name}: expected as many classes.* {field} \[400, \d\]"):
+            Recalibrator(name, fitted(name), {})(other)
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "recalibrator.json", "checksums.json"])

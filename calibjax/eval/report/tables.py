@@ -308,7 +308,7 @@ def comparison_table(results: Row, where: str) -> TextTable:
         "p (Holm)": figure("against", "log_loss", "holm_p", form=".3f"),
         "accuracy": figure("accuracy"),
         "ECE": figure("ece", "value"),
-        "ECE, 95% interval": lambda row: interval(row["ece"]).partition(" ")[2],
+        "interval of ECE": lambda row: interval(row["ece"]).partition(" ")[2],
         **{title_by_key[key]: figure(key) for key in further},
         "Δ ECE [95% interval]": figure("against", "ece"),
         "Δ Brier [95% interval]": figure("against", "brier"),
