@@ -90,11 +90,8 @@ def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
         return Format(plain, (text_column,))
 
-    def first_present(names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in columns), None)
-
     for kind, *roles in _FORMATS:
-        present = [first_present(names) for names in roles]
+        present = [next((name for name in names if name in columns), None) for names in roles]
         if None not in present:
             return Format(plain if kind == "text" else kind, tuple(map(str, present)))
     expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]

@@ -133,13 +133,14 @@ def read_table(
         predictions = predictions._replace(**{role: reader.matrix(names[role], of_rows=role == "features")})
     groups = reader.labels(names["group"]) if "group" in names else None
     categories = reader.labels(names["category"]) if "category" in names else None
-    rows = reader.readable_rows(names)
+    rows = reader.readable_rows()
     table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
     predictions, groups = table.predictions, table.groups
     if table.categories is not None:
         predictions = predictions._replace(categories=_category_numbers(path, table.categories))
-    if groups is not None:
-        groups = _group_numbers(groups.tolist())
+    if groups is not None:  # by first appearance, so that labels as numbers and as text give the same result
+        number_of = {label: number for number, label in enumerate(dict.fromkeys(groups.tolist()))}
+        groups = np.array([number_of[label] for label in groups.tolist()])
     return dataclasses.replace(table, predictions=predictions, groups=groups, rows=rows, notes=tuple(reader.notes))
 
 
@@ -149,12 +150,6 @@ def _divided(column: str, names: Collection[str]) -> tuple[str, float]:
     if column in names or not name or not re.fullmatch(r"\d+(\.\d+)?", divisor) or not float(divisor):
         return column, 1.0
     return name, float(divisor)
-
-
-def _group_numbers(labels: list[str]) -> np.ndarray:
-    """Numbers by first appearance, so that labels as numbers and as text give the same result."""
-    number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    return np.array([number_of[label] for label in labels])
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
@@ -305,7 +300,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
     assigned = {}
     for role, column in columns.items():
         if role not in _ROLES:
-            raise UserError(f"columns: {role}={column}: expected one of {', '.join(_ROLES)} before the equals sign.")
+            raise UserError(f"columns: {role}={column}: expected confidences, {', '.join(_ROLES)} before the =.")
         if column not in names:
             raise UserError(f"{path}: there is no column {column}; got: {_listed(names)}.")
         assigned[role] = column
@@ -361,11 +356,8 @@ class _Columns:
             return Predictions(confidence=confidence, correct=correct), None
         raise UserError(f"{self._path}: {_EXPECTED}; got: {_listed(self.names)}.")
 
-    def readable_rows(self, names: Mapping[str, str]) -> np.ndarray:
+    def readable_rows(self) -> np.ndarray:
         """Indices of the rows that are not broken, at least one; a note counts the others."""
-        lengths = {name: len(self.cells[name]) for role, name in names.items() if role != "unembedding"}
-        if len(set(lengths.values())) > 1:
-            raise UserError(f"{self._path}: expected the same number of rows in every array, got {lengths}.")
         rows = np.flatnonzero(~self.broken)
         if not len(rows):
             raise UserError(f"{self._path}: expected at least one row, got none.")
@@ -456,7 +448,7 @@ class _Columns:
     def matrix(self, name: str, *, of_rows: bool) -> np.ndarray:
         """Finite numbers, float32 `[N, D]`, or `[K, D]` that are not those `of_rows`: none of them is left out."""
         values = self._lists(name)
-        bad = ~_is_finite(values).all(axis=1)
+        bad = np.asarray(~_is_finite(values).all(axis=1))
         if of_rows:
             self._refuse(name, bad, "finite numbers of float32")
         elif bad.any():

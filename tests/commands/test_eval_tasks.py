@@ -317,7 +317,8 @@ def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
 
 def test_judges():
     assert string_match("", "A: The  Onion!", ["onion"]) == 1
-    assert string_match("", "", ["", "the"]) == 0
+    assert string_match("", "The.", ["the"]) == 1  # an article as the whole answer
+    assert string_match("", "a", ["the", ""]) == string_match("", "", ["", "the"]) == 0
     assert find_judge("calibjax.eval.answers.judges:string_match") is string_match
     assert references({"answer": {"value": "x", "aliases": ["y"]}}) == ["x", "y"]
     with pytest.raises(UserError, match="expected answers in correct_answers"):

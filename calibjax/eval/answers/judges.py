@@ -39,8 +39,9 @@ def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
 
 
 def plain_text(text: str) -> str:
-    """A text in lower case, without punctuation, articles and repeated spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """A text in lower case, without punctuation, repeated spaces, and articles unless it is nothing else."""
+    text = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split()) or " ".join(text.split())
 
 
 def references(document: Mapping[str, Any]) -> list[str]:
