@@ -159,8 +159,9 @@ def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
 def _answers(row: Row) -> list[Row]:
     choices = _read_choices(row)
     correct = row.get("correct")
-    if isinstance(correct, list) and len(correct) != len(choices):
-        raise UserError(f"correct: expected one value for each of {len(choices)} choices, got {len(correct)}.")
+    judged = len(correct) if isinstance(correct, list) else 1
+    if correct is not None and judged != len(choices):
+        raise UserError(f"correct: expected one value for each of {len(choices)} choices, got {judged}.")
     flat: list[Row] = []
     for number, choice in enumerate(choices):
         echoes_prompt = choice.log_probs[0] is None and bool(choice.top)
