@@ -11,11 +11,13 @@ from calibjax.eval.answers.decide import (
     adaptive_scores,
     allocate,
     claim_threshold,
+    decide,
     risk_threshold,
     selective_threshold,
     set_threshold,
     threshold_outcome,
 )
+from calibjax.runtime.errors import UserError
 
 SPLITS = 1000
 N, POOL = 150, 900
@@ -172,3 +174,17 @@ def test_claims_by_the_definition(risk):
     taken, want = confidence > got, confidence > min(fits)
     np.testing.assert_array_equal(taken, want)
     assert claim_threshold(confidence[:1], correct[:1], answer[:1], 0.49) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("confidence", "correct", "risk", "message"),
+    [
+        ([0.5, np.nan], [1, 0], 0.05, "expected numbers in .0, 1., got nan"),
+        ([0.5, 0.7], [1, 0], 2.0, "risk: expected above 0 and below 1, got 2.0"),
+        ([[0.5, 0.5], [0.2, 0.8]], [1, 2], 0.05, "an option's index below 2, got 2"),
+        ([0.5, 0.7], [0.5, 1], 0.05, "0 .wrong. or 1 .right., got 0.5"),
+    ],
+)
+def test_what_no_guarantee_holds_for_is_refused(confidence, correct, risk, message):
+    with pytest.raises(UserError, match=message):
+        decide(np.array(confidence), np.array(correct), risk)
