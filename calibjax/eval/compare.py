@@ -21,7 +21,7 @@ from calibjax.eval.report.terminal import result_text
 from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
-from calibjax.recalibrate.contract import class_count
+from calibjax.recalibrate.contract import class_count, select
 from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
@@ -340,21 +340,16 @@ def compare(
     for name, annotation, value in (("sort", SortKey, sort), ("bins", Bins, bins), ("closed", Closed, closed)):
         check_value(name, annotation, value)
     for name, data in (("fit", fit), ("held_out", held_out)):
-        _check_fields(name, data)
+        if not isinstance(data, Predictions):
+            raise UserError(f"{name}: expected Predictions, got {type(data).__name__}.")
+    fields = ("confidence", "correct") if fit.logits is None else ("logits", "labels")
+    for data in (fit, held_out):
+        select(data, fields, impossible="logits" in fields)
+    rows = len(np.asarray(getattr(held_out, fields[0])))
+    if groups is not None and np.shape(groups) != (rows,):
+        raise UserError(f"groups: expected a label for each of {rows} held-out predictions, got {np.shape(groups)}.")
     inputs = prediction_inputs(fit, held_out, methods or tuple(METHODS), groups, include_large=bool(methods))
     return run_comparison(inputs, sort=sort, bins=bins, closed=closed, context=context or RunContext())
-
-
-def _check_fields(name: str, data: Predictions) -> None:
-    """Raises `UserError` for predictions without an outcome to compare with."""
-    if not isinstance(data, Predictions):
-        raise UserError(f"{name}: expected Predictions, got {type(data).__name__}.")
-    has_logits = data.logits is not None and data.labels is not None
-    has_confidence = data.confidence is not None and data.correct is not None
-    if not (has_logits or has_confidence):
-        fields = [field for field, value in data._asdict().items() if value is not None]
-        got = ", ".join(fields) or "no field"
-        raise UserError(f"{name}: expected logits and labels, or confidence and correct; got {got}.")
 
 
 def prediction_inputs(
@@ -384,15 +379,8 @@ def run_comparison(
     """Fits and compares all contenders of the inputs."""
     results, failed = _run(inputs.rows, context)
     results = {"uncalibrated": Result(inputs.base, 0.0, 0, None), **results}
-    methods = comparison_json(
-        results,
-        reference=inputs.reference,
-        groups=inputs.groups,
-        bins=bins,
-        closed=closed,
-        seed=context.seed,
-        sort=sort,
-    )
+    options: dict[str, Any] = {"bins": bins, "closed": closed, "seed": context.seed, "sort": sort}
+    methods = comparison_json(results, reference=inputs.reference, groups=inputs.groups, **options)
     document: Document = {
         "tokens": len(inputs.base.confidence),
         "unit": inputs.unit,

@@ -18,6 +18,7 @@ from calibjax.data.table import PredictionTable, read_table, split_table, table_
 from calibjax.data.write import write_rows
 from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import COMPARED
+from calibjax.eval.compare import compare as comparison_of
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
 from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
@@ -435,3 +436,15 @@ def test_apply_keeps_the_columns_of_the_table(tmp_path, given, out):
     assert again.groups.max() == 2
     files[1] = str(tmp_path / f"out{out}")
     assert main(["apply", *files, "--out", str(tmp_path / "again.jsonl")]) == 2
+
+
+def test_predictions_that_do_not_fit_each_other():
+    logits = np.random.default_rng(0).normal(size=(20, 3))
+    good, confidence = Predictions(logits=logits, labels=np.arange(20) % 3), Predictions(confidence=[0.5], correct=[1])
+    for data, groups, message in (
+        (good._replace(labels=np.arange(20) % 4), None, "labels: row 3 holds 3"),
+        (confidence, None, "this method needs logits"),
+        (good, np.arange(7), r"groups: expected a label for each of 20 .* got \(7,\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            comparison_of(good, data, ["temperature"], groups=groups)
