@@ -64,7 +64,7 @@ class PlanOptions(JsonOptions):
             weights are read.
         topology: chips: v5e-16 (or v5e:4x4, chips along each axis), v5p-16, v6e-8, a100:8, h100:8 or h200:8.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
-        seq_len: tokens per sequence, by default 1,024, the most that `train` chooses.
+        seq_len: tokens per sequence, by default 1,024, or the model's context: the most that `train` chooses.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         tokens: number of tokens to train on: adds the duration of the run at 30 to 60% of the roofline, and for ats the
             bytes that the frozen pass stores.
@@ -81,7 +81,7 @@ class PlanOptions(JsonOptions):
     model: str
     topology: str
     objective: Literal["ats", "sft"] = "ats"
-    seq_len: Count = 1024
+    seq_len: Count | None = None
     mesh: str | None = None
     tokens: Annotated[int, Range(1, 10**15)] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -118,7 +118,7 @@ def run(options: PlanOptions, log: Log = print) -> Document:
         head = options.head_kind or RECIPES["default"]["head"]
         method = make_plan(AtsOptions(head=head, batch_size=method.batch_size), config.hidden_size)
     mesh = mesh_shape(options.mesh, topology.devices)
-    job = Job(config, method, options.seq_len, mesh, options.dtype or stored)
+    job = Job(config, method, options.seq_len or min(1024, config.max_positions), mesh, options.dtype or stored)
     job.check()
     compiler = compilers.compiler_version(topology.chip.platform) if options.compile else None
     if compiler is not None:

@@ -1,5 +1,6 @@
 """`calibjax plan`: what follows from the shapes against hand counts, what is read from programs, and a real compile."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -350,7 +351,7 @@ def test_without_the_compiler(monkeypatch, capsys):
     assert "probably yes, with" in out
 
 
-def test_the_run_of_a_file_is_planned(tmp_path, capsys):
+def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     """Of `train sft`: its sizes, what is trained, and the defaults that it has; not its mesh."""
     file = tmp_path / "run.yaml"
     file.write_text("command: train sft\nmodel: gpt2\ndata: x\nlora-rank: 4\nmesh: data=2\nseq-len: 64\nloss: focal\n")
@@ -358,7 +359,9 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys):
     assert (found["objective"], found["topology"], found["batch"], found["seq"]) == ("sft", "v5e:2x4", 16, 64)
     assert found["bytes_per_device"]["optimizer"] < found["bytes_per_device"]["parameters"] / 4
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nepochs: 2\naccumulate: 2\nloss: auto\n")
-    assert plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")["objective"] == "ats"
+    monkeypatch.setitem(SHAPES, "gpt2", dataclasses.replace(SHAPES["gpt2"], max_positions=256))
+    found = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
+    assert (found["objective"], found["seq"]) == ("ats", 256)
     file.write_text("command: compare\nbins: 2\n")
     assert main(["plan", "--config", str(file), "--topology", "v5e-4"]) == 2
     assert "is of `calibjax compare`, not of `calibjax plan`" in capsys.readouterr().err
