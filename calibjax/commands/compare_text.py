@@ -38,8 +38,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     lm = options.load(mesh, log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
     parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-    shards = batch_shards(mesh)
-    batch_size = round_up(RECIPES["default"]["batch_size"], shards)
+    batch_size = round_up(RECIPES["default"]["batch_size"], batch_shards(mesh))
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
     others = tuple(name for name in names if name not in heads)
@@ -87,6 +86,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
     group = np.broadcast_to(row_groups(held_out)[0][:, None], held_out.where.shape)[held_out.where]
+    notes = {"model": options.model, "data": options.data, "adapter": options.adapter and str(options.adapter)}
     return ComparisonInputs(
         base=base,
         rows=rows,
@@ -96,7 +96,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
         unit="tokens",
         clusters="sequences" if len(np.unique(held_out.source)) == 1 else "rows of the text",
         title=f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",
-        save_head=functools.partial(save_head, notes={"model": options.model, "data": options.data}),
+        save_head=functools.partial(save_head, notes=notes),
     )
 
 

@@ -30,13 +30,15 @@ class HeadOptions(JsonOptions):
 
     Attributes:
         run: directory of a run of `train ats` or `quickstart`, of a head, or of what `compare --save` wrote.
-        model: base model of the head; by default the one of the run.
+        model: base model of the head; by default the one of the run, with its adapter.
+        adapter: directory of a low-rank adapter of PEFT, which is merged into the base model.
         method: the fitted head, or temperature scaling of the same run.
         json: print what was written as one JSON document.
     """
 
     run: Annotated[Path, Positional()]
     model: str | None = None
+    adapter: Path | None = None
     method: Literal["ats", "temperature"] = "ats"
 
 
@@ -72,8 +74,8 @@ def run(options: ExportOptions, log: Log = print) -> Document:
 
 def _recalibrator(options: ExportOptions, log: Log) -> dict[str, Any]:
     """Verifies what `compare --save` kept, which is portable already, and writes it again."""
-    if options.method != "ats" or options.model is not None:
-        raise UserError(f"{options.run} holds a recalibrator: --method and --model are options of heads.")
+    if options.method != "ats" or options.model is not None or options.adapter is not None:
+        raise UserError(f"{options.run} holds a recalibrator: --method, --model and --adapter are options of heads.")
     method = load(options.run)
     if "onnx" in options.also:
         raise UserError(f"--also onnx: {options.run} holds a recalibrator, which is exported as stablehlo.")
@@ -92,7 +94,8 @@ def write_export(
     """Writes the head that the options name into a directory; returns it and its base model."""
     head, notes = load_head(options.run), head_notes(options.run)
     with about("--model"):
-        lm = load_model(_model_of(options, notes))
+        base = _base_of(options, notes)
+        lm = load_model(base["model"], adapter=options.adapter or base.get("adapter"))
     more: dict[str, str | bytes] = {}
     if options.method == "temperature":
         temperature = notes.get("temperature")
@@ -126,10 +129,7 @@ def write_export(
     return head, lm
 
 
-_NEEDS = {
-    "onnx": ("torch", "onnx", "onnxscript"),
-    "stablehlo": ("flatbuffers",),
-}
+_NEEDS = {"onnx": ("torch", "onnx", "onnxscript"), "stablehlo": ("flatbuffers",)}
 
 
 def _check_programs(names: tuple[str, ...]) -> None:
@@ -139,17 +139,18 @@ def _check_programs(names: tuple[str, ...]) -> None:
             raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install 'calibjax[export]'.")
 
 
-def _model_of(options: HeadOptions, notes: dict[str, Any]) -> str:
-    """The base model: --model, the one that the head or the metrics.json of its run names, or what the run wrote."""
+def _base_of(options: HeadOptions, notes: dict[str, Any]) -> dict[str, Any]:
+    """`model` and perhaps `adapter`: --model, those that the head or its run names, or the model that the run wrote."""
     if options.model is not None:
-        return options.model
+        return {"model": options.model}
     if isinstance(notes.get("model"), str):
-        return notes["model"]
+        return notes
     for directory in (options.run, options.run.parent) if options.run.name == "head" else (options.run,):
         if (directory / "model" / "config.json").is_file():
-            return str(directory / "model")
+            return {"model": str(directory / "model")}
         try:
-            return str(read_json(directory / "metrics.json")["run"]["model"])
-        except (ValueError, KeyError, TypeError):
+            run = read_json(directory / "metrics.json")["run"]
+            return {"model": str(run["model"]), "adapter": run.get("adapter")}
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     raise UserError(f"expected the base model; {options.run} holds no metrics.json that names it.")

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from parity import GPT2_JSON, LLAMA_JSON, torch_model
 
+from calibjax.cli import main
+from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.runtime.errors import UserError
+from calibjax.train import load_head, save_head
 
 torch = pytest.importorskip("torch", reason="the oracle is PEFT, which needs torch")
 peft = pytest.importorskip("peft", reason="the oracle is PEFT")
@@ -52,6 +55,19 @@ def test_logits_are_those_of_peft(tmp_path, name):
     assert np.abs(np.asarray(base.logits(ids)) - expected).max() > 1e-2 * scale
     assert lm.fingerprint != base.fingerprint
     assert lm.fingerprint == load_model(tmp_path / "base", "bfloat16", adapter=tmp_path / "adapter").fingerprint
+
+
+def test_a_head_of_an_adapted_model_is_exported(tmp_path, capsys):
+    make(tmp_path, LLAMA_JSON, r=2, target_modules=["q_proj"])
+    lm = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    save_head(tmp_path / "run" / "head", FittedHead.constant(lm, 0.1))
+    base = {"model": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": base}))
+    given = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    assert main([*given, "--model", base["model"]]) == 2
+    assert "another base model" in capsys.readouterr().err
+    assert main(given) == 0
+    assert load_head(tmp_path / "out", lm).fingerprint == lm.fingerprint
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
