@@ -10,7 +10,7 @@ import report_documents
 from calibjax.eval.report import figures, page
 from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict, verdict
 from calibjax.eval.report.schema import SCHEMA, as_user_error, check_document, read_metrics, read_tokens
-from calibjax.eval.report.tables import winner
+from calibjax.eval.report.tables import sets_of, winner
 from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.errors import UserError
 
@@ -183,16 +183,22 @@ def test_verdict_of_confidences_in_answers():
     )
 
 
+def test_held_out_parts_are_no_transfer():
+    document = {"held_out": {}, "transfer": {"a, held out": {}, "b": {}}}
+    assert [title for title, _ in sets_of(document)] == ["held out", "a, held out", "transfer to b"]
+
+
 def test_layer_and_task_verdicts(documents):
     layers = copy.deepcopy(documents["layers"])
     rows = layers["held_out"]["methods"]
-    for ece, nll, high, expected in (
-        (0.5, 1.0, -0.1, "lowers the ECE of the held-out half, significantly: "),
-        (0.5, 1.1, -0.1, "lowers the ECE of the held-out half, significantly, and raises its NLL: "),
-        (0.5, 1.0, 0.1, "lowers the ECE of the held-out half, but not significantly"),
-        (2.0, 1.0, 0.1, "WARNING: the edit chosen on one half makes the held-out half worse"),
+    for ece, nll, low, high, expected in (
+        (0.5, 1.0, -0.2, -0.1, "lowers the ECE of the held-out half, significantly: "),
+        (0.5, 1.1, -0.2, -0.1, "lowers the ECE of the held-out half, significantly, and raises its NLL: "),
+        (0.5, 1.0, -0.2, 0.1, "lowers the ECE of the held-out half, but not significantly"),
+        (2.0, 1.1, -0.1, 0.2, "raises the ECE of the held-out half, but not significantly: "),
+        (2.0, 1.0, 0.1, 0.2, "WARNING: the edit chosen on one half raises the ECE of the held-out half, significantly"),
     ):
-        layers["direction"]["difference"]["high"] = high
+        layers["direction"]["difference"] |= {"low": low, "high": high}
         rows["edited"] = copy.deepcopy(rows["uncalibrated"])
         rows["edited"]["ece"]["value"] *= ece
         rows["edited"]["nll"] *= nll

@@ -214,7 +214,7 @@ def test_paired_differences_decide(document, against, start):
 
 def test_verdict_of_a_given_loss(document):
     bad = worse(document, ece=1.9)
-    for auto, kept in ((False, " The head is kept because --loss joint was given: "), (True, "")):
+    for auto, kept in ((False, " The head is kept because of --loss joint: "), (True, "")):
         bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "may_keep_temperature": auto}}
         assert kept in run_verdict(bad).text
         assert str(run_verdict(bad)).startswith(str(verdict(bad["held_out"])))

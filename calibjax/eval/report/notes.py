@@ -63,13 +63,12 @@ def fit_of(document: Document) -> Row:
 
 
 def _given_loss(document: Document) -> str:
-    """The sentence that the head of `train ats` was kept because its loss was given, not because it won; else ""."""
+    """The sentence that the head of `train ats` was kept because its loss was fixed, not because it won; else ""."""
     plan = fit_of(document).get("plan", {})
     if plan.get("may_keep_temperature", True):
         return ""
     losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
-    reason = f"--loss {losses} was given: auto keeps temperature scaling where no head beats it"
-    return f" The head is kept because {reason}."
+    return f" The head is kept because of --loss {losses}: auto keeps temperature scaling where no head beats it."
 
 
 def set_verdict(results: Row) -> Verdict:
@@ -323,12 +322,13 @@ def layers_verdict(document: Document) -> Verdict:
         return Verdict(f"{line}, ECE {before['ece']['value']:.4f} on the held-out half.")
     accuracy = f"accuracy {after['accuracy']:.4f} against {before['accuracy']:.4f}"
     figures = "; ".join([*_figures(after, before), accuracy])
-    if after["ece"]["value"] > before["ece"]["value"]:
-        return Verdict(f"the edit chosen on one half makes the held-out half worse: {figures}.", is_warning=True)
-    line = f"edit chosen on one half lowers the ECE of the held-out half, {'' if is_lower(difference) else 'but not '}"
-    if after["nll"] > before["nll"]:
-        return Verdict(f"the {line}significantly, and raises its NLL: {figures}.", is_warning=True)
-    return Verdict(f"The {line}significantly: {figures}.")
+    is_raised = after["ece"]["value"] > before["ece"]["value"]
+    is_significant = is_higher(difference) if is_raised else is_lower(difference)
+    change = f"{'raises' if is_raised else 'lowers'} the ECE of the held-out half"
+    line = f"edit chosen on one half {change}, {'' if is_significant else 'but not '}significantly"
+    if is_raised or after["nll"] > before["nll"]:
+        return Verdict(f"the {line}{'' if is_raised else ', and raises its NLL'}: {figures}.", is_warning=True)
+    return Verdict(f"The {line}: {figures}.")
 
 
 def bounds_verdict(document: Document) -> str:

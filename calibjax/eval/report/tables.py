@@ -109,11 +109,12 @@ def counted(results: Row) -> str:
 
 
 def sets_of(document: Document) -> list[tuple[str, Row]]:
-    """Titles and results of the sets of a run, the held-out one first."""
+    """Titles and results of the sets of a run, the held-out one first, then its parts and texts of other kinds."""
     sets = [(document["held_out"].get("title", "held out"), document["held_out"])]
     if len(document.get("tasks", ())) > 1:
         sets += document["tasks"].items()
-    return sets + [(f"transfer to {name}", results) for name, results in document.get("transfer", {}).items()]
+    further = document.get("transfer", {}).items()
+    return sets + [(name if name.endswith(", held out") else f"transfer to {name}", row) for name, row in further]
 
 
 def pair_of(results: Row) -> tuple[str, str]:
