@@ -54,10 +54,8 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
-    sequences = options.text.read(options.data, base, log, split=options.split)
-    fit, held_out = common.split_text(
-        sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed
-    )
+    read = options.text.read(options.data, base, log, split=options.split)
+    fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)

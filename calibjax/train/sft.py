@@ -233,11 +233,7 @@ def fit_sft(
             data,
             options,
             context=context.titled("fine-tuning"),
-            identity={
-                "fingerprint": lm.fingerprint,
-                "dtype": str(lm.dtype),
-                "sequences": array_hash(data._asdict()),
-            },
+            identity={"fingerprint": lm.fingerprint, "dtype": str(lm.dtype), "sequences": array_hash(data._asdict())},
             reduction=options.reduction,
             consume=lora is None and consume,
         )
