@@ -190,6 +190,8 @@ def evaluate_tokens(
     results = {}
     for name in names:
         sums, tokens = jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]), None
+        if np.isnan(sums.nll).any():
+            raise ValueError(f"{name}: the likelihood of some tokens is NaN; check the logits.")
         if keep_tokens:
             tokens = TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
         results[name] = MethodResult(sums, histograms[name], grids[name], tokens)

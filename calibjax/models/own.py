@@ -148,6 +148,8 @@ def from_arrays(
     if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
+    if targets.dtype.kind not in "iub":
+        raise UserError(f"targets: expected integers, got {targets.dtype}.")
     flat = values.reshape(-1, values.shape[-1])
     has_sequences = values.ndim == 3
     length = values.shape[1] if has_sequences else _SEQUENCE_LENGTH

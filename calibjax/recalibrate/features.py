@@ -24,10 +24,7 @@ def _scores(limit: Array, features: Array, unembedding: Array, labels: Array) ->
     from calibjax.kernels import vocab_stats  # imports Pallas, which the other methods do not need
 
     stats = vocab_stats(
-        jnp.clip(features, -limit, limit),
-        unembedding,
-        labels,
-        statistics=("log_normalizer", "target_logit", "correct"),
+        jnp.clip(features, -limit, limit), unembedding, labels, statistics=("log_normalizer", "target_logit", "correct")
     )
     return -jnp.mean(stats.log_prob()), jnp.mean(stats.require("correct").astype(jnp.float32))
 

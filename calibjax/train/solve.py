@@ -54,6 +54,8 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     arrays = tokens.flat([*tokens.arrays])
     count = len(arrays["valid"])
     features = np.asarray(to_host(_features(head, arrays, tokens.scales)), np.float32)
+    if not np.isfinite(features).all():
+        raise ValueError("a head's features: expected finite numbers; rule out a class by a logit of -1e4, not -inf.")
     mean = features.mean(axis=0, dtype=np.float64)
     features = features - mean.astype(np.float32)
     deviation = np.sqrt(np.square(features).mean(axis=0, dtype=np.float64))
@@ -62,9 +64,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     features /= deviation.astype(np.float32)
     widths = [FEATURES[name].width for name in head.features]  # None: as wide as the model
     decayed = np.repeat([width is None for width in widths], [width or head.hidden_size for width in widths])
-    fields = VocabCurves.__dataclass_fields__.keys() - {"scales"}
-    curve_arrays = {name: x for name, x in arrays.items() if name in fields}
-    placed = _place({"features": features, **curve_arrays})
+    placed = _place({"features": features, **tokens.flat()})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count

@@ -98,6 +98,14 @@ def test_rows_of_predictions():
     np.testing.assert_allclose(np.log(fitted.report["temperature"]), -float(want.log_scale), atol=1e-4)
 
 
+def test_logits_that_are_not_finite():
+    logits = np.random.default_rng(0).normal(size=(130, 5)) + np.array([0, 0, 0, 0, -np.inf])
+    with pytest.raises(ValueError, match="features: expected finite"):
+        calibjax.fit_ats(*calibjax.from_arrays(logits, np.arange(130) % 4), context=silent())
+    with pytest.raises(ValueError, match="uncalibrated: the likelihood of some tokens is NaN"):
+        calibjax.evaluate(*calibjax.from_arrays(np.full_like(logits, np.nan), np.arange(130) % 4), context=silent())
+
+
 def test_a_head_knows_its_model(want, tmp_path):
     fitted, _ = want
     lm = as_function()
@@ -121,6 +129,7 @@ def without_segments(params, tokens):
         (lambda: calibjax.from_function(lambda p, x: (x, x), LM.params), "one array .* got a tuple"),
         (lambda: calibjax.from_function(apply_logits, LM.params, softcap=2.0), "logits have them already"),
         (lambda: calibjax.from_arrays(np.ones((4, 3)), np.ones(5, int)), r"got values \(4, 3\), targets \(5,\)"),
+        (lambda: calibjax.from_arrays(np.ones((4, 3)), np.full(4, 1.5)), "targets: expected integers, got float64"),
         (
             lambda: calibjax.evaluate(calibjax.from_function(without_segments, LM.params, LM.unembedding), SEQUENCES),
             "no parameter segment_ids",

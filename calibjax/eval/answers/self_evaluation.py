@@ -74,7 +74,6 @@ TWO_WAY = {
 STATED = {
     "verbalised": Stated(_PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number),
     "verbalised_words": Stated(
-        _PROPOSED + f"Choose one: {', '.join(_WORDS)}.\nThat the proposed answer is right is:",
-        read_words,
+        _PROPOSED + f"Choose one: {', '.join(_WORDS)}.\nThat the proposed answer is right is:", read_words
     ),
 }

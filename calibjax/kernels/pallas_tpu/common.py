@@ -147,8 +147,7 @@ def pallas(
         scratch_shapes=list(scratch.values()),
         input_output_aliases={places[a]: places[b] for a, b in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED,
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem * 9 // 8 + UNPLANNED
         ),
         **call,
     )(*(array for array, _ in inputs.values()))
