@@ -12,6 +12,7 @@ from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
+from calibjax.eval.tokens import text_after
 from calibjax.models import LanguageModel
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.context import Log
@@ -64,9 +65,10 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
             head_notes(options.head)
     lm = options.load(options.devices.make_mesh())
     chat = options.applies(lm, log)
+    prompts = [chat_tokens(lm, x, options.system) if chat else lm.tokenizer.encode(x) for x in options.prompt]
     generated = generate(
         lm,
-        [chat_tokens(lm, prompt, options.system) for prompt in options.prompt] if chat else options.prompt,
+        prompts,
         head=None if options.head is None else load_head(options.head, lm),
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
@@ -74,12 +76,13 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
     generated = to_host(generated)
     columns = (generated.tokens, generated.base_log_probs, generated.confidence, generated.temperature)
     texts = []
-    for row, (prompt, text) in enumerate(zip(options.prompt, generated.texts(lm.tokenizer), strict=True)):
-        values = (column[row][generated.where[row]].tolist() for column in columns)
+    for row, (prompt, (*_, last)) in enumerate(zip(options.prompt, prompts, strict=True)):
+        ids, *figures = (column[row][generated.where[row]].tolist() for column in columns)
         tokens = [
-            {"id": i, "token": lm.tokenizer.decode([i]), "log_prob": p, "confidence": c, "temperature": t}
-            for i, p, c, t in zip(*values, strict=True)
+            {"id": i, "token": text_after(lm.tokenizer, before, i), "log_prob": p, "confidence": c, "temperature": t}
+            for before, i, p, c, t in zip([last, *ids[:-1]], ids, *figures, strict=True)
         ]
+        text = text_after(lm.tokenizer, last, *ids, skip_special=True)
         texts.append({"prompt": prompt, "text": text, "tokens": tokens})
     if not options.json and is_first():
         _print(texts, calibrated=options.head is not None)
@@ -107,4 +110,4 @@ def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:
             rows.append([repr(token["token"]), f"{token['confidence']:.3f}"])
             if calibrated:
                 rows[-1] += [f"{np.exp(token['log_prob']):.3f}", f"{token['temperature']:.2f}"]
-        print_result(printable(f"{text['prompt']} → {text['text']}"), TextTable("", columns, rows))
+        print_result(printable(f"{text['prompt']} → {text['text'].lstrip()}"), TextTable("", columns, rows))

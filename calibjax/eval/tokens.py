@@ -401,8 +401,8 @@ def _rounded(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 
-def text_after(tokenizer: "PreTrainedTokenizerBase", previous: int, token: int) -> str:
-    """The text that a token adds: it is decoded after the previous token, since its spaces depend on the tokenizer."""
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    start, both = str(decode([previous])), str(decode([previous, token]))
-    return both[len(start) :] if both.startswith(start) else str(decode([token]))
+def text_after(tokenizer: "PreTrainedTokenizerBase", previous: int, *tokens: int, skip_special: bool = False) -> str:
+    """The text that tokens add: they are decoded after the previous token, since spaces depend on the tokenizer."""
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    start, both = str(decode([previous])), str(decode([previous, *tokens]))
+    return both[len(start) :] if both.startswith(start) else str(decode([*tokens]))

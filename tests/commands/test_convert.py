@@ -227,14 +227,15 @@ def test_generate(tmp_path, source, converted, capsys):
     assert document["fingerprint"] == lm.fingerprint
     first = document["texts"][0]
     ids, confidence = ([token[name] for token in first["tokens"]] for name in ("id", "confidence"))
-    assert first["text"] == lm.tokenizer.decode(ids, skip_special_tokens=True)
     prompt = lm.tokenizer("w3 w1")["input_ids"]
+    assert "w3 w1" + first["text"] == lm.tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
+    assert "".join(token["token"] for token in first["tokens"]).startswith(first["text"])
     expected = calibrated_confidence(lm, load_head(tmp_path / "run", lm), np.array([[*prompt, *ids]]))
     np.testing.assert_allclose(confidence, expected.confidence[0, len(prompt) - 1 : -1], rtol=1e-5)
 
     assert main([*arguments, "--model", str(converted)]) == 0
     shown = capsys.readouterr().out
-    assert f"w3 w1 → {first['text']}" in shown
+    assert f"w3 w1 → {first['text'].strip()}" in shown
     assert all(f"{value:.3f}" in shown for value in confidence)
     texts = []
     for seed in "445":
