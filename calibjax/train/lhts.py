@@ -86,8 +86,8 @@ class LhtsOptions(TuningOptions):
 
     def check(self, mesh: Mesh) -> None:
         super().check(mesh)
-        if not self.temperatures:
-            raise UserError("temperatures: expected at least one.")
+        if len({f"{temperature:g}" for temperature in self.temperatures}) < max(len(self.temperatures), 1):
+            raise UserError("temperatures: expected at least one, and each once.")
 
     @classmethod
     def unset_value(cls, name: str) -> Any:

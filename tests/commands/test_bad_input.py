@@ -271,6 +271,7 @@ BAD = [
     (SFT, ["--loss", "focal", "--z-loss", "1"], "--z-loss: expected 0 with loss focal, got 1.0"),
     (SFT, ["--loss", "top-k-smoothing"], "--loss top-k-smoothing: it has no sharded form"),
     (LHTS, ["--temperatures"], "--temperatures: expected at least one"),
+    (LHTS, ["--temperatures", "0.9", "0.7", "0.90"], "--temperatures: expected at least one, and each once"),
     (LHTS, ["--text-prompt-tokens", "13"], "--text-prompt-tokens: expected less than --seq-len 13, got 13"),
     # evaluation
     ("eval tasks", ["--judge", "os:path"], "--judge: expected a function, got os:path, of type module"),
