@@ -30,8 +30,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
     options, a killed run resumes.
 
     Attributes:
-        fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that
-            are evaluated.
+        fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that are evaluated.
         dtype: compute dtype; the default is that of `train ats`. Trained weights are float32 in any case.
         partition: train the baseline of likelihood quantiles as well.
         myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
@@ -77,6 +76,8 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)
     fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    if options.text_prompt > (most := (held_out.segment_ids[: options.texts] == 1).sum(axis=1).min()):
+        raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {options.text_prompt}.")
     questions = None
     if options.analogies is not None:
         questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)

@@ -103,7 +103,11 @@ def test_command(tmp_path, capsys):
     line = "--seq-len 13 --batch-size 16 --learning-rate 0.01 --epochs 8 --temperatures 0.4 --sampled-fraction 1"
     options = f"{line} --quiet --texts 12 --text-prompt-tokens 2 --myopic 1 0".split()
     options += ["--analogies", str(write_analogies(tmp_path / "analogies.jsonl")), "--mesh", "data=8"]
-    assert main(["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out), *options]) == 0
+    long = ["--no-full-sequences", "--no-packing", "--text-prompt-tokens", "100"]  # longer than some texts
+    given = ["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out)]
+    assert main([*given, *long]) == 2
+    assert "--text-prompt-tokens: expected at most " in capsys.readouterr().err
+    assert main([*given, *options]) == 0
     printed = capsys.readouterr().out
     document = json.loads((out / "metrics.json").read_text())
     names = ["pretrained", "partition", "lhts-T0.4"]

@@ -129,8 +129,7 @@ def evaluate_layers(
         ablation = ablate(lm, halves, readout, neurons, space, **binned)
     layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
     chosen = choose_edit(on_fit)
-    before = on_held_out[UNEDITED]
-    after = on_held_out[chosen]
+    before, after = on_held_out[UNEDITED], on_held_out[chosen]
     difference = metrics.error_comparison(after, before, seed=context.seed)
     methods = {"uncalibrated": row_json(before, closed=options.closed, seed=context.seed)}
     if chosen != UNEDITED:
