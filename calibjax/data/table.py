@@ -292,6 +292,7 @@ def _is_read(name: str, named: Collection[str]) -> bool:
         _normalised(name) in map(_normalised, itertools.chain(*_ROLES.values()))
         or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
         or any(re.fullmatch(re.escape(name) + r"(/[\d.]+)?", column) for column in named)
+        or name.removeprefix("correct_") in named
     )
 
 
@@ -304,6 +305,9 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         if column not in names:
             raise UserError(f"{path}: there is no column {column}; got: {_listed(names)}.")
         assigned[role] = column
+    outcome = f"correct_{assigned.get('confidence')}"  # of the method whose confidence it is, as `eval tasks` names it
+    if "correct" not in assigned and outcome in names:
+        assigned["correct"] = outcome
     for role, spellings in _ROLES.items():
         if role in assigned:
             continue
