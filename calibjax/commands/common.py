@@ -411,11 +411,10 @@ def split_text(
     sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`, with at least two held out; logs how much of that part is in the fitting part as well."""
-    from calibjax.data import count_repeats, split_sequences
+    from calibjax.data import check_resamples, count_repeats, split_sequences
 
     fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
-    if len(held_out.tokens) < 2:
-        raise UserError("held out: expected at least two sequences, got one, which gives no interval. Give more text.")
+    check_resamples(held_out, "held out")
     repeated, total = count_repeats(fit, held_out)
     if repeated:
         texts = f"{repeated:,} of {total:,} held-out texts ({repeated / total:.1%})"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from calibjax.commands import common
-from calibjax.data import Sequences, concatenate
+from calibjax.data import Sequences, check_resamples, concatenate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, token_sample
 from calibjax.heads import FittedHead
@@ -62,6 +62,8 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
     sets = {name: limit_and_log(part, plan.tokens, context, f"to evaluate on ({name})") for name, part in sets.items()}
+    for name, part in sets.items():
+        check_resamples(part, name)
 
     fitted = fit_ats(lm, fit, options.ats, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands import common
-from calibjax.data import Sequences, hold_back
+from calibjax.data import Sequences, check_resamples, hold_back
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens
 from calibjax.heads import FittedHead
@@ -58,6 +58,8 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
+    for name, part in sets.items():
+        check_resamples(part, name)
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
     log(f"split: {training}, {len(held_out.tokens):,} held out")

@@ -212,6 +212,12 @@ def first_groups(group: Int[np.ndarray, " N"], order: Int[np.ndarray, " G"], siz
     return np.isin(group, order[:count])
 
 
+def check_resamples(sequences: Sequences, name: str) -> None:
+    """Raises `UserError` for a single sequence: intervals resample sequences, and those of one have no width."""
+    if len(sequences.tokens) < 2:
+        raise UserError(f"{name}: expected at least two sequences, got one, which gives no interval. Give more text.")
+
+
 def count_repeats(fit: Sequences, held_out: Sequences) -> tuple[int, int]:
     """The number of texts of the held-out part that are in the fitting part as well, and the number of all its texts.
 

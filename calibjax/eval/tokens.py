@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences, check_resamples, eval_batches
 from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
@@ -289,6 +289,7 @@ def evaluate(
     """
     context = context or RunContext()
     data = as_sequences(data, lm)
+    check_resamples(data, "data")
     check_sequences(lm, data)
     lm = place_model(lm, context.mesh)
     named = dict(heads or {}) if isinstance(heads, Mapping | None) else {"head": heads}
