@@ -137,7 +137,10 @@ def load_text(
             raise UserError(f"source: expected a path, or a list of texts or token ids, got {type(source).__name__}.")
         source = list[Any](source)
     if isinstance(source, str | Path) or all(isinstance(row, str | Mapping) for row in source):
-        rows = read_source(source) if isinstance(source, str | Path) else _rows_of_texts(source)
+        if isinstance(source, str | Path):
+            rows = read_source(source)
+        else:
+            rows = Rows([{"text": row} if isinstance(row, str) else row for row in source], "the list of texts")
         format = recognise(rows, text_column)
         if seq_len is None:
             seq_len = choose_seq_len(rows, format, lm.tokenizer, longest, layout)
@@ -159,10 +162,6 @@ def load_text(
             raise UserError(f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}.")
         examples.append(Example(tokens.astype(np.int32), np.arange(len(tokens)) > 0, row))
     return make_sequences(examples, seq_len, layout=layout, max_sequences=max_sequences)
-
-
-def _rows_of_texts(texts: Sequence[Any]) -> Rows:
-    return Rows([{"text": text} if isinstance(text, str) else text for text in texts], "the list of texts")
 
 
 def as_sequences(data: Sequences | Source, lm: Any) -> Sequences:

@@ -281,10 +281,6 @@ def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...],
 
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     """Raises `UserError` where an option is given that this kind of head does not read."""
-    if kind not in HEADS:
-        raise UserError(f"head: expected one of {', '.join(HEADS)}, got {kind!r}.")
-    if isinstance(options.features, str):
-        raise UserError(f"features: expected a tuple of names, got the text {options.features!r}.")
     is_given = {
         "features": options.features is not None,
         "pooling": options.pooling != AtsOptions.pooling,

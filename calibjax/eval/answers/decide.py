@@ -30,8 +30,6 @@ TITLES = {"average": "of all questions", "answers": "of the answers", "claims": 
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
 _ROUNDING = 1 + 1e-12
-_SOFTMAX_ERROR = 1e-5
-"""How far above 1 a confidence may be: rounding of a softmax."""
 
 
 def decide(
@@ -75,7 +73,7 @@ def decide(
         raise UserError(f"expected confidence [N] or [N, K] and correct [N], got {confidence.shape}, {correct.shape}.")
     for name, value in (("risk", risk), ("level", level)):
         check_value(name, Fraction, value)
-    outside = ~((confidence >= 0) & (confidence <= 1 + _SOFTMAX_ERROR))
+    outside = ~((confidence >= 0) & (confidence <= 1 + 1e-5))  # rounding of a softmax
     if outside.any():
         raise UserError(f"confidence: expected numbers in [0, 1], got {confidence[outside][0]}; leave such rows out.")
     labels = np.arange(2 if confidence.ndim == 1 else confidence.shape[1])
