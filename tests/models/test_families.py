@@ -119,7 +119,7 @@ UNSUPPORTED = [
     ("llama", {"is_causal": False}, "is_causal = False is not supported; expected True"),
     *(("llama", {"rms_norm_eps": bad}, "norm_eps: .* from 0 to 1") for bad in (float("nan"), 2.0)),
     ("llama", {"rope_theta": None}, "requires rope_theta, got null"),
-    ("llama", {"rope_theta": float("inf")}, "theta: expected a finite number; got inf"),
+    ("llama", {"rope_theta": float("inf")}, "theta: expected above 0, finite; got inf"),
     ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}, "factor = 0.5 is not"),
     ("stablelm", {"partial_rotary_factor": None}, "requires partial_rotary_factor, got null"),
     ("stablelm", {"num_key_value_heads": 2, "head_dim": 4}, "head_dim = 4 .* expected None, 6"),
