@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.data import Sequences
+from calibjax.data import Sequences, check_ids
 from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy, vocab_stats
 from calibjax.losses.long_horizon import (
@@ -252,8 +252,7 @@ def fit_lhts(
     check_dense(lm.config, "choose a dense model")
     check_value("method", Method, method)
     data = as_sequences(data, lm)
-    if not data.where.any():
-        raise UserError("LHTS: the sequences have no token to predict; check the format of the data and the masks.")
+    check_ids(data, lm.config.vocab_size)
     conditions = options.conditions(method)
     if conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
         raise UserError(

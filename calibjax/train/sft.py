@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from calibjax.data import Sequences
+from calibjax.data import Sequences, check_ids
 from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy
 from calibjax.losses import LOSSES, linear_loss
@@ -207,10 +207,7 @@ def fit_sft(
     options.check(mesh)
     options.check_model(lm.config)
     data = as_sequences(data, lm)
-    if not data.where.any():
-        raise UserError(
-            "fine-tuning: the sequences have no token to predict; check the format of the data and the masks."
-        )
+    check_ids(data, lm.config.vocab_size)
     config = options.configure(lm.config)
     lora = options.lora
     objective = SftObjective(model=config, options=options, dtype=lm.dtype)

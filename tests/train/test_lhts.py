@@ -216,7 +216,7 @@ def test_a_condition_is_a_plain_decoder(tied):
 
 def test_nothing_to_learn_and_nothing_to_merge(tmp_path):
     sequences = make_sequences(16)
-    with pytest.raises(UserError, match="the sequences have no token to predict"):
+    with pytest.raises(UserError, match="at least one target that counts"):
         fit(tmp_path, sequences=sequences._replace(where=np.zeros_like(sequences.where)))
     lm = make_lm(tie_embeddings=True, logit_softcap=5.0)
     with pytest.raises(UserError, match="without a soft-cap or with untied embeddings"):

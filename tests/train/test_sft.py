@@ -227,11 +227,12 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypa
     assert error < 2e-3 * moved
 
 
-def test_nothing_to_learn(tmp_path):
+def test_sequences_that_cannot_be_learnt(tmp_path):
     sequences = ragged(make_sequences(16))
-    sequences = sequences._replace(where=np.zeros_like(sequences.where))
-    with pytest.raises(UserError, match="the sequences have no token to predict"):
-        fit(tmp_path, sequences=sequences)
+    with pytest.raises(UserError, match="at least one target that counts"):
+        fit(tmp_path, sequences=sequences._replace(where=np.zeros_like(sequences.where)))
+    with pytest.raises(UserError, match="tokenizer of another model"):
+        fit(tmp_path, sequences=sequences._replace(tokens=sequences.tokens + 1000))
 
 
 def test_command(tmp_path, capsys):
