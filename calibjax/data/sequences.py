@@ -285,14 +285,16 @@ def concatenate(sets: list[Sequences]) -> Sequences:
 def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
     """Draws sequences for validation by `seed` >= 0: (train, validation), ascending indices, neither empty.
 
-    Whole rows are drawn, at least one, until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1.
-    From a single row, such as one text file, sequences are drawn. Raises `UserError` where a part is empty.
+    Whole rows are drawn until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1. Rows that are
+    longer than that are left to training; if all are, the shortest is drawn. From a single row, such as one text file,
+    sequences are drawn. Raises `UserError` where a part is empty.
     """
     if seed < 0:
         raise UserError(f"seed: expected an integer >= 0, got {seed}.")
     size = _part_size(fraction, len(sequences.source), "validation_fraction")
     group, counts = row_groups(sequences)
     drawn = np.random.default_rng(seed).permutation(len(counts))
+    drawn = drawn[np.argsort(np.maximum(counts[drawn], size), kind="stable")]  # those that are too long come last
     number = int(np.searchsorted(np.cumsum(counts[drawn]), size, side="right"))
     validation = np.isin(group, drawn[: min(max(number, 1), len(counts) - 1)])
     return np.flatnonzero(~validation), np.flatnonzero(validation)

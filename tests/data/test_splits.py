@@ -95,7 +95,13 @@ def test_hold_back_keeps_rows_whole(seed):
 
 @pytest.mark.parametrize(
     ("source", "fraction", "held_back"),
-    [(range(100), 0.15, 15), ([5] * 10, 0.3, 3), ([0] * 5 + [1] * 5, 0.2, 5), ([0] * 5 + [1] * 5, 0.9, 5)],
+    [
+        (range(100), 0.15, 15),
+        ([5] * 10, 0.3, 3),
+        ([0] * 5 + [1] * 5, 0.2, 5),
+        ([0] * 5 + [1] * 5, 0.9, 5),
+        ([0, 1, 2, 3] + [4] * 30 + [5, 6, 7, 8, 9, 10], 0.05, 2),  # the long row is drawn first
+    ],
 )
 def test_how_many_are_held_back(source, fraction, held_back):
     train, validation = hold_back(make_sequences(source), fraction, seed=0)
