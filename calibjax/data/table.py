@@ -348,8 +348,9 @@ class _Columns:
         self, names: Mapping[str, str], divisors: Mapping[str, float], confidence_first: bool, outcomes: bool
     ) -> tuple[Predictions, np.ndarray | None]:
         """Predictions with logits or with confidences; and the probabilities `[N, K]` of a file that has no logits."""
-        probabilities, logits = (None, None) if confidence_first else self.class_scores(names)
-        if logits is not None and ("label" in names or not outcomes):
+        takes_scores = not confidence_first and ("label" in names or not outcomes)
+        probabilities, logits = self.class_scores(names) if takes_scores else (None, None)
+        if logits is not None:
             labels = self.classes(names["label"], logits) if "label" in names else None
             return Predictions(logits=logits, labels=labels), probabilities
         if "confidence" in names and ("correct" in names or not outcomes):

@@ -92,3 +92,8 @@ def test_times_and_decimals_of_parquet_are_written_as_text(tmp_path, suffix):
     assert {name: str(cell) for name, cell in table_rows(tmp_path / f"x{suffix}").first.items()} == {
         name: str(cell) for name, cell in row.items()
     }
+
+
+def test_scores_without_a_label_are_columns_like_others(tmp_path):
+    (tmp_path / "t.csv").write_text("confidence,correct,p,p_1\n0.7,1,0.3,0.1\n0.6,0,0.2,0.2\n")
+    assert read_table(tmp_path / "t.csv").predictions.confidence.tolist() == [0.7, 0.6]
