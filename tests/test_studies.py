@@ -122,6 +122,7 @@ def test_every_variant_is_a_head_of_one_loss(studies, name):
     assert set(against) | set(against.values()) <= set(plans)
 
 
+@pytest.mark.slow
 def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
     chosen = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head="mlp")
     heads = studies.fit_heads(LM, SEQUENCES, {"v": chosen}, 2, silent(tmp_path / "a"))

@@ -411,7 +411,8 @@ def split_text(
     sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`, with at least two held out; logs how much of that part is in the fitting part as well."""
-    from calibjax.data import check_resamples, count_repeats, split_sequences
+    from calibjax.data import count_repeats, split_sequences
+    from calibjax.data.sequences import check_resamples
 
     fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
     check_resamples(held_out, "held out")

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from calibjax.commands import common
-from calibjax.data import Sequences, check_resamples, concatenate
+from calibjax.data import Sequences, concatenate
+from calibjax.data.sequences import check_resamples
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens, token_sample
 from calibjax.heads import FittedHead

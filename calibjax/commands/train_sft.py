@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands import common
-from calibjax.data import Sequences, check_resamples, hold_back
+from calibjax.data import Sequences, hold_back
+from calibjax.data.sequences import check_resamples
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens
 from calibjax.heads import FittedHead

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Sequences, check_resamples, eval_batches
+from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
+from calibjax.data.sequences import check_resamples
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import top_logits

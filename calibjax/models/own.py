@@ -133,8 +133,8 @@ def from_arrays(
 
     Returns:
         (model, data), for `fit_ats` and `evaluate`. A fitted head is accepted by any model with the same unembedding,
-        such as one of further arrays. 64 consecutive predictions of `[N, D]` make a sequence, the unit of splits and
-        intervals; heads with attention read each prediction alone.
+        such as one of further arrays. 64 consecutive predictions of `[N, D]`, or half of fewer than 128, make a
+        sequence, the unit of splits and intervals; heads with attention read each prediction alone.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def from_arrays(
         raise UserError(f"targets: expected integers, got {targets.dtype}.")
     flat = values.reshape(-1, values.shape[-1])
     has_sequences = values.ndim == 3
-    length = values.shape[1] if has_sequences else _SEQUENCE_LENGTH
+    length = values.shape[1] if has_sequences else min(_SEQUENCE_LENGTH, max(len(flat) // 2, 1))
     rows = ceil_div(len(flat), length)
 
     def cut(x: np.ndarray) -> np.ndarray:

@@ -74,6 +74,7 @@ def close(row, wanted, tolerance):
         np.testing.assert_allclose(got, value, atol=tolerance, rtol=2e-6, err_msg=key)
 
 
+@pytest.mark.slow
 def test_logits_against_numpy_and_scikit_learn(files, capsys):
     from sklearn.metrics import log_loss, roc_auc_score
 
@@ -171,6 +172,7 @@ def test_order_of_rows(files, capsys, sort, sign):
     assert len(known) == (3 if sort == "nll" else 5)
 
 
+@pytest.mark.slow
 def test_tables_report_and_what_is_left_out(files, capsys, tmp_path):
     out = tmp_path / "out"
     code = main(["compare", *QUICK, "--table", str(files / "binary.csv"), "--out", str(out)])

@@ -215,6 +215,7 @@ def test_a_checkpoint_must_be_finite(tmp_path, source):
         load_model(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_generate(tmp_path, source, converted, capsys):
     """The same text from either form of the model; the table shows what JSON holds; draws follow the seed."""
     lm = load_model(source)

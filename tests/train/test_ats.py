@@ -178,6 +178,7 @@ def test_report_is_json_and_says_everything(auto):
     assert "frozen" in {entry.name for entry in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_same_again_to_the_bit(auto, tmp_path):
     """In another directory, and again in the same one, where the frozen pass is read."""
     for directory in (tmp_path, auto[2]):

@@ -235,6 +235,7 @@ def test_sequences_that_cannot_be_learnt(tmp_path):
         fit(tmp_path, sequences=sequences._replace(tokens=sequences.tokens + 1000))
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     """From files to files: the figures of the saved model are those that are printed, and the report shows them."""
     source, data = write_model(tmp_path / "model"), write_text(tmp_path / "data.jsonl", rows=120, words=16)
