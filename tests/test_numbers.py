@@ -55,9 +55,6 @@ def problems(draw):
     return z, bias, y, scale, draw(st.sampled_from((np.ones(N, bool), np.arange(N) % 2 == 0, np.zeros(N, bool))))
 
 
-# --- operator ---
-
-
 @functools.cache
 def operator(implementation, dtype):
     names = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit", "mean_logit")
@@ -101,9 +98,6 @@ def test_operator(implementation, dtype, problem):
     best = (z + bias).max(axis=1)
     chosen = (z + bias)[np.arange(N), np.where(counts, got.argmax, 0)]
     assert (chosen >= best - TINY)[counts].all(), "subnormal logits are 0"
-
-
-# --- losses ---
 
 
 @functools.cache
@@ -150,9 +144,6 @@ def test_losses(name, problem):
         dz = scale[:, None] * (p - np.eye(z.shape[1])[np.maximum(y, 0)])
         within = np.broadcast_to((16 * EPS * size * scale + TINY)[:, None], dz.shape)
         assert_within(np.asarray(grads[0])[counts], dz[counts], within[counts], "dz")
-
-
-# --- heads ---
 
 
 @functools.cache

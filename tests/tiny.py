@@ -155,8 +155,6 @@ def at_targets(log_probs: np.ndarray, sequences: Sequences) -> np.ndarray:
     return np.take_along_axis(log_probs, sequences.targets[..., None], axis=-1)[..., 0][sequences.where]
 
 
-# --- on disk ---
-
 WORDS = [f"w{number}" for number in range(40)]
 LLAMA_JSON = {
     "model_type": "llama",

@@ -320,9 +320,6 @@ def _is_long(choices: Sequence[str]) -> bool:
     return sum(map(len, choices)) > 40
 
 
-# --- the file ---
-
-
 def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
     """The options in the file of `--config`, and after them, so that they take precedence, the arguments."""
     args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]

@@ -112,8 +112,6 @@ def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> s
     return value
 
 
-# --- conversations ---
-
 Message = dict[str, Any]
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT files
 SEPARATOR = "\n\n"  # between messages where there is no chat template

@@ -183,9 +183,6 @@ def _join(packed: list[list[_Piece]], source: Int32[np.ndarray, " S"], length: i
     return Sequences(tokens, targets, where, segment_ids, positions, source)
 
 
-# --- parts ---
-
-
 def split_sequences(
     sequences: Sequences, fit_fraction: float, *, order: SplitOrder = "shuffled", seed: int = 0
 ) -> tuple[Sequences, Sequences]:

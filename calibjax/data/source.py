@@ -323,8 +323,6 @@ _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
 _EXPECTED = f"one of {', '.join(_READERS)} (each but .parquet may end in .gz as well)"
 
 
-# --- the hub ---
-
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?")
 
 

@@ -102,9 +102,6 @@ def evaluate_text(
     }
 
 
-# --- analogies ---
-
-
 class Analogies(NamedTuple):
     """Q questions: prompt and choice as tokens, `CHOICES` for each; the index of the right choice, and the category."""
 

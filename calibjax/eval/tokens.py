@@ -310,9 +310,7 @@ def evaluate(
     return Evaluation(document["tokens"], figures, document)
 
 
-# --- a sample of tokens, for the heat map of a report ---
-
-_SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5
+_SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5  # of the heat map of a report
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

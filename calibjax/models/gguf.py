@@ -235,8 +235,6 @@ def _tensor(path: Path, reader: _Reader) -> GgufTensor:
     return GgufTensor(name, shape, kinds[number], path, offset)
 
 
-# --- models ---
-
 Settings = dict[str, Any]
 
 

@@ -277,8 +277,6 @@ def _read_mxfp4(blocks: TensorEntry, scales: TensorEntry, index: Index) -> np.nd
     return values.reshape(*values.shape[:2], -1).astype(jnp.bfloat16).swapaxes(-1, -2)
 
 
-# --- reading ---
-
 _ALIGNMENT = 64
 
 

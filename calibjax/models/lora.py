@@ -88,8 +88,6 @@ def _flat(tree: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     return traverse_util.flatten_dict(dict(tree))
 
 
-# --- files of PEFT ---
-
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _SWITCHES = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication")

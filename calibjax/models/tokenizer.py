@@ -96,8 +96,6 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: transformers cannot read the tokenizer files: {error}")
 
 
-# --- GGUF ---
-
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

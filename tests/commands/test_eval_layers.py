@@ -101,9 +101,6 @@ def test_questions_of_any_length_are_read_as_they_are_alone():
     np.testing.assert_array_equal(outputs.group, np.arange(7))
 
 
-# --- edits ---
-
-
 def null_space_model():
     """The first channel is written by nothing and read by nothing; the final norm has unit gain and eps 0."""
     lm = make_lm(num_layers=2)
@@ -215,9 +212,6 @@ def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     fine = {edit for edit, row in rows.items() if row["accuracy"] >= rows[Edit(0, 0.0)]["accuracy"] - 0.01}
     assert chosen in fine
     assert rows[chosen]["ece"] == min(rows[edit]["ece"] for edit in fine)
-
-
-# --- what is made of the curves ---
 
 
 def made_sums(confidence, accuracy, count=400):

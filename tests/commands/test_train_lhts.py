@@ -25,9 +25,6 @@ def write_analogies(file, count=30):
     return file
 
 
-# --- text ---
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_n_grams_are_scikit_learns(n):
     from sklearn.feature_extraction.text import CountVectorizer
@@ -52,9 +49,6 @@ def test_self_bleu():
     others = [sacrebleu.sentence_bleu(t, [o for o in texts if o != t]).score for t in texts]
     assert self_bleu(texts) == pytest.approx(np.mean(others))
     assert others[2] < 5 < others[0]
-
-
-# --- analogies ---
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +84,6 @@ def test_choices_are_scored_at_every_temperature(questions):
     assert results["0"]["questions"] == 20
     tied = np.log([[0.1, 0.2, 0.3, 0.2], [0.4, 0.4, 0.1, 0.1]])
     np.testing.assert_allclose(accuracy(tied, np.array([2, 0]), 0.0), [1.0, 0.5])
-
-
-# --- the command ---
 
 
 @pytest.mark.slow

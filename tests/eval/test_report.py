@@ -83,9 +83,6 @@ def test_text_keeps_its_spaces():
     assert [text_after(Pieces(), 1, i) for i in range(3)] == [" a", "b", "\ufffd"]
 
 
-# --- the commands ---
-
-
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory):
     """A run over text, twice, and what it printed."""

@@ -100,9 +100,6 @@ def test_the_entry_is_named(documents, tmp_path):
         print_report(document)
 
 
-# --- verdicts ---
-
-
 def compared(log_losses, unconverged=(), reference="temperature", **against):
     rows = {
         name: {"log_loss": value, "against": {"log_loss": against[name]} if name in against else {}}

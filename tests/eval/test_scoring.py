@@ -181,9 +181,6 @@ def test_the_space_before_the_first_word_is_no_stop(tmp_path):
         assert len(found.tokens) == 1
 
 
-# --- lm-eval ---
-
-
 def test_the_model_of_lm_eval_needs_no_torch():
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
     code = (

@@ -112,9 +112,6 @@ def test_a_bfloat16_model(results):
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 
 
-# --- the document ---
-
-
 @pytest.fixture(scope="module")
 def figures(results):
     return results_json(results["right"])

@@ -84,9 +84,6 @@ def expected_gradient(table, source_p, before, x, weights):
     return source_p @ long_horizon_loss(log_q, weights).sum(axis=1)
 
 
-# --- weights ---
-
-
 def by_loops(log_p, temperature, objective, baseline, where, segments):
     """The definition, one token at a time, in float64."""
     rows, length = log_p.shape
@@ -170,9 +167,6 @@ def test_reverse_kl_is_scipys():
     z = np.random.default_rng(0).normal(0, 2, (2, 5, 11)).astype(np.float32)
     want = rel_entr(*softmax(z.astype(np.float64), axis=-1)).sum(axis=-1)
     np.testing.assert_allclose(jax.jit(reverse_kl)(*z), want, rtol=1e-5)
-
-
-# --- the minimiser ---
 
 
 @pytest.mark.parametrize("baseline", ["none", "scalar", "position"])

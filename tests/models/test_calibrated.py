@@ -96,9 +96,6 @@ def test_head_of_another_model():
             call(other, the_heads()["pooled"], SEQUENCES.tokens)
 
 
-# --- on disk ---
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_written_and_read_back(tmp_path, name):
     head = dataclasses.replace(the_heads()[name], log_factor=1 / 3)
@@ -125,8 +122,6 @@ def test_a_head_is_replaced_as_a_whole(tmp_path):
     assert load_head(tmp_path / "head").config.kind == "constant"
     assert (tmp_path / "head" / "thesis.txt").exists()
 
-
-# --- programs ---
 
 MASK = np.arange(7) >= np.array([[4], [0], [2]])
 

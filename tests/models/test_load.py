@@ -53,9 +53,6 @@ def write_shards(folder, *shards, **changes):
     return write_config(folder, **changes)
 
 
-# --- files ---
-
-
 def test_shards_prefixes_and_buffers_change_nothing(tmp_path):
     folders = [tmp_path / name for name in ("single", "shards", "bare")]
     for folder in folders:
@@ -126,9 +123,6 @@ def test_stored_and_loaded_dtypes(tmp_path, stored, dtype):
     model = load_model(write_model(tmp_path, tensors), dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
     np.testing.assert_array_equal(model.unembedding, tensors["model.embed_tokens.weight"].astype(jnp.dtype(dtype)))
-
-
-# --- mistakes ---
 
 
 @pytest.mark.parametrize(
@@ -257,9 +251,6 @@ def test_tokenizer_of_another_model(tmp_path, name):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot read the tokenizer files"):
         load_model(tmp_path)
-
-
-# --- chunks ---
 
 
 @pytest.mark.parametrize(

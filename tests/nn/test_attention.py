@@ -169,9 +169,6 @@ def test_decoder_with_the_kernel(on_tpu, monkeypatch, remat):
         assert np.abs(other - expected[1]).max() > 0.1  # what is seen matters
 
 
-# --- the choice ---
-
-
 def shapes(batch=4, time=1024, heads=4, kv_heads=2, width=64, dtype=jnp.bfloat16):
     return [jax.ShapeDtypeStruct((batch, time, count, width), dtype) for count in (heads, kv_heads, kv_heads)]
 

@@ -24,9 +24,6 @@ RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, on damaged files
 
 
-# --- what a checksum depends on ---
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.bool_], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (16, 24), (3, 8, 4), (2, 3, 8, 6)], ids=str)
 def test_the_same_however_an_array_is_divided(monkeypatch, shape, dtype):
@@ -86,9 +83,6 @@ def test_checksums_cover_files_and_themselves(tmp_path):
         change()
         with pytest.raises(UserError, match=rf"note\.json{message}Mend it\."):
             read_checksums(tmp_path, "Mend it.")
-
-
-# --- single bits ---
 
 
 def bits(tree):

@@ -229,9 +229,6 @@ def test_commands_of_two_processes_find_what_one_does(folder, commands_alone, tm
         assert (tmp_path / file).stat().st_size
 
 
-# --- options ---
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

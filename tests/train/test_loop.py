@@ -184,9 +184,6 @@ def test_restored_state_lies_on_the_mesh(tmp_path):
     assert list(itertools.pairwise(saved(tmp_path))) == [(4, 6)]
 
 
-# --- damage ---
-
-
 def missing_state(step):
     shutil.rmtree(step / "state")
 

@@ -93,8 +93,6 @@ def test_a_tuned_model_is_that_of_one_device(tmp_path, name):
             assert spec == (2, 16 // shape[1], 20 if shape[2] == 8 else 20 // shape[2])  # 8 does not divide 20
 
 
-# --- the compiled program ---
-
 VOCAB, WIDTH = 1024, 16  # 96 tokens: [tokens, V] is larger than the unembedding, and nothing else comes near it
 
 

@@ -40,9 +40,6 @@ def random_head(kind, lm):
     return head, jax.jit(head.init)(jax.random.key(5))
 
 
-# --- the gradient ---
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def dense_loss(params, head, loss, unembedding, batch):
     """The mean loss over the vocabulary itself, by formulas that `losses/test_per_token.py` holds against float64."""
@@ -82,9 +79,6 @@ def test_gradient_equals_the_dense_formula(kind, loss):
         error = float(jnp.abs(got_leaf - leaf).max() / largest)
         print(f"{kind} {loss}: gradient off by {error:.1e} of the largest")
         assert error < 2e-5
-
-
-# --- accumulation, donation, compilation, the mesh ---
 
 
 def test_accumulation_is_the_mean_over_all_tokens():

@@ -212,9 +212,6 @@ def choose_edit(sums: dict[Edit, CalibrationSums]) -> Edit:
     return min(errors, key=errors.__getitem__)
 
 
-# --- entropy neurons ---
-
-
 class Neuron(NamedTuple):
     """A neuron of the MLP of block `layer` (from 1): |w| of its output weights, Var_v cos(W_v, w), the percentages of
     the MLP's neurons with smaller ones, and the fraction of w in the null space."""

@@ -428,9 +428,6 @@ def limitations(document: Document) -> list[str]:
     return lines
 
 
-# --- model card ---
-
-
 _METHODS = {"ats": "Adaptive Temperature Scaling (arXiv 2409.19817)", "temperature": "temperature scaling"}
 
 

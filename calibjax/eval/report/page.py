@@ -364,9 +364,6 @@ def _spans(sequence: Sequence[Row], side: int, first: int) -> list[Span]:
     return spans
 
 
-# --- drawings ---
-
-
 def svg(figure: "Figure", name: str) -> str:
     """A complete SVG document with its text as text; `name` seeds its ids, so that equal figures are equal files."""
     import matplotlib

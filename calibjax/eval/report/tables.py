@@ -566,9 +566,6 @@ def text_table(document: Document) -> TextTable:
     return table_of("text of each model, ± standard error; log p under the pretrained model, nats", rows, columns)
 
 
-# --- eval bounds ---
-
-
 def bounds_table(document: Document) -> TextTable:
     """A row for each model: its smallest entropy and largest confidence, and what they follow from."""
     columns = {

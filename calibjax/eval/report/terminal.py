@@ -112,9 +112,6 @@ def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-# --- one table ---
-
-
 def _print_table(console: Console, table: TextTable) -> None:
     width = console.width
     columns, name_width = _fit_columns(table, width)
