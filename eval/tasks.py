@@ -55,6 +55,8 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
     letter_ids = np.array([encode(f" {letter}", add_special_tokens=False)[-1] for letter in LETTERS])
     prompts = [encode(prompt(row)) for row in rows]
     option_counts = [len(row["options"]) for row in rows]
+    if len(set(letter_ids[: max(option_counts)].tolist())) < max(option_counts):
+        raise calibjax.UserError(f"expected at most {len(LETTERS)} options, whose letters end in different tokens.")
     longest = max(map(len, prompts))
     logits = np.full((len(rows), max(option_counts)), -np.inf, np.float32)
     for first in range(0, len(rows), batch_size):

@@ -234,6 +234,10 @@ class DataOptions:
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
         if self.full_sequences:
+            if not self.packing:
+                raise UserError(
+                    "--no-packing: sequences of full length are not padded; leave it or --full-sequences out."
+                )
             return "full"
         return "pack" if self.packing else "pad"
 
