@@ -9,9 +9,9 @@ from typing import Any
 from calibjax.commands import common
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tasks.benchmark import evaluate_tasks
-from calibjax.eval.tasks.evaluator import TaskEvaluator
 from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
+from calibjax.eval.tasks.written import WrittenAnswers
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
@@ -79,21 +79,22 @@ def run(options: EvalTasksOptions, log: Log = print) -> Document:
     return document
 
 
-def with_probes(evaluator: TaskEvaluator) -> dict[str, Any]:
+def with_probes(written: WrittenAnswers) -> dict[str, Any]:
     """Name -> parameters of the probes of a task, which are read from probes/ or fitted on calibration questions."""
-    fingerprint, task, context = evaluator.model.lm.fingerprint, evaluator.name, evaluator.context
+    questions, fingerprint = written.questions, written.model.lm.fingerprint
+    task, context, names = questions.name, questions.context, questions.probe_names
     with context.with_directory() as saved:
         folder = saved.require_directory() / "probes" / task
-        missing = [name for name in evaluator.probe_names if not on_first((folder / name / "probe.json").is_file)]
+        missing = [name for name in names if not on_first((folder / name / "probe.json").is_file)]
         if missing:
-            data = evaluator.probe_data(missing)
-            questions = len(data[missing[0]][1])
+            data = written.probe_data(missing)
+            count = len(data[missing[0]][1])
             for name in missing:
                 params = fit_probe(*data[name])
-                notes = {"task": task, "questions": questions}
+                notes = {"task": task, "questions": count}
                 save_probe(folder / name, params, name=name, fingerprint=fingerprint, notes=notes)
-            context.log(f"task {task}: fitted on {questions:,} calibration questions: {', '.join(missing)}")
-        return {name: load_probe(folder / name, fingerprint) for name in evaluator.probe_names}
+            context.log(f"task {task}: fitted on {count:,} calibration questions: {', '.join(missing)}")
+        return {name: load_probe(folder / name, fingerprint) for name in names}
 
 
 def _heads(options: EvalTasksOptions, lm: LanguageModel, log: Log) -> dict[str, FittedHead]:

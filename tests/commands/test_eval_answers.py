@@ -18,7 +18,7 @@ from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.eval.answers.clusters import hidden_clustering
 from calibjax.eval.answers.judges import plain_text
 from calibjax.eval.answers.self_evaluation import TWO_WAY, read_number, read_words
-from calibjax.eval.tasks import evaluator
+from calibjax.eval.tasks import written
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
 from calibjax.runtime.errors import UserError
@@ -101,13 +101,13 @@ def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
     before = (run[0].out / "answers" / "triviaqa.jsonl").read_bytes()
     for file in (run[0].out / "answers").glob("*.*"):
         file.unlink()
-    real = evaluator.continue_contexts
+    real = written.continue_contexts
 
     def greedy(lm, contexts, sampling=Sampling(), **options):
         assert not sampling.temperature
         return real(lm, contexts, **options)
 
-    monkeypatch.setattr(evaluator, "continue_contexts", greedy)
+    monkeypatch.setattr(written, "continue_contexts", greedy)
     assert eval_tasks.run(run[0], log=lambda _: None) == run[1]
     assert (run[0].out / "answers" / "triviaqa.jsonl").read_bytes() == before
 

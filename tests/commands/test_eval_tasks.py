@@ -18,8 +18,9 @@ from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.tasks.benchmark import evaluate_tasks
-from calibjax.eval.tasks.evaluator import TaskEvaluator, _set_aside, right_options
+from calibjax.eval.tasks.choices import right_options
 from calibjax.eval.tasks.options import TasksOptions
+from calibjax.eval.tasks.questions import TaskQuestions, _set_aside
 from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.generate import generate
@@ -221,7 +222,7 @@ def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
 
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
     """Nor does it resume a run of other questions."""
-    monkeypatch.setattr(TaskEvaluator, "requests", None)
+    monkeypatch.setattr(TaskQuestions, "batches", None)
     again = benchmarks.run(run[0], log=lambda _: None)
     assert again == run[1]
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"results in {run[0].out}: report.html")
@@ -369,9 +370,9 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
 
     asking.encode = encode
     options = TasksOptions(shots=shots, max_new_tokens=4)
-    evaluator = TaskEvaluator(asking, task, BenchmarkTask({task: loaded}, ""), options, RunContext())
-    evaluator.check()
-    (asked,) = evaluator.requests(task, loaded.eval_docs, range(5))
+    questions = TaskQuestions(asking, task, BenchmarkTask({task: loaded}, ""), options, RunContext())
+    questions.check()
+    (asked,) = questions.batches(task, loaded.eval_docs, range(5))
     tokenizer.chat_template = None
     assert asked.prompts == [group[0][0] for group in theirs]
     assert encoded == ([] if task.startswith("trivia") else [pair for group in theirs for pair in group])
@@ -417,16 +418,16 @@ def test_all_subjects_of_mmlu(tmp_path):
     lm = load_model(model_path("stories260K"))
     model = HarnessLM(lm, {"uncalibrated": FittedHead.constant(lm)})
     few, none = (
-        TaskEvaluator(model, "mmlu", BenchmarkTask(loaded, ""), TasksOptions(fit=True, shots=shots), RunContext())
+        TaskQuestions(model, "mmlu", BenchmarkTask(loaded, ""), TasksOptions(fit=True, shots=shots), RunContext())
         for shots in (5, 0)
     )
     assert none.calibration_split(task) == "dev"
     assert len(none.calibration_questions(task)[1]) == 5
-    assert len(none.question_numbers(task)) == len(task.eval_docs)
+    assert len(none.numbers(task)) == len(task.eval_docs)
     assert few.calibration_split(task) is None  # the examples before a question hold the answers of dev
     aside = few.calibration_questions(task)[1]
     assert len(aside) == len(task.eval_docs) // 5
-    assert sorted([*aside, *few.question_numbers(task)]) == list(range(len(task.eval_docs)))
+    assert sorted([*aside, *few.numbers(task)]) == list(range(len(task.eval_docs)))
 
     run = EvalTasksOptions(
         model=str(model_path("stories260K")), tasks=("mmlu",), assets=assets, limit=2, preset="ats", out=tmp_path / "o"

@@ -26,6 +26,8 @@ from calibjax.eval.tasks.answer_files import (
 from calibjax.eval.tasks.evaluator import TaskEvaluator
 from calibjax.eval.tasks.local_data import BenchmarkTask, assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
+from calibjax.eval.tasks.questions import TaskQuestions
+from calibjax.eval.tasks.written import WrittenAnswers
 from calibjax.heads import FittedHead
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
@@ -55,7 +57,7 @@ def evaluate_tasks(
     context: RunContext | None = None,
     *,
     chat: "Chat | None" = None,
-    probes: Callable[[TaskEvaluator], Mapping[str, Any]] | None = None,
+    probes: Callable[[WrittenAnswers], Mapping[str, Any]] | None = None,
 ) -> Document:
     """Accuracy and calibration on benchmarks, through lm-eval: of the base model, and with heads.
 
@@ -101,20 +103,21 @@ def evaluate_tasks(
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
     )
-    evaluators = {name: TaskEvaluator(model, name, task, options, context) for name, task in tasks.items()}
-    for evaluator in evaluators.values():
-        evaluator.check()
+    questions = {name: TaskQuestions(model, name, task, options, context) for name, task in tasks.items()}
+    for asked in questions.values():
+        asked.check()
+    evaluators = {name: TaskEvaluator(asked) for name, asked in questions.items()}
     for name, evaluator in evaluators.items():
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
-            fit = evaluator.fit_option_temperature
-            evaluator.option_temperature = resumed(file, read_fit, fit, OptionTemperature._asdict)
-            context.log(f"task {name}: {evaluator.option_temperature}")
-        if evaluator.probe_names:
+            choice = evaluator.multiple_choice
+            choice.temperature = resumed(file, read_fit, choice.fit_temperature, OptionTemperature._asdict)
+            context.log(f"task {name}: {choice.temperature}")
+        if evaluator.questions.probe_names:
             if probes is None:
                 raise UserError("probes: expected a function that fits them, as in calibjax eval tasks, got none.")
-            evaluator.probes = probes(evaluator)
-    total = sum(len(e.question_numbers(part)) for e in evaluators.values() for part in e.task.parts.values())
+            evaluator.written.probes = probes(evaluator.written)
+    total = sum(len(asked.numbers(part)) for asked in questions.values() for part in asked.task.parts.values())
     bar = context.bar(title="benchmarks", unit="question", total=total)
     answers = {name: _answers(evaluator, bar) for name, evaluator in evaluators.items()}
     bar.close()
@@ -130,13 +133,14 @@ def evaluate_tasks(
 
 def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
     """The answers to a task; those to each part are saved, and read where they are."""
-    directory, parts = evaluator.context.directory, evaluator.task.parts
+    questions = evaluator.questions
+    directory, parts = questions.context.directory, questions.task.parts
     files = {}
     if directory is not None:
-        files = {part: directory / "answers" / f"{evaluator.name}-{part}.npz" for part in parts}
+        files = {part: directory / "answers" / f"{questions.name}-{part}.npz" for part in parts}
     answers = {part: read_answers(file) for part, file in files.items() if on_first(file.is_file)}
     for part in answers:
-        bar.update(len(evaluator.question_numbers(parts[part])))
+        bar.update(len(questions.numbers(parts[part])))
     missing = [part for part in parts if part not in answers]
     for part, part_answers in evaluator.answers(missing, tick=bar.update):
         bar.set_postfix_str(part)
@@ -152,10 +156,11 @@ def tasks_document(
     """The contents of metrics.json of `evaluate_tasks`; `names` are the names of the methods."""
     sets, read_from = {}, {}
     binning: dict[str, Any] = {}
-    fitted = any(evaluator.option_temperature for evaluator in evaluators.values())
+    fitted = any(evaluator.multiple_choice.temperature for evaluator in evaluators.values())
     for name, evaluator in evaluators.items():
-        options, task_answers = evaluator.options, answers[name]
-        binning = {"bins": options.bins, "closed": options.closed, "seed": evaluator.context.seed}
+        questions, task_answers = evaluator.questions, answers[name]
+        options = questions.options
+        binning = {"bins": options.bins, "closed": options.closed, "seed": questions.context.seed}
         methods = names[: len(task_answers.confidence)]
         method = options.text_confidence if (task_answers.choice < 0).all() else options.option_confidence
         read_from[name] = f"{method} ({DESCRIPTIONS[str(method)]})"
@@ -166,14 +171,14 @@ def tasks_document(
             if options.further_confidences and options.closed == "none":
                 read_from[name] += "; bins of further confidences are closed on the right"
         confidence = read_from[name]
-        if evaluator.option_temperature:
-            confidence += f"; {evaluator.option_temperature}"
+        if evaluator.multiple_choice.temperature:
+            confidence += f"; {evaluator.multiple_choice.temperature}"
         sets[name] = {
             **answers_json(task_answers, methods, **binning),
             "title": name,
             "confidence": confidence,
-            "shots": evaluator.shots(next(iter(evaluator.task.parts.values()))),
-            "source": evaluator.task.source,
+            "shots": questions.shots(next(iter(questions.task.parts.values()))),
+            "source": questions.task.source,
             "subjects": subjects_json(task_answers, methods, **binning),
         }
     if len(sets) == 1:
