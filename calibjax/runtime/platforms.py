@@ -77,8 +77,8 @@ def torch_left_out() -> Iterator[None]:
 def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Variables by which JAX keeps compiled programs in the user's cache directory; none where they are set.
 
-    There is a directory for each kind of processor (by `cpuinfo`, which need not exist), because programs contain its
-    instructions, and home directories are shared between machines.
+    There is a directory for each kind of processor (by `cpuinfo`, which need not exist) and number of cores, because
+    programs contain its instructions and are divided among the cores, and home directories are shared between machines.
     """
     if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
         return {}
@@ -86,7 +86,8 @@ def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/pro
     features = ""
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    kind = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    kind = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}-{cores}"
     return {
         "JAX_COMPILATION_CACHE_DIR": str(cache / "calibjax" / "compiled" / kind),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),

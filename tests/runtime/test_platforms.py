@@ -63,14 +63,15 @@ def test_transformers_of_a_command_finds_no_torch():
     assert done.stdout.strip() == "False\nFalse False", done.stdout + done.stderr
 
 
-def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path):
-    """Where the user has configured no cache."""
+def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path, monkeypatch):
+    """And number of cores, where the user has configured no cache."""
     found = set()
-    for flags in ("flags\t: sse avx", "flags\t: sse avx avx512f"):
+    for flags, cores in (("flags\t: sse avx", 4), ("flags\t: sse avx avx512f", 4), ("flags\t: sse avx", 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores), raising=False)
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nflags\t: of another\n")
         kept = compilation_cache({"XDG_CACHE_HOME": "/cache"}, tmp_path / "cpuinfo")
         found.add(kept["JAX_COMPILATION_CACHE_DIR"])
-    assert len(found) == 2
+    assert len(found) == 3
     assert all(directory.startswith("/cache/calibjax/compiled/") for directory in found)
     home = compilation_cache({"HOME": "/home/me"}, tmp_path / "none")["JAX_COMPILATION_CACHE_DIR"]
     assert home.startswith("/home/me/.cache/calibjax/compiled/")
