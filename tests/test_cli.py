@@ -70,8 +70,8 @@ BROKEN = {
         ("no tokenizer", [], "holds no tokenizer; expected tokenizer.json"),
         (None, ["--seq-len", "33"], "longer than the model's context of 32 tokens. Give 32 or less"),
         (None, ["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
-        (None, ["--examples", "1"], "--fit-fraction 0.6 of 1 sequence is none"),
-        (None, ["--examples", "2"], "held out: expected at least two sequences, got one"),
+        (None, ["--max-sequences", "1"], "--fit-fraction 0.6 of 1 sequence is none"),
+        (None, ["--max-sequences", "2"], "held out: expected at least two sequences, got one"),
     ],
 )
 def test_what_does_not_fit_is_one_line(capsys, tmp_path, made, name, options, message):

@@ -224,12 +224,12 @@ class DataOptions:
     text_column: str | None = None
     prompt_template: Annotated[str, AnyText()] | None = None
     score_template_text: bool = False
-    max_rows: Count | None = named("rows", None)
+    max_rows: Count | None = None
     skip_broken: bool = False
     seq_len: Annotated[int, Range(2, INT_MAX)] | None = None
     full_sequences: bool = False
     packing: bool = True
-    max_sequences: Count | None = named("examples", None)
+    max_sequences: Count | None = None
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:

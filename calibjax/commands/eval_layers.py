@@ -33,7 +33,7 @@ class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOption
         out: directory for metrics.json, report.html and figures; without it only the tables are printed.
         letters_only: compare only the letters of a question; --no-letters-only reads the whole vocabulary.
         subjects: print the table of subjects as well.
-        text: how text becomes sequences; of questions, --examples are drawn at random.
+        text: how text becomes sequences; of questions, --max-sequences are drawn at random.
     """
 
     out: Path | None = common.presentation(None)
