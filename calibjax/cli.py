@@ -256,12 +256,13 @@ def _one_line(error: Exception, options: Any) -> str:
     """The message; where it begins with arguments of the library, with the options in their place."""
     from calibjax.commands.parser import list_options
     from calibjax.runtime.errors import printable
+    from calibjax.runtime.options import flag_of
 
-    flags = {option.path[-1]: option.flag for option in list_options(type(options))} | {"model": "--model"}
+    names = {option.path[-1] for option in list_options(type(options))} | {"model"}
     message = " ".join(str(error).split())
     start = re.match(r"(--[\w-]+: )?([a-z_]+(?:, [a-z_]+)*)(=|: )", message)
     arguments = start[2].split(", ") if start else []
-    if start and all(name in flags for name in arguments):
-        options_given = ", ".join(flags[name] for name in arguments)
+    if start and names.issuperset(arguments):
+        options_given = ", ".join(map(flag_of, arguments))
         message = f"{options_given}{': ' if start[3] == ': ' else ' '}{message[start.end() :]}"
     return printable(message)

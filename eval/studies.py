@@ -87,7 +87,7 @@ class Study:
 
     def head(self, **changes: Any) -> AtsOptions:
         """What a study does not vary: by default an MLP on hidden states; one loss, no refitted temperature."""
-        shared = {"head": self.head_kind, "features": self.features, "loss": "joint", "refit_temperature": False}
+        shared = {"head_kind": self.head_kind, "features": self.features, "loss": "joint", "refit_temperature": False}
         return AtsOptions(**shared | changes)
 
 
@@ -95,7 +95,7 @@ def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The heads of a study as changes of `Study.head`, and those that are compared with another one of them."""
     if name == "pooling":
         kinds = ("linear", "mlp", "transformer")
-        heads = {f"{kind}, {of}": {"head": kind, "pooling": of} for kind in kinds for of in ("token", "sequence")}
+        heads = {f"{kind}, {of}": {"head_kind": kind, "pooling": of} for kind in kinds for of in ("token", "sequence")}
         return heads, {f"{kind}, sequence": f"{kind}, token" for kind in kinds}
     if name == "losses":
         weighted = {"label-smoothing": (0.1, 0.5), "selective": (0.1, 0.5), "selective-balanced": (0.5,)}
@@ -112,7 +112,7 @@ def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         "transformer": ("hidden_states",),
     }
     return {
-        f"{kind}: {'all four' if read == everything else read}": {"head": kind, "features": tuple(read.split("+"))}
+        f"{kind}: {'all four' if read == everything else read}": {"head_kind": kind, "features": tuple(read.split("+"))}
         for kind, names in features.items()
         for read in (*names, everything)
     }, {}

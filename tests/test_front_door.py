@@ -18,7 +18,7 @@ import calibjax
 STUB = Path(calibjax.__file__).with_suffix(".pyi")
 LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(40)))
-QUICK = calibjax.AtsOptions(loss="cross-entropy", head="linear", refit_temperature=False, batch_size=8)
+QUICK = calibjax.AtsOptions(loss="cross-entropy", head_kind="linear", refit_temperature=False, batch_size=8)
 
 
 NAMES = """

@@ -36,7 +36,7 @@ def test_ats(tmp_path):
     figures = run("train/ats.py", model=model, data=data, out=tmp_path, max_sequences=150, epochs=10).figures
     lm = calibjax.load_model(model)
     fit, held_out = calibjax.split_sequences(calibjax.load_text(data, lm, seq_len=256, max_sequences=150), 0.7)
-    fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(head="linear", features=("logit_statistics",)))
+    fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(head_kind="linear", features=("logit_statistics",)))
     expected = calibjax.evaluate(lm, held_out, fitted.heads).figures
     assert figures["uncalibrated"] == expected["uncalibrated"]
     for name, by in (("temperature", 5e-3), ("ats", 2e-2)):

@@ -79,7 +79,7 @@ def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
     model, data = str(folder / "model"), str(folder / "data.jsonl")
     shared = {"model": model, "devices": devices}
     text = {**shared, "text": DataOptions(seq_len=12), "quiet": True}
-    quick = AtsOptions(head="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
+    quick = AtsOptions(head_kind="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
     methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
     kept = {"out": out / "compare", "save": out / "saved", "max_tokens": 300}
     few = mock.patch.object(optimize, "STEPS", 100)

@@ -34,7 +34,6 @@ from calibjax.runtime.options import (
     Range,
     Seed,
     check_options,
-    named,
     run_identity,
 )
 from calibjax.runtime.sharding import make_mesh

@@ -134,7 +134,7 @@ def list_options(options_type: type, default: Any = None, path: Fields = ()) -> 
         declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
         heading = next((name for name, classes in HEADINGS.items() if declared.__name__ in classes), "method")
         unset = getattr(options_type, "unset_value", lambda name: None)(field.name) if value is None else None
-        yield Option(at, flag_of(field), heading, hint, value, unset, documented.get(field.name, ""))
+        yield Option(at, flag_of(field.name), heading, hint, value, unset, documented.get(field.name, ""))
 
 
 def _documented(options_type: type) -> dict[str, str]:

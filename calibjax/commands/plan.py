@@ -92,7 +92,7 @@ class PlanOptions(JsonOptions):
     def check(self) -> None:
         """Raises `UserError` for options that this objective does not read."""
         unread = [field for field in dataclasses.fields(SftOptions) if field.name != "batch_size"]
-        not_read = [flag_of(field) for field in unread if getattr(self.sft, field.name) != field.default]
+        not_read = [flag_of(field.name) for field in unread if getattr(self.sft, field.name) != field.default]
         if self.objective == "sft":
             not_read = [] if self.head_kind is None else ["--head-kind"]
         if not_read:
@@ -115,8 +115,8 @@ def run(options: PlanOptions, log: Log = print) -> Document:
     config, stored = _model(options.model)
     method = options.sft
     if options.objective == "ats":
-        head = options.head_kind or RECIPES["default"]["head"]
-        method = make_plan(AtsOptions(head=head, batch_size=method.batch_size), config.hidden_size)
+        head = options.head_kind or RECIPES["default"]["head_kind"]
+        method = make_plan(AtsOptions(head_kind=head, batch_size=method.batch_size), config.hidden_size)
     mesh = mesh_shape(options.mesh, topology.devices)
     job = Job(config, method, options.seq_len or min(1024, config.max_positions), mesh, options.dtype or stored)
     job.check()

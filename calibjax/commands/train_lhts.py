@@ -15,7 +15,7 @@ from calibjax.heads import FittedHead
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, Count, Fraction, NonNegative, Range, named, run_identity
+from calibjax.runtime.options import INT_MAX, Count, Fraction, NonNegative, Range, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -35,7 +35,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
         partition: train the baseline of likelihood quantiles as well.
         myopic: temperatures of the next token at which all models are evaluated; 0: the most likely token.
         texts: number of texts that each model writes at each of them.
-        text_prompt: number of first tokens of a held-out sequence that a text continues.
+        text_prompt_tokens: number of first tokens of a held-out sequence that a text continues.
         self_bleu: evaluate the texts by self-BLEU as well; needs sacrebleu.
         analogies: file with columns category, a, b, c, d, such as the Google analogies; by default none.
         analogy_rows: number of analogy questions.
@@ -47,7 +47,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
     partition: bool = True
     myopic: tuple[NonNegative, ...] = common.presentation((1.0, 0.5, 0.0))
     texts: Annotated[int, Range(2, INT_MAX)] = common.presentation(64)
-    text_prompt: Count = named("text-prompt-tokens", 8, **NOT_IDENTITY)
+    text_prompt_tokens: Count = common.presentation(8)
     self_bleu: bool = common.presentation(False)
     analogies: str | None = common.presentation(None)
     analogy_rows: Count = common.presentation(1000)
@@ -58,9 +58,9 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
         """Raises `UserError` where options do not fit together, or self-BLEU is not installed."""
         if not self.myopic:
             raise UserError("--myopic: expected at least one temperature.")
-        seq_len = self.text.seq_len or 128
-        if self.text_prompt >= seq_len:
-            raise UserError(f"--text-prompt-tokens: expected less than --seq-len {seq_len}, got {self.text_prompt}.")
+        seq_len, prompt = self.text.seq_len or 128, self.text_prompt_tokens
+        if prompt >= seq_len:
+            raise UserError(f"--text-prompt-tokens: expected less than --seq-len {seq_len}, got {prompt}.")
         if self.analogies is not None and not is_hub_id(self.analogies):
             with about("--analogies"):
                 read_analogies(self.analogies)
@@ -76,8 +76,9 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)
     fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-    if options.text_prompt > (most := (held_out.segment_ids[: options.texts] == 1).sum(axis=1).min()):
-        raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {options.text_prompt}.")
+    prompt, most = options.text_prompt_tokens, (held_out.segment_ids[: options.texts] == 1).sum(axis=1).min()
+    if prompt > most:
+        raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {prompt}.")
     questions = None
     if options.analogies is not None:
         questions = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
@@ -88,7 +89,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     analogies: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, MethodResult] = {}
     batch_size, prompts = options.lhts.batch_size, held_out.take(slice(options.texts))
-    writing: dict[str, Any] = {"prompt": options.text_prompt, "with_self_bleu": options.self_bleu}
+    writing: dict[str, Any] = {"prompt": prompt, "with_self_bleu": options.self_bleu}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
         for method in methods:

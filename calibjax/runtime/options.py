@@ -75,14 +75,9 @@ NOT_IDENTITY = {"identity": False}
 """`metadata` of a field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
 
 
-def named(flag: str, default: Any, **metadata: Any) -> Any:
-    """A field that the command line calls `--flag`, and run.json and Python by its own name."""
-    return dataclasses.field(default=default, metadata={"flag": flag, **metadata})
-
-
-def flag_of(field: dataclasses.Field) -> str:
+def flag_of(name: str) -> str:
     """A field on the command line, such as `--batch-size`."""
-    return "--" + field.metadata.get("flag", field.name).replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
 def check_options(options: Any) -> None:

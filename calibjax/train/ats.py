@@ -98,7 +98,7 @@ def fit_ats(
         >>> lm = calibjax.LanguageModel.random(vocab_size=32)
         >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
         >>> data = calibjax.load_text(texts, lm, seq_len=16)
-        >>> options = calibjax.AtsOptions(loss="cross-entropy", head="constant")
+        >>> options = calibjax.AtsOptions(loss="cross-entropy", head_kind="constant")
         >>> fitted = calibjax.fit_ats(lm, data, options, calibjax.RunContext().silent())
         >>> list(fitted.heads)
         ['temperature', 'ats']

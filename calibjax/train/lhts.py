@@ -34,7 +34,7 @@ from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, check_value, named
+from calibjax.runtime.options import INT_MAX, Count, NonNegative, Positive, Range, Weight, check_value
 from calibjax.runtime.sharding import param_shardings, replicated
 from calibjax.train.step import Schedule
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
@@ -60,7 +60,7 @@ class LhtsOptions(TuningOptions):
         kl_weight: weight of KL(student ‖ scorer).
         sampled_fraction: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus
             only.
-        prompt: number of first tokens of a sequence that a sample continues.
+        prompt_tokens: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
         partition_rounds: rounds of `partition`; from the second on, the text that its last student wrote is added to
             the data.
@@ -78,7 +78,7 @@ class LhtsOptions(TuningOptions):
     form: Form | None = None
     kl_weight: NonNegative | None = None
     sampled_fraction: Weight = 0.0
-    prompt: Count = named("prompt-tokens", 1)
+    prompt_tokens: Count = 1
     quantiles: Annotated[int, Range(2, INT_MAX)] = 5
     partition_rounds: Count = 1
     epochs: Count = 1
@@ -265,7 +265,7 @@ def fit_lhts(
             data,
             options.sampled_fraction,
             directory=samples_directory or context.require_directory(),
-            prompt_tokens=options.prompt,
+            prompt_tokens=options.prompt_tokens,
             batch_size=options.batch_size,
             context=context,
         )
@@ -296,7 +296,7 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
                 sequences,
                 1.0,
                 directory=round_context.require_directory(),
-                prompt_tokens=options.prompt,
+                prompt_tokens=options.prompt_tokens,
                 batch_size=options.batch_size,
                 context=round_context,
             )

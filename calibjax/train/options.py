@@ -11,7 +11,7 @@ from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig,
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options, named
+from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options
 from calibjax.runtime.sharding import check_batch
 from calibjax.train.curves import Keep
 from calibjax.train.step import OptimizerConfig
@@ -48,7 +48,7 @@ class AtsOptions:
             authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
             authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
-        head: the head that gives a token its temperature.
+        head_kind: the head that gives a token its temperature.
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
@@ -77,7 +77,7 @@ class AtsOptions:
     """
 
     recipe: Literal["default", "paper"] = "default"
-    head: HeadKind | None = named("head-kind", None)
+    head_kind: HeadKind | None = None
     features: tuple[str, ...] | None = None
     pooling: Literal["token", "sequence"] = "token"
     random_start: bool | None = None
@@ -129,7 +129,7 @@ AtsOptions.__doc__ = (
 
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {
-        "head": "linear",
+        "head_kind": "linear",
         "random_start": False,
         "normalize": True,
         "loss": "auto",
@@ -142,7 +142,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "min_scale": MIN_SCALE,
     },
     "paper": {
-        "head": "transformer",
+        "head_kind": "transformer",
         "random_start": True,
         "normalize": False,
         "loss": "selective-authors",
@@ -217,7 +217,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     set_options = {name: value for name, value in named_options.items() if value is not None}
     chosen = SimpleNamespace(**{**recipe, **set_options})
     trials = _trials(chosen.loss, options.alpha)
-    _check_head_options(options, chosen.head)
+    _check_head_options(options, chosen.head_kind)
     heads = _heads(options, chosen, hidden_size)
     heads[-1].build()
     _check_penalty_and_steps(options, heads, trials)
@@ -246,7 +246,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
 def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConfig, ...]:
     """The heads to try, the simplest first; several only if the options name neither features nor another kind."""
     shared = HeadConfig(
-        kind=chosen.head,
+        kind=chosen.head_kind,
         hidden_size=hidden_size,
         pooling=options.pooling,
         identity_start=not chosen.random_start,
@@ -257,7 +257,7 @@ def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConf
         heads = [dataclasses.replace(shared, features=options.features)]
     elif shared.is_linear_in_features:
         heads = [dataclasses.replace(shared, features=features) for features in AUTO_FEATURES]
-        if options.head is None:
+        if options.head_kind is None:
             heads.append(dataclasses.replace(shared, kind="mlp"))
     else:
         heads = [shared]

@@ -1,4 +1,4 @@
-"""`eval tasks --confidence`: samples, what the model says of its answers, and the table of answers."""
+"""`eval tasks --further-confidences`: samples, what the model says of its answers, and the table of answers."""
 
 import dataclasses
 import json

@@ -14,7 +14,7 @@ from calibjax.commands.parser import list_options, parse
 from calibjax.eval.layers.analysis import LayersOptions
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, Range, check_options, check_value, named, run_identity
+from calibjax.runtime.options import Count, Range, check_options, check_value, run_identity
 from calibjax.train.lhts import LhtsOptions
 from calibjax.train.options import AtsOptions
 from calibjax.train.sft import SftOptions
@@ -84,7 +84,7 @@ def test_mistyped(arguments, message, capsys):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inner:
     depth: Count = 3
-    prompt: Count = named("prompt-tokens", 1)
+    prompt_tokens: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,10 @@ class Outer:
     ("args", "expected"),
     [
         (["--name", "x"], Outer(name="x")),
-        (["--name", "x", "--depth", "7", "--prompt-tokens", "2"], Outer(name="x", inner=Inner(depth=7, prompt=2))),
+        (
+            ["--name", "x", "--depth", "7", "--prompt-tokens", "2"],
+            Outer(name="x", inner=Inner(depth=7, prompt_tokens=2)),
+        ),
         (["--name=x", "--norm", "None", "--fast"], Outer(name="x", norm=None, fast=True)),
         (["--name", "x", "--no-fast", "--norm", "-1e-3"], Outer(name="x", fast=False, norm=-1e-3)),
         (["--name", "x", "--sizes", "1", "-2.5"], Outer(name="x", sizes=(1.0, -2.5))),
@@ -115,7 +118,7 @@ def test_parse_with_other_defaults():
     assert parse(Outer, [], prog="test", default=default) == default
     changed = dataclasses.replace(default, fast=False, inner=Inner(depth=1))
     assert parse(Outer, ["--no-fast", "--depth", "1"], prog="test", default=default) == changed
-    assert run_identity("test", default)["inner"] == {"depth": 9, "prompt": 1}, "the names of the fields"
+    assert run_identity("test", default)["inner"] == {"depth": 9, "prompt_tokens": 1}
 
 
 def test_own_checks_run_before_the_directory_is_claimed(tmp_path):

@@ -43,7 +43,7 @@ needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, 
 def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, seq=1024, head="linear", **sft):
     config, method = SHAPES.get(model, model), SftOptions(batch_size=batch, **sft)
     if objective == "ats":
-        options = AtsOptions(head=head, features=("hidden_states",), batch_size=batch)
+        options = AtsOptions(head_kind=head, features=("hidden_states",), batch_size=batch)
         method = make_plan(options, config.hidden_size)
     return Job(config, method, seq, mesh, "bfloat16")
 

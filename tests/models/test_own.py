@@ -91,7 +91,7 @@ def test_rows_of_predictions():
     assert data.tokens.shape == (3, 64)
     assert data.where.sum() == 149
     assert (data.positions == 0).all()
-    fitted = calibjax.fit_ats(lm, data, calibjax.AtsOptions(head="constant", loss="cross-entropy"), silent())
+    fitted = calibjax.fit_ats(lm, data, calibjax.AtsOptions(head_kind="constant", loss="cross-entropy"), silent())
     want = calibjax.recalibrate.METHODS["temperature"].fit(
         calibjax.recalibrate.Predictions(logits=3 * logits, labels=labels), np.arange(150) != 3
     )

@@ -26,7 +26,7 @@ SEQUENCES = answered(LM, ragged(make_sequences(160)))
 
 
 def fit(directory, lm=None, sequences=None, *, log=lambda line: None, seed=0, **options):
-    options = {"batch_size": 8, **({} if options.get("head") == "linear" else STEPS), **options}
+    options = {"batch_size": 8, **({} if options.get("head_kind") == "linear" else STEPS), **options}
     return fit_ats(
         LM if lm is None else lm,
         SEQUENCES if sequences is None else sequences,
@@ -50,7 +50,7 @@ def auto(tmp_path_factory):
 
 def test_a_limit_of_tokens_is_that_of_fewer_sequences(tmp_path):
     lines = []
-    fitted = fit(tmp_path, log=lines.append, tokens=500, loss="cross-entropy", head="linear")
+    fitted = fit(tmp_path, log=lines.append, tokens=500, loss="cross-entropy", head_kind="linear")
     fewer = limit_tokens(SEQUENCES, 500, seed=0)
     assert any("of " in line and "--tokens" in line for line in lines)
     assert fitted.report["sequences"] == {"fit": len(fewer.tokens)}
@@ -79,7 +79,7 @@ def test_auto_chooses_by_out_of_fold_predictions(auto):
 
 def test_a_fold_is_predicted_by_a_head_of_the_others(tmp_path):
     """The first candidate's figure, from fits without each fold, shrunk and evaluated over the dense logits."""
-    options = {"head": "linear", "features": ("logit_statistics",), "loss": "cross-entropy"}
+    options = {"head_kind": "linear", "features": ("logit_statistics",), "loss": "cross-entropy"}
     fitted = fit(tmp_path, **options)
     row = fitted.comparison["candidates"][1]
     towards, nll = float(fitted.temperature.params["log_scale"]), 0.0
@@ -136,9 +136,9 @@ def test_temperature_scaling_is_kept_where_nothing_beats_it(tmp_path):
 def test_sets_are_predicted_by_heads_of_the_others(tmp_path):
     """Folds are the sets, temperature scaling is that of the other sets, and the last head is of all."""
     sets = {name: answered(LM, ragged(make_sequences(size, seed=size))) for name, size in (("a", 40), ("b", 24))}
-    fitted = fit(tmp_path, sequences=sets, loss="auto", alpha=1.0, head="linear")
+    fitted = fit(tmp_path, sequences=sets, loss="auto", alpha=1.0, head_kind="linear")
     assert fitted.report["sequences"] == {"a": 40, "b": 24}
-    options = {"loss": "joint", "head": "constant", "refit_temperature": False}
+    options = {"loss": "joint", "head_kind": "constant", "refit_temperature": False}
     single = {name: fit(tmp_path / name, sequences=sets[name], **options) for name in sets}
     nll = [
         nll_of(LM, sets[name], np.full(sets[name].tokens.shape, float(single[other].temperature.params["log_scale"])))
@@ -192,7 +192,7 @@ def test_same_again_to_the_bit(auto, tmp_path):
 
 def test_directory_of_another_fit_is_refused(tmp_path):
     """Checkpoints of a head that is trained in steps."""
-    options = {"head": "mlp", "loss": "joint", "refit_temperature": False, "epochs": 1}
+    options = {"head_kind": "mlp", "loss": "joint", "refit_temperature": False, "epochs": 1}
     fit(tmp_path, **options)
     cases = (("plan", {"weight_decay": 0.1}), ("tokens", {"sequences": ragged(make_sequences(160, seed=1))}))
     for different, changes in cases:
@@ -208,7 +208,7 @@ def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, e
     lines = []
     canned = TemperatureFit(u, error, 1.0, 2.0, 3, True)
     monkeypatch.setattr(cross_fit.recalibrate, "fit_temperature", lambda *args, **options: canned)
-    fitted = fit(tmp_path, log=lines.append, loss="cross-entropy", head="constant", epochs=1)
+    fitted = fit(tmp_path, log=lines.append, loss="cross-entropy", head_kind="constant", epochs=1)
     assert fitted.report["refit"] == {"factor": math.exp(u), "standard_error_of_log": error, "applied": applied}
     assert fitted.head.log_factor == (u if applied else 0.0)
     assert ("not applied" in lines[-1]) is not applied
@@ -216,7 +216,7 @@ def test_refit_is_applied_beyond_two_standard_errors(tmp_path, monkeypatch, u, e
 
 def test_no_refit(tmp_path):
     """Nothing to choose or refit: there are no folds. With a choice, the figures are of the head as it is."""
-    options = {"head": "constant", "epochs": 1, "refit_temperature": False}
+    options = {"head_kind": "constant", "epochs": 1, "refit_temperature": False}
     fitted = fit(tmp_path / "one", loss="cross-entropy", **options)
     assert fitted.report["refit"] is None
     assert fitted.comparison is None
@@ -234,11 +234,11 @@ def test_no_refit(tmp_path):
     ("options", "dtype"),
     [
         (
-            {"head": "mlp", "features": ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")},
+            {"head_kind": "mlp", "features": ("hidden_states", "max_logit", "log_std_logits", "argmax_embedding")},
             jnp.float32,
         ),
-        ({"head": "transformer", "accumulate": 2, "learning_rate": 5e-3}, jnp.float32),
-        ({"head": "linear", "pooling": "sequence", "keep": "disk"}, jnp.bfloat16),
+        ({"head_kind": "transformer", "accumulate": 2, "learning_rate": 5e-3}, jnp.float32),
+        ({"head_kind": "linear", "pooling": "sequence", "keep": "disk"}, jnp.bfloat16),
     ],
     ids=["all features", "transformer", "sequence, bfloat16 on disk"],
 )
@@ -249,7 +249,7 @@ def test_every_kind_of_head(tmp_path, options, dtype):
     before, after = nll_of(lm, sequences, np.zeros(log_scale.shape)), nll_of(lm, sequences, log_scale)
     print(f"NLL {before:.4f} -> {after:.4f}")
     assert after < before - 0.1
-    assert fitted.head.config.kind == options["head"]
+    assert fitted.head.config.kind == options["head_kind"]
     if options.get("pooling") == "sequence":
         for row in range(len(sequences.tokens)):
             for segment in (1, 2):
@@ -271,8 +271,8 @@ def test_paper_recipe_is_the_paper():
     for hidden, width, heads in ((4096, 11008, 32), (5120, 13824, 40)):
         head = make_plan(AtsOptions(recipe="paper"), hidden).head
         assert (head.intermediate_size, head.build().block.num_heads) == (width, heads)
-    assert not make_plan(AtsOptions(recipe="paper", head="mlp"), 4096).head.normalize
-    assert make_plan(AtsOptions(recipe="paper", head="mlp", normalize=True), 4096).head.normalize
+    assert not make_plan(AtsOptions(recipe="paper", head_kind="mlp"), 4096).head.normalize
+    assert make_plan(AtsOptions(recipe="paper", head_kind="mlp", normalize=True), 4096).head.normalize
     assert (plan.epochs, plan.batch_size, plan.accumulate) == (2, 8, 8)
     assert plan.optimizer.learning_rate == 5e-5
     assert (plan.optimizer.warmup_fraction, plan.optimizer.weight_decay) == (0.0, 0.0)
@@ -307,19 +307,19 @@ def test_trials():
 
 
 def test_options_are_checked_before_the_work(tmp_path):
-    statistics = {"head": "linear", "features": ("logit_statistics",)}
+    statistics = {"head_kind": "linear", "features": ("logit_statistics",)}
     for message, options in (
         ("^folds: expected", {"folds": 101}),
         ("^loss: expected one of auto, joint, cross-entropy, .*; got 'hinge'", {"loss": "hinge"}),
         ("alpha: expected at least 0, finite; got inf", {"loss": "focal", "alpha": math.inf}),
         ("^weight_decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
-        ("^features, pooling: a", {"head": "constant", "features": ("max_logit",), "pooling": "sequence"}),
+        ("^features, pooling: a", {"head_kind": "constant", "features": ("max_logit",), "pooling": "sequence"}),
     ):
         with pytest.raises(UserError, match=message):
             fit(tmp_path / "fit", **options)
     assert not (tmp_path / "fit").exists()
     with pytest.raises(UserError, match="even hidden_size"):
-        make_plan(AtsOptions(head="transformer"), 7)
+        make_plan(AtsOptions(head_kind="transformer"), 7)
 
 
 def test_what_is_no_model_is_named():

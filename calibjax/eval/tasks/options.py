@@ -12,7 +12,7 @@ from calibjax.eval.answers.probe_features import PROBES
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range, named
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range
 
 Temperature = Annotated[float, Range(*TEMPERATURES)]
 
@@ -78,11 +78,11 @@ class TasksOptions:
     shots: Annotated[int, Range(0, INT_MAX)] | None = None
     option_confidence: OptionConfidence | None = None
     text_confidence: TextConfidence | None = None
-    further_confidences: tuple[str, ...] = named("confidence", ())
+    further_confidences: tuple[str, ...] = ()
     samples: Annotated[int, Range(2, 1024)] = 8
     sampling_temperature: Temperature = 1.0
     sample_calibrated: bool = False
-    clustering: str = named("same", "normalised")
+    clustering: str = "normalised"
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
