@@ -124,9 +124,8 @@ def test_every_variant_is_a_head_of_one_loss(studies, name):
 
 @pytest.mark.slow
 def test_a_head_of_a_study_is_that_of_train_ats(studies, tmp_path):
-    chosen = AtsOptions(
-        loss="label-smoothing", alpha=0.2, refit_temperature=False, epochs=2, batch_size=8, head_kind="mlp"
-    )
+    steps = {"head_kind": "mlp", "epochs": 2, "batch_size": 8}
+    chosen = AtsOptions(loss="label-smoothing", alpha=0.2, refit_temperature=False, **steps)
     heads = studies.fit_heads(LM, SEQUENCES, {"v": chosen}, 2, silent(tmp_path / "a"))
     assert [len(repeats) for repeats in heads.values()] == [1, 2]
     alone = fit_ats(LM, SEQUENCES, chosen, silent(tmp_path / "b", seed=1))

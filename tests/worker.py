@@ -29,7 +29,7 @@ from calibjax.train.sft import SftOptions, fit_sft
 SHAPES = {"ats": (2, 2, 1), "sft": (1, 2, 2)}
 SEQUENCES = ragged(make_sequences(44, vocab_size=43))
 TUNED = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-2, "remat": "none"}
-FITTED = {"epochs": 12, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "folds": 2, "head": "mlp"}
+FITTED = {"epochs": 12, "batch_size": 8, "learning_rate": 1e-2, "loss": "joint", "folds": 2, "head_kind": "mlp"}
 FITTED |= {"checkpoint_every": 10}
 
 

@@ -100,10 +100,7 @@ class Outer:
     ("args", "expected"),
     [
         (["--name", "x"], Outer(name="x")),
-        (
-            ["--name", "x", "--depth", "7", "--prompt-tokens", "2"],
-            Outer(name="x", inner=Inner(depth=7, prompt_tokens=2)),
-        ),
+        (["--name=x", "--depth=7", "--prompt-tokens=2"], Outer(name="x", inner=Inner(depth=7, prompt_tokens=2))),
         (["--name=x", "--norm", "None", "--fast"], Outer(name="x", norm=None, fast=True)),
         (["--name", "x", "--no-fast", "--norm", "-1e-3"], Outer(name="x", fast=False, norm=-1e-3)),
         (["--name", "x", "--sizes", "1", "-2.5"], Outer(name="x", sizes=(1.0, -2.5))),

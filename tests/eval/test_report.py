@@ -122,18 +122,7 @@ def test_layers_command(runs):
 def test_layers_of_questions(capsys):
     """MMLU, letters only, on a model whose tokenizer has neither capitals nor a colon."""
     source = ("--model", str(model_path("craftgpt-5M")), "--data", str(data_path("mmlu/mmlu.jsonl.gz")))
-    options = (
-        "--max-rows",
-        "400",
-        "--max-sequences",
-        "24",
-        "--strengths",
-        "0.5",
-        "--sweep-layers",
-        "6",
-        "--quiet",
-        "--json",
-    )
+    options = ("--max-rows=400", "--max-sequences=24", "--strengths=0.5", "--sweep-layers=6", "--quiet", "--json")
     assert main(["eval", "layers", *source, "--direction", "confident", *options]) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)

@@ -16,7 +16,7 @@ LM = make_lm(logit_softcap=6.0, unembedding_bias=True)
 SEQUENCES = answered(LM, ragged(make_sequences(40)))
 FIT, HELD_OUT = calibjax.split_sequences(SEQUENCES, 0.6)
 QUICK = calibjax.AtsOptions(
-    loss="cross-entropy", head="linear", features=("logit_statistics",), refit_temperature=False
+    loss="cross-entropy", head_kind="linear", features=("logit_statistics",), refit_temperature=False
 )
 
 READS = calibjax.AtsOptions(features=("argmax_embedding",))

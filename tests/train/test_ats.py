@@ -186,7 +186,7 @@ def test_same_again_to_the_bit(auto, tmp_path):
         assert again.report == auto[0].report
         chex.assert_trees_all_equal(again.head.params, auto[0].head.params)
         assert again.head.log_factor == auto[0].head.log_factor
-    one, other = (fit(tmp_path / str(seed), seed=seed, head="mlp", loss="joint").head for seed in (0, 1))
+    one, other = (fit(tmp_path / str(seed), seed=seed, head_kind="mlp", loss="joint").head for seed in (0, 1))
     assert np.abs(np.asarray(other.params["output"]["kernel"] - one.params["output"]["kernel"])).max() > 0
 
 

@@ -33,8 +33,8 @@ def fit(directory, mesh=None, **options):
 
 
 OPTIONS = {
-    "mlp": {"head": "mlp", "features": ("hidden_states", "argmax_embedding", "max_logit", "logit_statistics")},
-    "transformer": {"head": "transformer"},
+    "mlp": {"head_kind": "mlp", "features": ("hidden_states", "argmax_embedding", "max_logit", "logit_statistics")},
+    "transformer": {"head_kind": "transformer"},
 }
 
 
