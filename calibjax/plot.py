@@ -5,11 +5,13 @@ Results are what `calibjax.evaluate` returned, the contents of a metrics.json, o
 results without the method or the figures that are drawn, raise `UserError`.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibjax.runtime.arrays import as_array
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def temperature_histogram(
             raise UserError(f"temperature_histogram: expected results with temperatures, {method} has none.")
         edges, count = (np.asarray(row["temperatures"][key]) for key in ("edges", "count"))
     else:
-        values = np.asarray(temperatures, np.float64).ravel()
+        values = as_array(temperatures).astype(np.float64).ravel()
         values = values[values > 0]
         if not len(values):
             raise UserError("temperature_histogram: expected at least one temperature above 0, got none.")
@@ -115,24 +117,24 @@ def temperature_histogram(
     return legend(clear_spines(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
-def layers(
-    curves: Mapping[str, Any], figures: Sequence[str] = ("accuracy", "confidence"), *, ax: "Axes | None" = None
-) -> "Axes":
+def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, ax: "Axes | None" = None) -> "Axes":
     """Figures of the prediction read from each layer, with their 95% bands.
 
     For results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
 
     Args:
         curves: the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]`: value, low, high.
-        figures: those to draw; results have accuracy, confidence, ece, mce, entropy, kl.
+        figures: those to draw, by default all, but of results accuracy and confidence; these also have ece, mce,
+            entropy, kl.
     """
     ax = _axes(ax)
     phase, last = None, 0
     if "layers" in curves:
         rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
+        figures = figures or ("accuracy", "confidence")
         shown = [name for name in figures if name in rows[0]]
         curves = {name: with_ends(row[name] for row in rows) for name in shown}
-    for name, colour, mark in zip(figures, LINES, MARKS, strict=False):
+    for name, colour, mark in zip(figures or curves, itertools.cycle(LINES), itertools.cycle(MARKS), strict=False):
         if name not in curves:
             raise UserError(f"layers: expected some of {', '.join(curves)}, got {name}.")
         values = _numbers(curves[name])
@@ -203,7 +205,7 @@ def forest(
     if not differences:
         raise UserError(f"forest: expected at least one difference, found none of {figure}.")
     lines = np.arange(len(differences))[::-1]
-    for line, (value, low, high) in zip(lines, differences.values(), strict=True):
+    for line, (value, low, high, *_) in zip(lines, differences.values(), strict=True):
         colour, fill = MUTED, "none"
         if low > 0 or high < 0:
             colour = fill = _GREEN if high < 0 else _ORANGE
@@ -265,11 +267,11 @@ def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
 
 
 def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
-    confidence, correct = (np.asarray(x, np.float64).ravel() for x in (confidence, correct))
+    confidence, correct = (as_array(x).astype(np.float64).ravel() for x in (confidence, correct))
     both = np.append(confidence, correct)
-    if not len(confidence) == len(correct) > 0 or not ((both >= 0) & (both <= 1)).all():
+    if not len(confidence) == len(correct) > 0 or not ((both >= -1e-5) & (both <= 1 + 1e-5)).all():
         raise UserError("expected confidence and correct in [0, 1], of one length of at least 1.")
-    return confidence, correct
+    return np.clip(confidence, 0, 1), np.clip(correct, 0, 1)  # as metrics, which take 1e-5 for rounding
 
 
 def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -88,7 +88,7 @@ def test_temperatures(ax):
 
 
 def test_layers(ax):
-    plot.layers({"ece": [[0.3, 0.2, 0.4], [0.1, 0.0, 0.2]]}, ("ece",), ax=ax)
+    plot.layers({"ece": [[0.3, 0.2, 0.4], [0.1, 0.0, 0.2]]}, ax=ax)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0.3, 0.1])
     assert plot.layers(document(), ax=Figure().subplots()).lines[0].get_ydata().tolist() == [0.3, 0.3]
     with pytest.raises(UserError, match="expected some of ece, got mce"):
@@ -97,7 +97,7 @@ def test_layers(ax):
 
 def test_risk_coverage(ax):
     """Ties are one step: of confidences .9 .5 .5 .1, correct 1 1 0 0."""
-    plot.risk_coverage([0.5, 0.9, 0.1, 0.5], [1, 1, 0, 0], ax=ax)
+    plot.risk_coverage([0.5, 0.9, 0.1, 0.5], [1, 1 + 1e-6, 0, 0], ax=ax)  # rounded beyond 1
     np.testing.assert_allclose(ax.lines[0].get_xdata(), [0.25, 0.75, 1])
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [0, 1 / 3, 1 / 2])
     plot.risk_coverage(document(), ax=ax)  # bins of 40 and 60 with accuracy .25 and .75
@@ -105,7 +105,8 @@ def test_risk_coverage(ax):
 
 
 def test_forest(ax):
-    plot.forest({"a": (-0.2, -0.3, -0.1), "b": (0.1, -0.1, 0.3)}, ax=ax)
+    first = metrics.PairedDifference(-0.2, -0.3, -0.1, fraction_lower=1.0, p_value=0.01)
+    plot.forest({"a": first, "b": (0.1, -0.1, 0.3)}, ax=ax)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [float(dot.get_xdata()[0]) for dot in dots] == [-0.2, 0.1]

@@ -11,6 +11,7 @@ from calibjax.recalibrate import temperature
 from calibjax.recalibrate.contract import FitReport, log_probs_of
 from calibjax.recalibrate.logistic import regression
 from calibjax.recalibrate.optimize import Minimum, minimize
+from calibjax.runtime.options import NonNegative
 
 _LIMIT = 16.0  # largest absolute slope and intercept of one-vs-rest Platt scaling
 
@@ -101,8 +102,7 @@ def fit_one_vs_rest(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " 
 
 def apply_one_vs_rest(state: VectorState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
-    scores = _per_class((state.slope, state.intercept), _log_odds(logits))
-    return log_probs_of(jax.nn.log_sigmoid(scores))
+    return log_probs_of(jax.nn.log_sigmoid(_per_class((state.slope, state.intercept), _log_odds(logits))))
 
 
 def _dense(params: Any, x: Array) -> Array:
@@ -134,8 +134,8 @@ def fit_matrix(
     logits: Float[np.ndarray, "N K"],
     labels: Int[np.ndarray, " N"],
     *,
-    off_diagonal: float = 1e-3,
-    intercept: float = 1e-3,
+    off_diagonal: NonNegative = 1e-3,
+    intercept: NonNegative = 1e-3,
 ) -> MatrixState:
     """Matrix scaling: softmax(W z + b) (Guo et al. 2017, section 4.2), regularised as in Kull et al. 2019, section 3.
 
@@ -158,8 +158,8 @@ def fit_dirichlet(
     logits: Float[np.ndarray, "N K"],
     labels: Int[np.ndarray, " N"],
     *,
-    off_diagonal: float = 1e-3,
-    intercept: float = 1e-3,
+    off_diagonal: NonNegative = 1e-3,
+    intercept: NonNegative = 1e-3,
 ) -> MatrixState:
     """Dirichlet calibration with ODIR: softmax(W log p + b), p = softmax(z) (Kull et al. 2019, section 3).
 
@@ -191,7 +191,7 @@ def _structured_loss(params, rows, extra):
 
 
 def fit_structured(
-    logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, ridge: float = 1.0
+    logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, ridge: NonNegative = 1.0
 ) -> StructuredState:
     """Structured matrix scaling: softmax(W log q + b), q the prediction after temperature scaling (SMS).
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_array
 from calibjax.runtime.errors import UserError
+from calibjax.runtime.options import check_value
 
 
 class Predictions(NamedTuple):
@@ -90,8 +91,11 @@ class Method:
             The state: a NamedTuple of arrays with a field `report`, a `FitReport`.
 
         Raises:
-            UserError: as raised by `select`.
+            UserError: as raised by `select`, and for an option out of range.
         """
+        ranges = get_type_hints(self.fit_arrays, include_extras=True)
+        for name, value in options.items():
+            check_value(name, ranges.get(name), value)
         fields = select(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
         return self.fit_arrays(*fields, **options)
 
@@ -170,7 +174,7 @@ def _array(field: str, value: Any) -> np.ndarray:
     """A field on the host, its dtype and number of axes checked; floats as float32."""
     if value is None:
         raise UserError(f"this method needs {field}: give Predictions({field}=...).")
-    value = np.asarray(value)
+    value = as_array(value)
     if field in INTEGERS:
         if not np.issubdtype(value.dtype, np.integer):
             raise UserError(f"{field}: expected integers, got {value.dtype}.")

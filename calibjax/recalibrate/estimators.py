@@ -12,6 +12,7 @@ import numpy as np
 from calibjax.recalibrate.contract import Predictions
 from calibjax.recalibrate.methods import METHODS
 from calibjax.recalibrate.saved import Recalibrator
+from calibjax.runtime.arrays import as_array
 from calibjax.runtime.errors import UserError
 
 
@@ -55,9 +56,11 @@ class Estimator:
             width = shape[1] if data.unembedding is None else shape[0]
             self.classes_ = np.arange(width)
             if not np.issubdtype(truth.dtype, np.integer):
-                self.classes_, truth = np.unique(truth, return_inverse=True)
+                counts = as_array(where).astype(bool) if np.shape(where) == truth.shape else np.ones(len(truth), bool)
+                self.classes_ = np.unique(truth[counts])
                 if len(self.classes_) != width:
                     raise UserError(f"y: expected {width} distinct labels, one a column, got {len(self.classes_)}.")
+                truth = np.searchsorted(self.classes_, np.where(counts, truth, self.classes_[0]))
             data = data._replace(labels=truth)
         else:
             self.classes_ = np.arange(2)
@@ -128,14 +131,6 @@ class Estimator:
         if first == "confidence" and values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         return Predictions(**{first: values, **{name: as_array(value) for name, value in fields.items()}})
-
-
-def as_array(values: Any) -> np.ndarray:
-    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy lacks, as float32."""
-    if hasattr(values, "detach"):  # a tensor of torch
-        values = values.detach().cpu()
-        values = values.float() if values.is_floating_point() else values
-    return np.asarray(values)
 
 
 def _estimator(name: str, method: str) -> type[Estimator]:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.recalibrate.contract import FitReport, log_probs_of
+from calibjax.runtime.options import NonNegative, Positive
 
 _CANDIDATES = 48
 
@@ -34,7 +35,7 @@ def fit_clipping(
     unembedding: Float[np.ndarray, "K D"],
     labels: Int[np.ndarray, " N"],
     *,
-    accuracy_loss: float = 0.005,
+    accuracy_loss: NonNegative = 0.005,
 ) -> ClippingState:
     """softmax(clip(h, −c, c) Wᵀ) with the c of least negative log-likelihood (Tao et al. 2025, arXiv 2410.19796).
 
@@ -84,7 +85,7 @@ def fit_lore(
     correct: Float[np.ndarray, " N"],
     features: Float[np.ndarray, "N D"],
     *,
-    bandwidth: float = 0.2,
+    bandwidth: Positive = 0.2,
     bins: int = 15,
 ) -> LoreState:
     """Local recalibration, LoRe (Luo et al. 2022, section 4): a weighted fraction of right predictions in the same bin.

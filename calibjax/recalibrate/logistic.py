@@ -226,8 +226,7 @@ def fit_stacking(confidences: Float[np.ndarray, "N C"], correct: Float[np.ndarra
 
     def fit(rows: np.ndarray, ridge: float) -> Minimum:
         data = (confidences[rows], correct[rows])
-        start = np.zeros(confidences.shape[1] + 1)
-        return regression(_stacking_columns, data, start, -_LIMIT, _LIMIT, ridge)
+        return regression(_stacking_columns, data, np.zeros(confidences.shape[1] + 1), -_LIMIT, _LIMIT, ridge)
 
     def held_out_loss(ridge: float) -> float:
         total = 0.0

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.recalibrate.contract import FitReport, log_probs_of, nll_of
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
+from calibjax.runtime.options import Seed
 
 _UNITS = 32
 
@@ -39,7 +40,7 @@ def _g_layers_loss(params, rows, extra):
     return nll_of(jax.nn.log_softmax(_corrected(params, rows[0], *extra)), rows[1])
 
 
-def fit_g_layers(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, seed: int = 0) -> GLayersState:
+def fit_g_layers(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, seed: Seed = 0) -> GLayersState:
     """g-layers: a network after the logits, trained by negative log-likelihood (Rahimi et al. 2020, arXiv 2006.12807).
 
     One hidden layer of 32 units with a residual connection, which starts as the identity; stopped where the likelihood
@@ -93,7 +94,7 @@ def fit_mlp_temperature(
     labels: Int[np.ndarray, " N"],
     *,
     units: int = 64,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> MlpTemperatureState:
     """A temperature for each prediction, from its hidden state h: softmax(s(h) z), the method `ats`.
 

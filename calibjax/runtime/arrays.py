@@ -21,6 +21,14 @@ def round_up(number: int, multiple: int) -> int:
     return ceil_div(number, multiple) * multiple
 
 
+def as_array(values: Any) -> np.ndarray:
+    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy lacks, as float32."""
+    if hasattr(values, "detach"):  # a tensor of torch
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
 def as_indices(values: Any) -> jax.Array:
     """Converts to a JAX array, with host integers clipped to the range of int32: JAX would wrap 2³² + 1 to 1.
 

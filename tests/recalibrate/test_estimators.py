@@ -62,6 +62,9 @@ def test_arrays_frames_and_tensors():
     np.testing.assert_array_equal(named.predict_proba(LOGITS), want)
     np.testing.assert_array_equal(named.predict(LOGITS), np.array(["ant", "bee", "cat", "dog"])[want.argmax(axis=1)])
     assert named.score(LOGITS, words) == np.mean(want.argmax(axis=1) == LABELS)
+    where = np.arange(400) >= 5
+    holes = recalibrate.VectorScaling().fit(LOGITS, np.where(where, LABELS, np.nan), where=where)
+    np.testing.assert_array_equal(holes.classes_, range(4))
     column = recalibrate.PlattScaling().fit(CONFIDENCE[:, None], FIELDS["correct"])
     assert column.predict_proba(CONFIDENCE).shape == (400, 2)
 
@@ -77,6 +80,10 @@ def test_options():
         recalibrate.HistogramBinning().transform(CONFIDENCE)
     with pytest.raises(UserError, match="expected 4 distinct labels, one a column, got 2"):
         recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 200))
+    with pytest.raises(UserError, match="bins: expected at least 1"):
+        recalibrate.HistogramBinning(bins=0).fit(CONFIDENCE, FIELDS["correct"])
+    with pytest.raises(UserError, match="ridge: expected at least 0"):
+        recalibrate.StructuredMatrixScaling(ridge=-1).fit(LOGITS, LABELS)
     with pytest.raises(UserError, match="features: expected confidence"):
         recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
 
