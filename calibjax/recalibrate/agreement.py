@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate.contract import IMPOSSIBLE, Predictions, select
 from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_array
 from calibjax.runtime.errors import UserError
 
 
@@ -24,7 +24,13 @@ def sample_agreement(
     Returns:
         The answer, int32 `[N]`, the first of equally frequent ones; its fraction, float32 `[N]`, 0 without samples.
     """
-    counts = jnp.ones(answers.shape, bool) if where is None else where
+    if not isinstance(answers, jax.Array):  # JAX would keep 32 bits of each: different answers could become equal
+        answers = as_array(answers)
+        if answers.dtype.kind not in "iu" or (answers != answers.astype(np.int32)).any():
+            raise UserError(
+                "answers: expected integers of 32 bits; np.unique(answers, return_inverse=True) gives them."
+            )
+    counts = jnp.ones(answers.shape, bool) if where is None else jnp.asarray(where)
 
     def question(row: tuple[Array, Array]) -> tuple[Array, Array]:
         samples, mask = row

@@ -163,8 +163,7 @@ def test_stacking_is_a_penalised_logistic_regression():
     best = int(np.argmax(scores))
     assert_within(state.ridge, ridges[best], 1e-8)
     want = models[best].fit(x, correct).predict_proba(x)[:, 1]
-    got = apply_host("stacking", state, Predictions(confidences=confidences))
-    assert_within(got, want, 1e-5, "stacking")
+    assert_within(apply_host("stacking", state, Predictions(confidences=confidences)), want, 1e-5, "stacking")
 
 
 def test_venn_abers_by_its_definition():
@@ -323,8 +322,7 @@ def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():
     def scores(limit):
         z = np.clip(data.features.astype(np.float64), -limit, limit) @ data.unembedding.T
         q = oracle.probabilities(z, np.ones(len(z)))
-        right = (z.argmax(axis=1) == data.labels).mean()
-        return -np.log(q[np.arange(len(z)), data.labels]).mean(), right
+        return -np.log(q[np.arange(len(z)), data.labels]).mean(), (z.argmax(axis=1) == data.labels).mean()
 
     nll, accuracy = scores(float(state.limit))
     assert_within(state.report.loss, nll, 1e-5, "NLL")
@@ -350,8 +348,7 @@ def test_networks_learn_what_there_is_to_learn():
     best = -np.log(oracle.probabilities(truth, np.ones(3000))[np.arange(3000), test.labels]).mean()
 
     def nll(name, data):
-        q = probabilities(name, METHODS[name].fit(train), data)
-        return -np.log(q[np.arange(3000), data.labels]).mean()
+        return -np.log(probabilities(name, METHODS[name].fit(train), data)[np.arange(3000), data.labels]).mean()
 
     single, ats = nll("temperature", test), nll("ats", test)
     print(f"truth {best:.4f}, single {single:.4f}, ATS {ats:.4f}")
@@ -506,8 +503,7 @@ def test_laws(name):
         same = out.argmax(axis=1) == data.logits.argmax(axis=1)
         assert same.all() or not method.keeps_argmax
     elif name in ("confidence_temperature", "platt", "beta", "isotonic", "venn_abers", "scaling_binning"):
-        order = np.argsort(data.confidence)
-        assert (np.diff(out[order]) >= -2 * EPS).all()
+        assert (np.diff(out[np.argsort(data.confidence)]) >= -2 * EPS).all()
     assert parameter_count(state) >= 1
     assert isinstance(state.report, FitReport)
 
@@ -560,8 +556,7 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
     else:
         before = data.confidence
         data = data._replace(correct=before)  # as a fraction of attempts
-    out = probabilities(name, METHODS[name].fit(data), data)
-    error = np.abs(out - before).mean()
+    error = np.abs(probabilities(name, METHODS[name].fit(data), data) - before).mean()
     print(f"{name}: moved by {error:.4f} on average")
     assert error < 0.03
 
@@ -700,6 +695,8 @@ def test_agreement():
         if votes:
             assert int(got) == votes[0][0]
         assert_within(share, votes[0][1] / mask.sum() if votes else 0.0, EPS)
+    with pytest.raises(UserError, match="answers: expected integers of 32 bits"):
+        sample_agreement([[2**32 + 1, 1]])
 
 
 def test_mistakes_are_named():
