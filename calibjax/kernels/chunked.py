@@ -38,8 +38,7 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     if tokens <= _FEW and vocab_size <= fitting:
         return vocab_size
     columns = min(factor * _COLUMNS, fitting)
-    whole_lanes = max(columns // 128 * 128, 128)
-    return min(whole_lanes, vocab_size)
+    return min(max(columns // 128 * 128, 128), vocab_size)
 
 
 _Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]

@@ -66,7 +66,7 @@ def top_logits(
         raise ValueError(f"k: expected 1 to the vocabulary size {vocab_size}, got {k}.")
     shape = hidden.shape[:-1]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    valid = None if where is None else jnp.broadcast_to(where, shape).reshape(-1)
+    valid = None if where is None else jnp.broadcast_to(jnp.asarray(where), shape).reshape(-1)
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
 

@@ -51,6 +51,8 @@ class Loss(NamedTuple):
     def arguments(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters by argument: from `hyper` ("alpha", or the argument's own name), else the default."""
         values = dict(hyper)
+        if unknown := sorted(set(values) - {*self.hyperparameters, "alpha"}):
+            raise ValueError(f"hyper: expected names among {[*self.hyperparameters, 'alpha']}, got {unknown}.")
         if self.alpha is not None and "alpha" in hyper:
             values[self.alpha] = hyper["alpha"]
         return {name: values.get(name, parameter.default) for name, parameter in self.hyperparameters.items()}
@@ -165,8 +167,7 @@ def linear_loss(
         return vocab_stats(hidden, unembedding, targets, scale=scale, where=where, statistics=statistics, **options)
 
     def largest(valid: Array) -> Array:
-        k = min(loss.top_k, unembedding.shape[0])
-        return top_logits(hidden, unembedding, k, where=valid, **options).logits
+        return top_logits(hidden, unembedding, min(loss.top_k, len(unembedding)), where=valid, **options).logits
 
     return _loss(loss, stats_at, largest, scale, hyper, real)
 

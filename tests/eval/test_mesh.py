@@ -111,6 +111,12 @@ def test_divergence_of_shards():
         sharding=VocabSharding(make_mesh((2, 2, 2)), width=("fsdp",)),
     )
     np.testing.assert_allclose(found, expected, atol=1e-5)
+    closed = jnp.where(jnp.arange(300) < 290, bias, -jnp.inf)  # options of probability 0
+    normal = jax.nn.logsumexp(states @ weights.T + closed[None, None], axis=-1)
+    options = {"log_normalizer": normal[0], "other_log_normalizers": normal[1:]}
+    found = kl_divergences(states[0], states[1:], weights, bias=closed, **options)
+    alone = kl_divergences(states[0], states[1:], weights[:290], bias=bias[:290], **options)
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -67,9 +67,7 @@ class Case(NamedTuple):
     @property
     def rounded(self):
         """The relative error at most of an exponential that is saved for the backward pass."""
-        if not self.save or not self.kernel:
-            return 0.0
-        return EPS if self.dtype == "float32" else 2.0**-8
+        return 0.0 if not (self.save and self.kernel) else EPS if self.dtype == "float32" else 2.0**-8
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

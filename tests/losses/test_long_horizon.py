@@ -124,8 +124,7 @@ def test_no_gradient_flows_through_the_weights():
 
 def test_official_weights_are_those_of_the_authors_formula():
     """config_gpt2.yaml and model_gpt2.py at 5c4c39d: (1/T − 1) times the sum of 8 centred scores, at most 3."""
-    rng = np.random.default_rng(0)
-    log_p = -rng.exponential(2.0, (3, 20))
+    log_p = -np.random.default_rng(0).exponential(2.0, (3, 20))
     running = updated(RunningMean.empty(20), log_p.astype(np.float32), np.ones((3, 20), bool))
     mean = baseline_of(running, "position")
     np.testing.assert_allclose(mean, log_p.mean(axis=0), rtol=1e-5)

@@ -103,6 +103,8 @@ def test_the_table_is_complete():
     assert set(FORMULAS) == set(losses.LOSSES)
     for name, loss in losses.LOSSES.items():
         assert all(each.limits.holds(each.default) and each.meaning for each in loss.hyperparameters.values()), name
+    with pytest.raises(ValueError, match="hyper: expected names among"):
+        losses.LOSSES["focal"].arguments({"gama": 2.0})
 
 
 @pytest.mark.parametrize("name", FORMULAS)
