@@ -55,8 +55,7 @@ def smoothed(c, y, bandwidth, nodes=4000):
     decay = np.exp(-((np.pi * k * bandwidth) ** 2) / 2)
     waves = (np.cos(np.pi * np.outer(k, c)) @ (c - y)) / len(c) * decay
     t = np.linspace(0, 1, nodes + 1)
-    density = (c - y).mean() + 2 * np.cos(np.pi * np.outer(t, k)) @ waves
-    return np.trapezoid(np.abs(density), t)
+    return np.trapezoid(np.abs((c - y).mean() + 2 * np.cos(np.pi * np.outer(t, k)) @ waves), t)
 
 
 def smooth_ece(c, y):

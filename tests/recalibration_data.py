@@ -19,8 +19,7 @@ def classes(n=400, k=4, seed=12, gain=2.0):
     labels = rng.integers(0, k, n)
     logits = rng.normal(size=(n, k))
     logits[np.arange(n), labels] += 1.3
-    logits = gain * logits + np.linspace(-0.8, 0.8, k)[None, :]
-    return logits.astype(np.float32).astype(np.float64), labels
+    return (gain * logits + np.linspace(-0.8, 0.8, k)[None, :]).astype(np.float32).astype(np.float64), labels
 
 
 def bundle(n=400, k=4, d=5, seed=20, gain=2.0):

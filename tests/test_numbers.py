@@ -149,8 +149,7 @@ def test_losses(name, problem):
 @functools.cache
 def head(kind):
     config = HeadConfig(kind=kind, hidden_size=8, num_heads=2 if kind == "transformer" else None)
-    shapes = jax.eval_shape(config.init, jax.random.key(0))
-    return config, shapes, jax.jit(config.build().apply)
+    return config, jax.eval_shape(config.init, jax.random.key(0)), jax.jit(config.build().apply)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "mlp", "transformer"])

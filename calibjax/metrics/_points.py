@@ -11,6 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from calibjax.runtime.arrays import as_array
+
 _ROUNDING = 1e-5
 Metric = TypeVar("Metric", bound=Callable[..., Any])
 
@@ -28,7 +30,7 @@ class Points(NamedTuple):
 
     def nan_unless_usable(self, value: Array) -> Array:
         """`value`, or NaN if the points are not usable."""
-        return jnp.where(self.usable, value, jnp.nan)
+        return jnp.where(self.usable, value, jnp.nan).astype(jnp.float32)  # also with jax_enable_x64
 
     def mean(self, value: Float[Array, "..."]) -> Array:
         """Weighted mean of a value per point; NaN if the points are not usable."""
@@ -55,7 +57,7 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
     confidence, correct = confidence.astype(jnp.float32), correct.astype(jnp.float32)
     known = _inside(confidence) & _inside(correct)
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
-    confidence, correct = (jnp.where(known, jnp.clip(x, 0, 1), 0.0) for x in (confidence, correct))
+    confidence, correct = (jnp.where(known & (x >= 0), jnp.where(x > 1, 1.0, x), 0.0) for x in (confidence, correct))
     usable = jnp.any(weight > 0) & jnp.all(_allowed(weight, counts)) & ~jnp.any((weight > 0) & ~known)
     return Points(confidence, correct, weight, usable)
 
@@ -97,6 +99,9 @@ def metric(
             values = signature.bind(*args, **kwargs).arguments
             first, second, *_ = signature.parameters
             check({name: values[name] for name in (first, second)}, values.get("where"), rank, counts)
+            bandwidth = values.get("bandwidth")
+            if bandwidth is not None and is_known(bandwidth) and not bandwidth > 0:
+                raise ValueError(f"bandwidth: expected a number above 0, got {bandwidth}.")
             return jitted(*args, **kwargs) if len(values[first]) else jnp.float32(jnp.nan)
 
         vars(checked).update(from_sums=from_sums, norm=norm)
@@ -108,11 +113,12 @@ def metric(
 def _plain_array(value: Any) -> Any:
     """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged."""
     foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
-    return np.asarray(value) if foreign or isinstance(value, list) else value
+    return as_array(value) if foreign or isinstance(value, list | tuple) else value
 
 
 def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: bool = False) -> None:
     """Raises ValueError if shapes differ or, outside jit, if a weight or a point of positive weight is invalid."""
+    arrays, where = {name: _plain_array(array) for name, array in arrays.items()}, _plain_array(where)
     shapes = [np.shape(array) for array in arrays.values()]
     names = " and ".join(arrays)
     if len(set(shapes)) > 1 or len(shapes[0]) != rank:
@@ -120,8 +126,8 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
     if where is not None and np.shape(where) != shapes[0][:1]:
         raise ValueError(f"where: expected one entry for each of {shapes[0][0]} points, got shape {np.shape(where)}.")
     for name, array in arrays.items():
-        if np.iscomplexobj(array):
-            raise ValueError(f"{name}: expected real numbers in [0, 1], got {np.result_type(array)}.")
+        if np.dtype(array.dtype).kind in "cOSU":
+            raise ValueError(f"{name}: expected real numbers in [0, 1], got {array.dtype}.")
     if not all(map(is_known, (*arrays.values(), where))):
         return
     weights = np.ones(shapes[0][:1]) if where is None else np.asarray(where).astype(np.float64)
@@ -146,6 +152,4 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
 
 def is_known(array: Any) -> bool:
     """Whether the host can read the values: they are not traced and not on another host's devices."""
-    if isinstance(array, Tracer):
-        return False
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
+    return not isinstance(array, Tracer) and (not isinstance(array, jax.Array) or array.is_fully_addressable)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.metrics._points import Points, check, metric, nonzero, points
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_array
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
 GROUPS = 200  # largest number of groups that the band resamples: its width has a relative error of (2 GROUPS)^-½, 5%
@@ -165,7 +165,7 @@ def reliability_curve(
     check({"confidence": confidence, "correct": correct})
     if not len(confidence):
         raise ValueError("expected at least one point, got none.")
-    c, y = np.asarray(confidence, np.float32), np.asarray(correct, np.float32)
+    c, y = (as_array(x).astype(np.float32) for x in (confidence, correct))
     labels = np.arange(len(c)) if groups is None else np.unique(groups, return_inverse=True)[1]
     shuffled = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)
     pool = shuffled[labels] % GROUPS

@@ -22,6 +22,7 @@ from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
+from calibjax.runtime.arrays import as_array
 from calibjax.runtime.options import Closed
 
 POOLS = 10_000
@@ -29,9 +30,7 @@ _DRAWS = 2**22  # largest number of draws and weights held at once
 
 
 def _pool_of_group(groups: int, seed: int) -> np.ndarray:
-    if groups <= POOLS:
-        return np.arange(groups)
-    return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
+    return np.arange(groups) if groups <= POOLS else np.random.default_rng((seed, 1)).permutation(groups) % POOLS
 
 
 def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
@@ -62,7 +61,7 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
-    values = values[~np.isnan(values)]
+    values = np.asarray(values)[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
     ends = [(1 - level) / 2, (1 + level) / 2]
@@ -70,13 +69,9 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
         low, high = np.quantile(values, ends).tolist()
         return low, high
     # np.quantile would subtract infinities; equal neighbours need no interpolation.
-    ordered = np.sort(values)
-    bounds = []
-    for place in (len(values) - 1) * np.array(ends):
-        below, above = ordered[int(np.floor(place))], ordered[int(np.ceil(place))]
-        t = place % 1
-        bounds.append(float(below if below == above else (1 - t) * below + t * above))
-    low, high = bounds
+    below, above = (np.quantile(values, ends, method=method) for method in ("lower", "higher"))
+    t = (len(values) - 1) * np.array(ends) % 1
+    low, high = np.where(below == above, below, (1 - t) * below + t * above).tolist()
     return low, high
 
 
@@ -181,7 +176,7 @@ def _select(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.
         raise ValueError("expected at least one point that counts, got none.")
     if groups is not None:
         groups = np.asarray(groups)[counts]
-    return np.asarray(confidence)[counts], np.asarray(correct)[counts], groups
+    return as_array(confidence)[counts], as_array(correct)[counts], groups
 
 
 def _error_sums(
@@ -219,7 +214,8 @@ def pooled_sums(
         seed: of the pools, used if there are more than `POOLS` groups.
     """
     check({"confidence": confidence, "correct": correct})
-    index = np.asarray(bin_index(jnp.asarray(confidence), bins, closed))
+    confidence, correct = as_array(confidence), as_array(correct)
+    index = np.asarray(bin_index(confidence, bins, closed))
     return _sums_of_pools(_pool_of_point(len(confidence), groups, seed), index, confidence, correct, bins, log_prob)
 
 
@@ -276,7 +272,7 @@ def metric_interval(
 
 def _on_all_points(metric: Callable, arrays: tuple[Any, Any], options: dict[str, Any]) -> float:
     metric_options = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
-    return float(metric(*map(jnp.asarray, arrays), **metric_options))
+    return float(metric(*(jnp.asarray(as_array(x)) for x in arrays), **metric_options))
 
 
 def compare_resamples(
@@ -326,5 +322,4 @@ def paired_comparison(
         low, high = min(compared.low, difference), max(compared.high, difference)
         return compared._replace(difference=difference, low=low, high=high)
     first_values = resample_metric(metric, *first, **options)
-    second_values = resample_metric(metric, *second, **options)
-    return compare_resamples(difference, first_values, second_values, level)
+    return compare_resamples(difference, first_values, resample_metric(metric, *second, **options), level)

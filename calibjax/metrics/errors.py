@@ -24,8 +24,7 @@ def _gaps(sums: CalibrationSums):
     xp = array_namespace(sums.count)
     gap = xp.abs(sums.confidence - sums.correct) / nonzero(sums.count)
     points = sums.points[..., None]
-    fraction = xp.where(points > 0, sums.count / nonzero(points), xp.nan)
-    return xp, gap, fraction
+    return xp, gap, xp.where(points > 0, sums.count / nonzero(points), xp.nan)
 
 
 def ece_from_sums(sums: CalibrationSums):
@@ -190,10 +189,12 @@ def classwise_calibration_error(
         bins, closed, where: as in `expected_calibration_error`.
     """
     if jnp.ndim(labels) == 1:
-        labels = as_indices(labels).astype(int)  # bool becomes 0 and 1
+        labels = as_indices(labels)
         classes = jnp.shape(probabilities)[-1]
-        known = (labels >= 0) & (labels < classes)
-        labels = jnp.where(known[:, None], jax.nn.one_hot(labels, classes), jnp.nan)  # NaN raises if the point counts
+        known = (labels >= 0) & (labels < classes) & (labels == jnp.floor(labels))
+        labels = jnp.where(
+            known[:, None], jax.nn.one_hot(labels.astype(int), classes), jnp.nan
+        )  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
 
 

@@ -268,8 +268,7 @@ class _Observed(NamedTuple):
         value = self.value
 
         def is_below(t: np.ndarray) -> np.ndarray:
-            drawn = self.drawn(starts + directions * t[:, None])
-            return (drawn <= value).mean(-1) < tails
+            return (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < tails
 
         return _bisect(low, high, is_below)
 
@@ -310,6 +309,8 @@ def _observe(
     parts: list[CalibrationSums], signs: list[float], norm: Norm, resamples: int, level: float, seed: int
 ) -> _Observed | None:
     """Gaps and noise of all models in `parts`. Errors are averaged within a part. None if some model has no points."""
+    if any(np.ndim(sums.count) not in (2, 3) for sums in parts):
+        raise ValueError("expected sums with a leading axis of groups: take pooled_sums, or sums of each sequence.")
     groups = len(np.asarray(parts[0].count))
     if not groups or resamples < 1:
         raise ValueError(f"expected at least one group and one draw, got {groups} and {resamples}.")

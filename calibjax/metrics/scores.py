@@ -1,14 +1,12 @@
 """Proper scores of a confidence, their summary, and the error of a capability confidence."""
 
-import jax
 import jax.numpy as jnp
-from jax.scipy.special import xlog1py, xlogy
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import metric, points
+from calibjax.metrics._points import is_known, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
 from calibjax.metrics.sums import CalibrationSums, total
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_array
 
 
 @metric(from_sums=lambda sums: sums.brier / sums.points)
@@ -29,7 +27,9 @@ def negative_log_likelihood(confidence, correct, *, where=None):
     `calibration_sums(..., log_prob=...)`. For the arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
-    return data.mean(-xlogy(data.correct, data.confidence) - xlog1py(1 - data.correct, -data.confidence))
+    right, wrong = data.correct, 1 - data.correct
+    log_right = jnp.log(jnp.where(right > 0, data.confidence, 1.0))  # selected before the logarithm, for the gradient
+    return data.mean(-right * log_right - wrong * jnp.log1p(-jnp.where(wrong > 0, data.confidence, 0.0)))
 
 
 def summarise(sums: CalibrationSums) -> dict[str, float]:
@@ -61,11 +61,9 @@ def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..
     noisy target, whose expected Brier score at a success probability q is (confidence − q)² + q(1 − q)/n.
     """
     samples = jnp.asarray(samples)
-    fraction = jnp.asarray(successes) / jnp.maximum(samples, 1)
-    return jnp.where(samples > 0, fraction, jnp.nan)
+    return jnp.where(samples > 0, jnp.asarray(successes) / jnp.maximum(samples, 1), jnp.nan)
 
 
-@jax.jit
 def capability_error(
     confidence: Float[AnyArray, "..."], successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]
 ) -> Float[Array, "..."]:
@@ -81,9 +79,12 @@ def capability_error(
         samples: n, same shape or a scalar; independent of the confidence.
 
     Returns:
-        float32, same shape; NaN where n < 2.
+        float32, same shape; NaN where n < 2. Raises ValueError outside jit for values out of range.
     """
-    c, n = jnp.asarray(successes), jnp.asarray(samples)
+    confidence, c, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (confidence, successes, samples))
+    wrong = (confidence < 0) | (confidence > 1) | (c < 0) | (c > n)
+    if is_known(wrong) and wrong.any():
+        raise ValueError("expected confidence in [0, 1] and successes from 0 to samples; see success_fraction.")
     fraction = success_fraction(c, n)
     variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)
     return jnp.where(n >= 2, jnp.square(jnp.asarray(confidence, jnp.float32) - fraction) - variance, jnp.nan)

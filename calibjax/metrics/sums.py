@@ -71,7 +71,7 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")
-    confidence, weight = jnp.asarray(confidence), jnp.asarray(weight)
+    confidence, weight = jnp.asarray(confidence), jnp.asarray(weight).astype(jnp.float32)
     order = jnp.argsort(confidence)
     below = jnp.cumsum(weight[order])
     n = below[-1]

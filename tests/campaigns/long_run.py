@@ -29,8 +29,7 @@ from calibjax.train.loop import train
 
 def resident():
     """MiB of memory that the process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * resource.getpagesize() / 2**20, 1)
+    return round(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20, 1)
 
 
 def main():

@@ -122,8 +122,7 @@ def scores_of(lm, arc, temperature=1.0):
 
 def ece(confidence, correct):
     index = np.clip(np.ceil(confidence * BINS) - 1, 0, BINS - 1)
-    gaps = [abs((confidence - correct)[index == b].sum()) for b in range(BINS)]
-    return sum(gaps) / len(confidence)
+    return sum([abs((confidence - correct)[index == b].sum()) for b in range(BINS)]) / len(confidence)
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("uncalibrated", 1.0), ("temperature", TEMPERATURE)])

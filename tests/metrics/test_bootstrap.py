@@ -44,15 +44,13 @@ def test_sums_and_points_give_the_same_resamples():
     where = np.arange(400) % 7 > 0
     options = {"groups": groups, "where": where, "resamples": 40, "seed": 3}
     fast = metrics.resample_metric(metrics.brier_score, c, y, **options)
-    slow = metrics.resample_metric(brier_of_points, c, y, **options)
-    assert_within(slow, fast, 20 * EPS, "Brier score")
+    assert_within(metrics.resample_metric(brier_of_points, c, y, **options), fast, 20 * EPS, "Brier score")
     # And by hand: the groups' own sums, drawn by the same generator.
     of = np.unique(groups[where], return_inverse=True)[1]
     loss = np.bincount(of, (c[where].astype(np.float64) - y[where]) ** 2)
     drawn = np.random.default_rng(3).multinomial(100, np.full(100, 0.01), size=40)
     assert_within(fast, drawn @ loss / (drawn @ np.bincount(of)), 1e-12, "by hand")
-    other = metrics.resample_metric(metrics.brier_score, c, y, **{**options, "seed": 4})
-    assert not np.allclose(fast, other)
+    assert not np.allclose(fast, metrics.resample_metric(metrics.brier_score, c, y, **{**options, "seed": 4}))
 
 
 def test_paired_comparison():
@@ -204,6 +202,8 @@ def test_capability_error_is_unbiased():
         expectation = (stats.binom.pmf(successes, n, q) * got).sum()
         assert_within(expectation, (confidence - q) ** 2, 4 * EPS, f"n = {n}")
     assert np.isnan(float(metrics.capability_error(0.5, 1, 1)))
+    with pytest.raises(ValueError, match="successes from 0 to samples"):
+        metrics.capability_error([0.5], [4], [3])
 
 
 def test_success_fraction():

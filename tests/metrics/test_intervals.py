@@ -217,6 +217,8 @@ def test_wrong_options_and_no_points():
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             metrics.error_interval(sums, **options)
+    with pytest.raises(ValueError, match="a leading axis of groups"):
+        metrics.error_interval(CalibrationSums(*(x[0] for x in sums)))
     with pytest.raises(ValueError, match="the same groups"):
         metrics.error_comparison(sums, sums_of(np.full((3, 1), 0.5), np.ones((3, 1))))
     nothing = CalibrationSums(*(np.zeros_like(x) for x in sums))

@@ -220,8 +220,9 @@ def test_nothing_to_say():
     assert everything._cache_size() == 1, "compiled again"
     with pytest.raises(ValueError, match=r"confidence: expected numbers in \[0, 1\], got nan at 1"):
         metrics.auroc(np.array([0.5, np.nan]), np.array([1, 0]))
-    with pytest.raises(ValueError, match=r"confidence: expected real numbers .* got complex128"):
-        metrics.auroc(np.array([0.5, 0.5 + 2j]), np.array([0, 1]))
+    for dtype in (complex, object, str):
+        with pytest.raises(ValueError, match=r"confidence: expected real numbers .* got (complex128|object|<U)"):
+            metrics.auroc(np.array([0.5, 0.5]).astype(dtype), np.array([0, 1]))
     with pytest.raises(ValueError, match=r"correct: expected numbers in \[0, 1\], got 2 at 0"):
         metrics.smooth_ece(np.array([0.5, 0.5]), np.array([2, 0]))
     with pytest.raises(ValueError, match="expected the same shape"):
@@ -234,6 +235,8 @@ def test_nothing_to_say():
 def test_options():
     for name, option in (
         ("local_calibration_error", {"reduction": "sum"}),
+        ("local_calibration_error", {"bandwidth": -1.0}),
+        ("smooth_ece", {"bandwidth": 0.0}),
         ("adaptive_calibration_error", {"bins": 0}),
         ("expected_calibration_error", {"bins": 0}),
         ("expected_calibration_error", {"closed": "both"}),
@@ -303,14 +306,13 @@ def test_classwise():
     p, labels = metric_data.classes()
     where = np.arange(N) % 3 > 0
     errors = [oracle.binned(p[where, k], labels[where] == k, oracle.bins_of(p[where, k], BINS)) for k in range(4)]
-    dirty = np.where(where[:, None], p, np.nan)
-    got = metrics.classwise_calibration_error(dirty, labels, where=where)
+    got = metrics.classwise_calibration_error(np.where(where[:, None], p, np.nan), labels, where=where)
     assert_within(got, np.mean(errors), 20 * EPS, "labels")
     shares = metrics.classwise_calibration_error(p, np.eye(4)[labels], where=where)
     assert_within(shares, np.mean(errors), 20 * EPS, "shares")
 
 
-@pytest.mark.parametrize("bad", [4, -1, 2**32 + 1])
+@pytest.mark.parametrize("bad", [4, -1, 2**32 + 1, np.nan, 0.5])
 def test_a_label_that_no_class_has(bad):
     p, labels = metric_data.classes()
     labels = np.where(np.arange(N) == 7, bad, labels)
@@ -332,6 +334,10 @@ def test_inputs_of_other_precision():
     np.testing.assert_array_equal(metrics.bin_index(jnp.asarray(near), 10, "none"), [10, 10])
     assert float(metrics.negative_log_likelihood(near, np.array([1, 0]))) == np.inf
     assert float(metrics.negative_log_likelihood(near, np.array([1, 1]))) == 0.0
+    slopes = jax.grad(metrics.negative_log_likelihood)(jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0]))
+    np.testing.assert_array_equal(slopes, [-0.5, 0.5])
+    index = metrics.equal_mass_index(np.linspace(0, 1, 200), np.full(200, 7, np.uint8), 10)  # the sum exceeds 255
+    np.testing.assert_array_equal(np.bincount(index), np.full(10, 20))
 
 
 def test_indices_of_every_dtype():
@@ -364,7 +370,12 @@ def test_what_numpy_reads(metric):
 
     confidence, correct = np.linspace(0, 1, 20), np.arange(20) % 2
     wanted = metric(confidence, correct, where=correct >= 0)
-    for convert in (list, lambda x: pandas.Series(x, index=range(5, 25)), torch.tensor):
+    half = torch.tensor(confidence).bfloat16().requires_grad_()
+    metrics.metric_interval(metric, half, torch.tensor(correct), resamples=2)
+    assert metrics.reliability_curve(half, torch.tensor(correct)).bandwidth >= 0.02
+    with jax.enable_x64():
+        assert metric(confidence, correct).dtype == np.float32
+    for convert in (list, tuple, lambda x: pandas.Series(x, index=range(5, 25)), torch.tensor):
         got = metric(convert(confidence), convert(correct), where=convert(correct >= 0))
         np.testing.assert_array_equal(got, wanted)
 
@@ -380,6 +391,5 @@ def test_edges_are_the_float32_numbers(jitted):
             got = (jax.jit(run) if jitted else run)(jnp.asarray(np.stack([below, edges, above])))
             k = np.arange(bins - 1)
             np.testing.assert_array_equal(got, [k, k + on_edge, k + 1], f"{bins} bins, closed {closed}")
-    ends = metrics.bin_index(jnp.array([0.0, 1.0]), 15, "right")
-    np.testing.assert_array_equal(ends, [0, 14])
+    np.testing.assert_array_equal(metrics.bin_index(jnp.array([0.0, 1.0]), 15, "right"), [0, 14])
     np.testing.assert_array_equal(metrics.bin_index(jnp.array([0.0, 1.0]), 15, "left"), [0, 14])

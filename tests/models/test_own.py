@@ -41,8 +41,7 @@ def as_logits():
 
 def figures(lm, fit, held_out):
     fitted = calibjax.fit_ats(lm, fit, QUICK, silent())
-    evaluation = calibjax.evaluate(lm, held_out, fitted.heads, context=silent())
-    return fitted, evaluation.document["methods"]
+    return fitted, calibjax.evaluate(lm, held_out, fitted.heads, context=silent()).document["methods"]
 
 
 @pytest.fixture(scope="module")

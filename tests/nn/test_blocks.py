@@ -22,8 +22,7 @@ def make_block(config, dtype=jnp.float32, batch=2, length=7):
         return Block(config).init(jax.random.key(0), hidden, sequence_context(config, jnp.arange(length)[None]))
 
     shapes = jax.eval_shape(init, hidden)
-    params = jax.tree.map(lambda leaf: random.normal(0.1, 0.3, leaf.shape).astype(np.float32), shapes)
-    return hidden, params
+    return hidden, jax.tree.map(lambda leaf: random.normal(0.1, 0.3, leaf.shape).astype(np.float32), shapes)
 
 
 def apply(config, params, hidden, positions=None, segment_ids=None):

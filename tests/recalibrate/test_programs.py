@@ -19,8 +19,7 @@ FAST = ("temperature", "platt", "isotonic")
 @functools.cache
 def fitted(name):
     data, method = recalibration_data.bundle(), METHODS[name]
-    reads = Predictions(**{field: data[field] for field in method.fit_reads})
-    return Recalibrator(name, method.fit(reads), {})
+    return Recalibrator(name, method.fit(Predictions(**{field: data[field] for field in method.fit_reads})), {})
 
 
 def inputs(name):

@@ -31,8 +31,7 @@ def sums_at(u, z, labels, scale=1.0, top_label=False):
     eye = jnp.eye(z.shape[-1], dtype=jnp.float32)
     scale = jnp.broadcast_to(scale, labels.shape) * jnp.exp(u)
     needed = ("log_normalizer", "target_logit", "expected_logit", "logit_variance", "max_logit", "correct")
-    stats = vocab_stats(z, eye, labels, scale=scale, statistics=needed)
-    return likelihood_sums(stats, top_label=top_label)
+    return likelihood_sums(vocab_stats(z, eye, labels, scale=scale, statistics=needed), top_label=top_label)
 
 
 def fit(z, labels):
