@@ -165,7 +165,7 @@ def worse(document, name="temperature", against=None, *, ece=0.99, nll=0.99):
     """The document with ATS's figures set from another row's, times a factor, and these tested differences."""
     changed = copy.deepcopy(document)
     for row in changed["held_out"]["methods"].values():
-        row.pop("against", None)
+        row.pop("against", None), row.pop("against_uncalibrated", None)
     ats, other = changed["held_out"]["methods"]["ats"], changed["held_out"]["methods"][name]
     ats["nll"], ats["ece"]["value"] = other["nll"] * nll, other["ece"]["value"] * ece
     if against is not None:
@@ -205,8 +205,14 @@ NOISE, LESS, MORE = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"l
     ],
 )
 def test_paired_differences_decide(document, against, start):
-    """One whose interval excludes 0 is enough."""
-    assert str(verdict(worse(document, against=against, ece=1.01)["held_out"])).startswith(start)
+    """One whose interval excludes 0 is enough; so for fine-tuning, whose verdict was of the figures alone."""
+    rows = worse(document, against=against, ece=1.01)["held_out"]["methods"]
+    assert str(verdict({"methods": rows})).startswith(start)
+    tuned = rows["ats"] | {"against_uncalibrated": rows["ats"]["against"]}
+    line = str(verdict({"methods": {"base": rows["temperature"], "fine_tuned": tuned}})).lower()
+    assert line.startswith(
+        start.lower().replace("ats", "the fine-tuned model").replace("temperature scaling", "the base model")
+    )
 
 
 def test_verdict_of_a_given_loss(document):

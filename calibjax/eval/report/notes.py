@@ -6,6 +6,7 @@ not beat temperature scaling, it says so.
 
 import math
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,9 +83,8 @@ def set_verdict(results: Row) -> Verdict:
     if {"ats", "temperature", "uncalibrated"} <= methods.keys():
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
-        base = methods["uncalibrated"]
         text, is_warning = _comparison(
-            "temperature scaling", methods["temperature"], "the uncalibrated model", base, base
+            "temperature scaling", methods["temperature"], "the uncalibrated model", methods["uncalibrated"]
         )
         return Verdict(text if is_warning else text[0].upper() + text[1:], is_warning)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
@@ -92,18 +92,33 @@ def set_verdict(results: Row) -> Verdict:
     return _confidences_verdict(methods) if compares_confidences(results) else Verdict("")
 
 
-# --- tokens and answers ---
-
-
 def _comparison(
-    name: str, row: Row, other_name: str, other: Row, tested: Row, *, addition: str = "", must_differ: bool = False
+    name: str,
+    row: Row,
+    other_name: str,
+    other: Row,
+    *,
+    field: str = "against_uncalibrated",
+    addition: str = "",
+    must_differ: bool = False,
 ) -> Verdict:
-    """The sentence on a row against another: `addition` ends a better row's, `must_differ` warns of equality."""
-    figures = "; ".join(_figures(row, other))
-    if reason := _why_equal(row, other, tested):
-        return Verdict(f"{name} does not differ from {other_name} {reason}: {figures}.", must_differ)
-    better = f"{name[0].upper()}{name[1:]} is better calibrated than {other_name}: {figures}{addition}."
-    return _worse(name, row, other_name, other) or Verdict(better)
+    """The sentence on a row against another, by the differences in its `field` where they were tested: `addition` ends
+    it, `must_differ` warns of equality."""
+    key, title = _score_of(row, other)
+    ece, score = _figures(row, other)
+    tests = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}
+    if reason := _why_equal(row, other, tests.values()):
+        return Verdict(f"{name} does not differ from {other_name} {reason}: {ece}; {score}{addition}.", must_differ)
+    differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
+    subject = f"{name[0].upper()}{name[1:]}"
+    if all(tests.values()) and len(differing) == 1:
+        found, values, same, rest = ("ECE", ece, title, score) if differing == ["ece"] else (title, score, "ECE", ece)
+        improves = is_lower(tests[differing[0]])
+        line = f"{subject} has a {'lower' if improves else 'higher'} {found} than {other_name}: {values}"
+        line = f"{line}; its {same} does not differ beyond noise: {rest}{addition}."
+        return Verdict(line, is_warning=not improves)
+    better = f"{subject} is better calibrated than {other_name}: {ece}; {score}{addition}."
+    return _worse(name, row, other_name, other, addition) or Verdict(better)
 
 
 def _fine_tuning_verdict(methods: Row) -> Verdict:
@@ -113,7 +128,7 @@ def _fine_tuning_verdict(methods: Row) -> Verdict:
         word = "higher" if tuned["ece"]["value"] > scaled["ece"]["value"] else "not higher"
         addition = f"; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
     name, base_name = "the fine-tuned model", "the base model"
-    return _comparison(name, tuned, base_name, base, tuned, addition=addition, must_differ=True)
+    return _comparison(name, tuned, base_name, base, addition=addition, must_differ=True)
 
 
 def _ats_verdict(methods: Row) -> Verdict:
@@ -122,20 +137,12 @@ def _ats_verdict(methods: Row) -> Verdict:
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
         return Verdict(f"{line} uncalibrated.", is_warning=True)
-    uncalibrated = f" (uncalibrated {base['ece']['value']:.4f}, {base[key]:.4f})"
-    verdict = _comparison("ATS", ats, "temperature scaling", scaled, ats, addition=uncalibrated, must_differ=True)
-    if _why_equal(ats, scaled, ats):
-        return verdict
-    tests = {figure: ats.get("against", {}).get(figure) for figure in ("ece", key)}
-    differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
-    if all(tests.values()) and len(differing) == 1:
-        ece, score = _figures(ats, scaled)
-        name, values, other, rest = ("ECE", ece, title, score) if differing == ["ece"] else (title, score, "ECE", ece)
-        improves = is_lower(tests[differing[0]])
-        line = f"ATS has a {'lower' if improves else 'higher'} {name} than temperature scaling: {values}"
-        line = f"{line}; its {other} does not differ beyond noise: {rest}{uncalibrated}."
-        return Verdict(line, is_warning=not improves)
-    if verdict.is_warning:
+    uncalibrated = f" (uncalibrated ECE {base['ece']['value']:.4f}, {title} {base[key]:.4f})"
+    verdict = _comparison(
+        "ATS", ats, "temperature scaling", scaled, field="against", addition=uncalibrated, must_differ=True
+    )
+    tests = [ats.get("against_uncalibrated", {}).get(figure) for figure in ("ece", key)]
+    if verdict.is_warning or (all(tests) and not any(map(is_higher, tests))):
         return verdict
     return _worse("ATS", ats, "the uncalibrated model", base) or verdict
 
@@ -175,34 +182,29 @@ def _figures(row: Row, other: Row) -> tuple[str, str]:
     return ece, f"{title} {row[key]:.4f} against {other[key]:.4f}"
 
 
-def _why_equal(row: Row, other: Row, tested: Row) -> str:
-    """Why a row counts as equal to another: "here" if the figures of a sentence are equal, "beyond noise" if neither
-    difference of `tested` from temperature scaling is significant; "" if it differs."""
+def _why_equal(row: Row, other: Row, tests: Iterable[Row | None]) -> str:
+    """Why a row counts as equal to another: "here" if the figures of a sentence are equal, "beyond noise" if none of
+    the differences `tests` is significant; "" if it differs."""
     key, _ = _score_of(row, other)
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
     if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
         return "here"
-    tests = [tested.get("against", {}).get(name) for name in ("ece", key)]
-    is_noise = all(test is not None and not is_lower(test) and not is_higher(test) for test in tests)
-    return "beyond noise" if is_noise else ""
+    return "beyond noise" if all(test and not is_lower(test) and not is_higher(test) for test in tests) else ""
 
 
-def _worse(name: str, row: Row, other_name: str, other: Row) -> Verdict | None:
+def _worse(name: str, row: Row, other_name: str, other: Row, addition: str = "") -> Verdict | None:
     """The warning that a row's ECE or score is higher than another's; None if neither is."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
     lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
     if lower_ece and lower_score:
         return None
-    text = f"{name} is worse than {other_name} here: {ece}; {score}."
+    text = f"{name} is worse than {other_name} here: {ece}; {score}{addition}."
     if lower_ece:
-        text = f"{name} is better than {other_name} in ECE only: {ece}; {score}."
+        text = f"{name} is better than {other_name} in ECE only: {ece}; {score}{addition}."
     if lower_score:
-        text = f"{name} is better than {other_name} in {title} only: {score}; {ece}."
+        text = f"{name} is better than {other_name} in {title} only: {score}; {ece}{addition}."
     return Verdict(text, is_warning=True)
-
-
-# --- compare ---
 
 
 def comparison_verdict(results: Row) -> Verdict:
@@ -249,9 +251,6 @@ def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
     if is_lower(against) or is_higher(against):
         word = "significantly " + ("below" if is_lower(against) else "above")
     return f"{joint}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
-
-
-# --- the candidate that `train ats` chose ---
 
 
 def kept_candidate(comparison: Row) -> str:
