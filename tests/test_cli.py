@@ -33,7 +33,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     write_model(folder / "model")
     write_text(folder / "data.jsonl", rows=60, words=16)
-    write_text(folder / "other.jsonl", rows=12, words=16, seed=1)
+    write_text(folder / "other.jsonl", rows=12, words=16)  # the first of the same rows
     return folder
 
 
@@ -115,6 +115,7 @@ def test_json_is_all_that_is_printed(done):
     assert document["transfer"]["other"]["tokens"] == 12 * 12
     assert document["run"]["fit"]["candidate"] == "mlp, joint-1"
     assert "model: LanguageModel(llama" in stderr
+    assert re.search(r"WARNING: \d+ of 12 texts of other \(.* are in the fitting part as well", stderr)
     assert "tokens/s" in stderr  # the progress bars
 
 
@@ -185,7 +186,7 @@ def test_other_run_in_the_same_place(done, made, capsys):
         assert re.search(f"holds another run .*{re.escape(different)}", error)
         assert error.count("\n") == 1
     assert main(["quickstart", "--out", str(out)]) == 2
-    assert "holds another run" in capsys.readouterr().err
+    assert "holds another run (different: command 'train ats' there, 'quickstart' now)." in capsys.readouterr().err
     assert (out / "metrics.json").read_bytes() == before
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -274,7 +275,7 @@ class DataOptions:
         """Reads sets of one length, by short names. With `column_optional`, sets may lack `text_column`."""
         from calibjax.data import check_context, check_ids, choose_seq_len, load_sequences
 
-        longest = lm.config.max_positions
+        longest, tokenizer = lm.config.max_positions, lm.tokenizer
         sets = {}
         with about("--data"):
             opened = [self.open(source, split) for source in sources]
@@ -284,11 +285,11 @@ class DataOptions:
                 seq_len = self.seq_len
             else:
                 pairs = zip(opened, formats, strict=True)
-                lengths = [choose_seq_len(*pair, lm.tokenizer, longest, self.layout) for pair in pairs]
+                lengths = [choose_seq_len(*pair, tokenizer, longest, self.layout) for pair in pairs]
                 seq_len = max(lengths, default=min(128, longest))
             for source, rows, format in zip(sources, opened, formats, strict=True):
                 shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.max_sequences}
-                sequences, description = load_sequences(rows, lm.tokenizer, format=format, **shape)
+                sequences, description = load_sequences(rows, tokenizer, format=format, **shape)
                 check_ids(sequences, lm.config.vocab_size)
                 for line in description.splitlines():
                     log(f"data: {line}")
@@ -414,17 +415,24 @@ def split_text(
     sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`, with at least two held out; logs how much of that part is in the fitting part as well."""
-    from calibjax.data import count_repeats, split_sequences
+    from calibjax.data import split_sequences
     from calibjax.data.sequences import check_resamples
 
     fit, held_out = split_sequences(sequences, fit_fraction, order=order, seed=seed)
     check_resamples(held_out, "held out")
-    repeated, total = count_repeats(fit, held_out)
+    warn_of_repeats(fit, held_out, "the held-out part", log)
+    return fit, held_out
+
+
+def warn_of_repeats(fit: "Sequences", part: "Sequences", name: str, log: Log) -> None:
+    """Logs how many texts of a set to evaluate on are in the fitting part as well."""
+    from calibjax.data import count_repeats
+
+    repeated, total = count_repeats(fit, part)
     if repeated:
-        texts = f"{repeated:,} of {total:,} held-out texts ({repeated / total:.1%})"
+        texts = f"{repeated:,} of {total:,} texts of {name} ({repeated / total:.1%})"
         hint = "remove duplicate rows, or the figures are better than they should be"
         log(f"WARNING: {texts} are in the fitting part as well: {hint}")
-    return fit, held_out
 
 
 def check_sources(options: Any) -> None:
@@ -437,6 +445,8 @@ def check_sources(options: Any) -> None:
     from calibjax.data import is_hub_id, is_multiple_choice
 
     sources = data if isinstance(data, tuple) else (data,)
+    if len(sources) > len({os.path.abspath(source or "") for source in sources}):
+        raise UserError(f"--data: expected different sets, got {', '.join(sources)}.")
     checks = [("--data", source, options.split, len(sources) > 1) for source in sources if source is not None]
     checks += [("--eval-data", source, None, True) for source in further]
     for option, source, split, column_optional in checks:
@@ -508,7 +518,8 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
 
 def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys()):
+        other_command = a.get("command") != b.get("command")  # its options are others
+        for key in ["command"] if other_command else sorted(a.keys() | b.keys()):
             yield from _differences(a.get(key), b.get(key), f"{path}.{key}")
     elif a != b:
         yield f"{path.lstrip('.')} {a!r} there, {b!r} now"

@@ -59,7 +59,10 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     held_out = concatenate([part for _, part in parts.values()])
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
     # Every set is read before training starts: a wrong path must not cost the run.
-    sets = {"held_out": held_out, **options.text.read_all(options.eval_data, lm, log)}
+    further = options.text.read_all(options.eval_data, lm, log)
+    for name, part in further.items():
+        common.warn_of_repeats(concatenate(list(fit.values())), part, name, log)
+    sets = {"held_out": held_out, **further}
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
     sets = {name: limit_and_log(part, plan.tokens, context, f"to evaluate on ({name})") for name, part in sets.items()}

@@ -61,6 +61,8 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     for name, part in sets.items():
         check_resamples(part, name)
+        if part is not held_out:
+            common.warn_of_repeats(fit, part, name, log)
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
     log(f"split: {training}, {len(held_out.tokens):,} held out")

@@ -258,6 +258,7 @@ BAD = [
     (ATS, ["--batch-size", "8", "--accumulate", "3"], "--batch-size: expected a multiple of 24"),
     (ATS, ["--batch-size", "6"], "--batch-size: expected a multiple of 8"),
     (ATS, ["--data"], "--data: expected at least one file, directory or hub id, got none"),
+    (ATS, ["--data", "data.jsonl", "./data.jsonl"], "--data: expected different sets, got data.jsonl, ./data.jsonl"),
     (ATS, ["--head-kind=constant", "--features=max_logit", "--pooling=sequence"], "--features, --pooling: a constant"),
     (ATS, ["--features", "smell"], "--features: expected distinct names among"),
     (ATS, ["--head-kind", "constant", "--normalize"], "--normalize: a constant head does not read it"),

@@ -244,7 +244,8 @@ def test_command(tmp_path, capsys):
     command = ["train", "sft", "--model", str(source), "--data", str(data), "--out", str(out), *options, "--quiet"]
     assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
     printed = capsys.readouterr().out
-    assert "The fine-tuned model is better calibrated than the base model" in printed
+    assert "The fine-tuned model has a lower NLL than the base model" in printed
+    assert " texts of data (" in printed
     assert "WARNING: the config.json of llama has no soft-cap of 20: the figures are with it" in printed
     assert printed.rstrip().endswith("model/ (for --model, or transformers)")
     methods = json.loads((out / "metrics.json").read_text())["held_out"]["methods"]

@@ -273,9 +273,6 @@ def choice_verdict(comparison: Row) -> str:
     )
 
 
-# --- plans, texts and layers ---
-
-
 def plan_verdict(document: Document) -> str:
     """Whether a planned step fits, and its time."""
     likely = "probably " if document["fits"] is None else ""
@@ -495,4 +492,4 @@ def _markdown_cell(text: str) -> str:
 
 def _markdown_text(text: str) -> str:
     """Names of files and models without characters that Markdown or HTML interpret."""
-    return "".join(character if character.isalnum() or character in " ./:-_,()=" else "?" for character in text)
+    return "".join(character if character.isalnum() or character in " ./:-_,()=+" else "?" for character in text)

@@ -356,9 +356,6 @@ _figure = functools.partial(show, form=".3f", leading_zero=False)
 """A figure with its interval, in the tables of single commands."""
 
 
-# --- eval layers ---
-
-
 def layer_findings(document: Document) -> list[str]:
     """Where the decision settles, whether there is a confidence-correction phase, and what the edit changes."""
     layers, direction = document["layers"], document["direction"]
@@ -490,9 +487,6 @@ def layer_subjects(document: Document) -> TextTable:
     )
 
 
-# --- subjects of eval tasks ---
-
-
 def subjects_name(document: Document, task: str) -> str:
     """The file name of the figure of a task's subjects: with the task's name, or its number if that is no file name."""
     is_file_name = re.fullmatch(r"\w[\w.-]{,79}", task, re.ASCII)
@@ -516,9 +510,6 @@ def subject_table(task: str, results: Row) -> TextTable:
         columns,
         order=(2, *range(4, 4 + 2 * len(methods), 2), 1),
     )
-
-
-# --- train lhts ---
 
 
 def text_findings(document: Document) -> list[str]:
@@ -588,9 +579,6 @@ def scientific(log_value: float) -> str:
     if -4 <= exponent < 4:
         return f"{math.exp(log_value):.4f}"
     return f"{math.exp(log_value - exponent * math.log(10)):.2f}e{exponent:+d}"
-
-
-# --- plan ---
 
 
 def plan_table(document: Document) -> TextTable:
