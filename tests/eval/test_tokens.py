@@ -165,7 +165,7 @@ def worse(document, name="temperature", against=None, *, ece=0.99, nll=0.99):
     """The document with ATS's figures set from another row's, times a factor, and these tested differences."""
     changed = copy.deepcopy(document)
     for row in changed["held_out"]["methods"].values():
-        row.pop("against", None), row.pop("against_uncalibrated", None)
+        row.update(against={}, against_uncalibrated={})
     ats, other = changed["held_out"]["methods"]["ats"], changed["held_out"]["methods"][name]
     ats["nll"], ats["ece"]["value"] = other["nll"] * nll, other["ece"]["value"] * ece
     if against is not None:

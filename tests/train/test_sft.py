@@ -245,7 +245,7 @@ def test_command(tmp_path, capsys):
     assert main([*command, "--softcap", "20", "--eval-data", str(data)]) == 0
     printed = capsys.readouterr().out
     assert "The fine-tuned model has a lower NLL than the base model" in printed
-    assert " texts of data (" in printed
+    assert " are in the fitting part as well" in printed
     assert "WARNING: the config.json of llama has no soft-cap of 20: the figures are with it" in printed
     assert printed.rstrip().endswith("model/ (for --model, or transformers)")
     methods = json.loads((out / "metrics.json").read_text())["held_out"]["methods"]
