@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import xlog1py, xlogy
 
 from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums
@@ -224,11 +225,7 @@ def _sums_of_pools(
 ) -> CalibrationSums:
     """`CalibrationSums` `[pools, bins]` in float64 of points with the given bins."""
     c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))
-    if log_prob is not None:
-        nll = -np.asarray(log_prob, np.float64)
-    else:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            nll = -np.where(y > 0, y * np.log(c), 0.0) - np.where(y < 1, (1 - y) * np.log1p(-c), 0.0)
+    nll = -xlogy(y, c) - xlog1py(1 - y, -c) if log_prob is None else -np.asarray(log_prob, np.float64)
     pools = int(pool.max()) + 1
 
     def add(value):
