@@ -23,8 +23,9 @@ def _gaps(sums: CalibrationSums):
     """numpy or jax.numpy, and per bin: |mean confidence − accuracy| and the fraction of all points, NaN without any."""
     xp = array_namespace(sums.count)
     gap = xp.abs(sums.confidence - sums.correct) / nonzero(sums.count)
-    points = sums.points[..., None]
-    return xp, gap, xp.where(points > 0, sums.count / nonzero(points), xp.nan)
+    total = sums.points[..., None]
+    fraction = xp.where(total > 0, sums.count / nonzero(total), xp.nan)
+    return xp, gap, fraction
 
 
 def ece_from_sums(sums: CalibrationSums):
@@ -75,16 +76,15 @@ def bias_from_sums(sums: CalibrationSums):
     return xp.where(count > 0, (confidence - correct) / nonzero(count), xp.nan)
 
 
-def _equal_width(confidence, correct, bins: int, closed: Closed, where, statistic):
-    data = points(confidence, correct, where)
-    index = bin_index(data.confidence, bins, closed)
-    return data.nan_unless_usable(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
-
-
-def _equal_mass(confidence, correct, bins: int, where, statistic):
-    data = points(confidence, correct, where, counts=True)
-    index = equal_mass_index(data.confidence, data.weight, bins)
-    return data.nan_unless_usable(statistic(sums_of_index(index, *data[:2], bins, data.weight)))
+def _binned(statistic, confidence, correct, where, bins: int, closed: Closed | None = None):
+    """A statistic of bins of equal width, or without `closed` of equal mass, for which `where` holds counts."""
+    data = points(confidence, correct, where, counts=closed is None)
+    if closed is None:
+        index = equal_mass_index(data.confidence, data.weight, bins)
+    else:
+        index = bin_index(data.confidence, bins, closed)
+    sums = sums_of_index(index, data.confidence, data.correct, bins, data.weight)
+    return data.nan_unless_usable(statistic(sums))
 
 
 @metric("bins", "closed", from_sums=ece_from_sums, norm="l1")
@@ -117,7 +117,7 @@ def expected_calibration_error(
         >>> float(expected_calibration_error(jnp.array([0.75, 0.75]), jnp.array([1, 0]), bins=10))
         0.25
     """
-    return _equal_width(confidence, correct, bins, closed, where, ece_from_sums)
+    return _binned(ece_from_sums, confidence, correct, where, bins, closed)
 
 
 @metric("bins", "closed", from_sums=mce_from_sums, norm="max")
@@ -126,7 +126,7 @@ def maximum_calibration_error(confidence, correct, *, bins: int = 15, closed: Cl
 
     For the arguments see `expected_calibration_error`.
     """
-    return _equal_width(confidence, correct, bins, closed, where, mce_from_sums)
+    return _binned(mce_from_sums, confidence, correct, where, bins, closed)
 
 
 @metric("bins", "closed", from_sums=rmsce_from_sums, norm="l2")
@@ -135,7 +135,7 @@ def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, c
 
     For the arguments see `expected_calibration_error`.
     """
-    return _equal_width(confidence, correct, bins, closed, where, rmsce_from_sums)
+    return _binned(rmsce_from_sums, confidence, correct, where, bins, closed)
 
 
 @metric("bins", counts=True, norm="l1")
@@ -145,7 +145,7 @@ def adaptive_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). For the other arguments see
     `expected_calibration_error`.
     """
-    return _equal_mass(confidence, correct, bins, where, ece_from_sums)
+    return _binned(ece_from_sums, confidence, correct, where, bins)
 
 
 @metric("bins", counts=True)
@@ -158,7 +158,7 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     The bins have equal mass, as in the paper (for equal width: `debiased_from_sums`). For the arguments see
     `adaptive_calibration_error`.
     """
-    return _equal_mass(confidence, correct, bins, where, debiased_from_sums)
+    return _binned(debiased_from_sums, confidence, correct, where, bins)
 
 
 @metric(from_sums=bias_from_sums)
