@@ -3,14 +3,14 @@
 The curve follows from sums at a fixed grid of confidences, which are added up batch by batch as `CalibrationSums` are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import Points, check, metric, nonzero, points
+from calibjax.metrics._points import Points, array_namespace, check, metric, nonzero, points
 from calibjax.runtime.arrays import AnyArray, as_array
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
@@ -21,13 +21,20 @@ _LEAST = 10.0  # effective number of points under the kernel, Σ K/max K, below 
 _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them
 
 
+def _nodes_of(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
+    """The grid node below each confidence in [0, 1], int32, and the fraction of the point that the node above takes."""
+    xp = array_namespace(confidence)
+    at = confidence * intervals
+    node = xp.clip(xp.floor(at).astype(np.int32), 0, intervals - 1)
+    return node, at - node
+
+
 def _residual_grid(data: Points) -> Float[Array, " M"]:
     """Σ (confidence − correctness)/n at grid nodes on [0, 1]; a point is split linearly between two nodes."""
-    at = data.confidence * _FINE
-    node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, _FINE - 1)
+    node, upper = _nodes_of(data.confidence, _FINE)
     residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
-    upper = residual * (at - node)
-    return jnp.zeros(_FINE + 1).at[node].add(residual - upper).at[node + 1].add(upper)
+    above = residual * upper
+    return jnp.zeros(_FINE + 1).at[node].add(residual - above).at[node + 1].add(above)
 
 
 def _smoothed_error(waves: Float[Array, " M"], bandwidth: Array) -> Array:
@@ -59,9 +66,8 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     data = points(confidence, correct, where)
     grid = _residual_grid(data)
     # The cosine transform of the grid, by the Fourier transform of its even extension.
-    ends = jnp.array([grid[0], grid[-1]])
-    even = jnp.concatenate([2 * ends[:1], grid[1:-1], 2 * ends[1:], grid[-2:0:-1]])
-    waves = jnp.fft.rfft(even).real / 2
+    doubled_ends = grid.at[jnp.array([0, -1])].multiply(2)
+    waves = jnp.fft.rfft(jnp.concatenate([doubled_ends, grid[-2:0:-1]])).real / 2
 
     def bisect(_, bracket):
         low, high = bracket
@@ -127,11 +133,9 @@ def grid_sums(
     """
     confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)
     counts = jnp.ones(confidence.shape, bool) if where is None else jnp.asarray(where) > 0
-    at = jnp.where(counts, confidence, 0.0) * NODES
-    node = jnp.clip(jnp.floor(at).astype(jnp.int32), 0, NODES - 1)
-    upper = at - node
+    node, upper = _nodes_of(jnp.where(counts, confidence, 0.0), NODES)
     correct = jnp.where(counts, jnp.asarray(correct).astype(jnp.float32), 0.0)
-    values = jnp.stack([jnp.ones_like(at), correct], axis=-1)
+    values = jnp.stack([jnp.ones_like(correct), correct], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 
     def add(node: Array, upper: Array, values: Array) -> Array:
@@ -169,10 +173,8 @@ def reliability_curve(
     labels = np.arange(len(c)) if groups is None else np.unique(groups, return_inverse=True)[1]
     shuffled = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)
     pool = shuffled[labels] % GROUPS
-    at = np.clip(c, 0, 1).astype(np.float64) * NODES
-    node = np.clip(np.floor(at).astype(int), 0, NODES - 1)
+    node, upper = _nodes_of(np.clip(c, 0, 1).astype(np.float64), NODES)
     sums = np.zeros((min(labels.max() + 1, GROUPS), NODES + 1, 2))
-    upper = at - node
     for neighbour, weight in ((node, 1 - upper), (node + 1, upper)):
         np.add.at(sums, (pool, neighbour), np.stack([weight, weight * y], axis=-1))
     return curve_from_sums(sums, seed=seed)
