@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from calibjax.metrics.sums import weights_of
 from calibjax.runtime.arrays import as_array
 
 _ROUNDING = 1e-5
@@ -50,11 +51,8 @@ def array_namespace(array: Any) -> Any:
 
 def points(confidence, correct, where, counts: bool = False) -> Points:
     """Makes `Points`. `where` is None, bool, or weights >= 0, which are whole numbers if `counts`."""
-    confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
-    weight = jnp.ones(confidence.shape, jnp.float32)
-    if where is not None:
-        weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
-    confidence, correct = confidence.astype(jnp.float32), correct.astype(jnp.float32)
+    confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
+    weight = weights_of(where, confidence.shape)
     known = _inside(confidence) & _inside(correct)
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
     confidence, correct = (jnp.where(known & (x >= 0), jnp.where(x > 1, 1.0, x), 0.0) for x in (confidence, correct))

@@ -19,6 +19,11 @@ _CHUNK = 2**14  # points that are added in plain float32; the sums of chunks are
 _FEW = 32  # edges: of more, XLA for CPUs no longer unrolls the comparisons, and takes a hundred times as long
 
 
+def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
+    """float32 weights of points: `where`, or 1 for each."""
+    return jnp.broadcast_to(jnp.asarray(True if where is None else where).astype(jnp.float32), shape)
+
+
 def _search(edges: Array, values: Array, side: str) -> Array:
     """`searchsorted`: compares few edges in one fused pass, which is fastest, and searches many by bisection."""
     method = "compare_all" if edges.size <= _FEW else "scan"
@@ -149,9 +154,7 @@ def sums_of_index(
     log_prob=None,
 ) -> CalibrationSums:
     """`calibration_sums` with the bin of each point given: 0 to bins − 1, or `bins` for none."""
-    weight = jnp.ones(confidence.shape, jnp.float32)
-    if where is not None:
-        weight = jnp.broadcast_to(jnp.asarray(where).astype(jnp.float32), confidence.shape)
+    weight = weights_of(where, confidence.shape)
     log_prob = jnp.full(confidence.shape, jnp.nan) if log_prob is None else log_prob
     confidence, correct, log_prob = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct, log_prob))
     arrays = (jnp.asarray(index), weight, confidence, correct, log_prob)
