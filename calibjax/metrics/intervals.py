@@ -208,9 +208,9 @@ class _Observed(NamedTuple):
     """Gaps of M models with draws of their noise. The statistic is a weighted sum of the models' errors."""
 
     gaps: Float[np.ndarray, "M B"]  # Σ (confidence − correctness)/n of each bin
-    scale: Float[np.ndarray, "M B"]  # their standard errors
+    noise_size: Float[np.ndarray, "M B"]  # standard errors of the gaps
     fraction: Float[np.ndarray, "M B"]  # of the points that each bin holds
-    family: Float[np.ndarray, "M B"]  # the observed or the smoothed gaps, which candidates enlarge and shrink
+    centre: Float[np.ndarray, "M B"]  # the gaps that candidates shrink and enlarge: observed or smoothed
     noise: Float[np.ndarray, "R M B"]
     weights: Float[np.ndarray, " M"]
     norm: Norm
@@ -222,12 +222,12 @@ class _Observed(NamedTuple):
     @property
     def zeroing_level(self) -> float:
         """The least level λ at which `candidates` has shrunk every gap that has noise to 0."""
-        moves = self.scale > 0
-        return float((np.abs(self.family[moves]) / self.scale[moves]).max(initial=0.0)) * (1 + 1e-9)
+        moves = self.noise_size > 0
+        return float((np.abs(self.centre[moves]) / self.noise_size[moves]).max(initial=0.0)) * (1 + 1e-9)
 
     def select(self, models: Bool[np.ndarray, " M"]) -> "_Observed":
         """Some models, with positive weights."""
-        fields = {name: getattr(self, name)[models] for name in ("gaps", "scale", "fraction", "family")}
+        fields = {name: getattr(self, name)[models] for name in ("gaps", "noise_size", "fraction", "centre")}
         return self._replace(**fields, noise=self.noise[:, models], weights=np.abs(self.weights[models]))
 
     def shares_answers(self, signs: Float[np.ndarray, " M"]) -> bool:
@@ -240,18 +240,18 @@ class _Observed(NamedTuple):
         """The candidates of gaps that are smoothed over bins. Gaps without noise stay as they are."""
         bins = np.arange(self.gaps.shape[1])
         kernel = np.exp(-0.5 * np.square((bins[:, None] - bins) / (_BANDWIDTH * len(bins))))
-        noisy = self.scale > 0
+        noisy = self.noise_size > 0
         points = np.where(noisy, self.fraction @ kernel, 1.0)
-        return self._replace(family=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
+        return self._replace(centre=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
 
     def candidates(self, levels: _Levels) -> Float[np.ndarray, "K M B"]:
         """Gaps at each level λ: shrunk to |g| max(0, 1 − (λ s/g)²) where λ > 0, enlarged to |g| − λ s elsewhere."""
-        size = np.abs(self.family)
-        step = levels[..., None] * self.scale
+        size = np.abs(self.centre)
+        step = levels[..., None] * self.noise_size
         is_positive = size > 0
         shrunk = np.maximum(size - np.square(step) / np.where(is_positive, size, 1.0), 0.0)
         shrunk = np.where(is_positive, shrunk, 0.0)
-        sign = np.where(self.family < 0, -1.0, 1.0)
+        sign = np.where(self.centre < 0, -1.0, 1.0)
         return sign * np.where(step > 0, shrunk, size - step)
 
     def error(self, levels: _Levels) -> Float[np.ndarray, " K"]:
@@ -347,9 +347,9 @@ def _observe(
     noise = np.concatenate([half, -half])[:resamples] @ root  # antithetic draws: each with both signs
     return _Observed(
         gaps=gaps,
-        scale=np.sqrt(np.diagonal(covariance)).reshape(gaps.shape),
+        noise_size=np.sqrt(np.diagonal(covariance)).reshape(gaps.shape),
         fraction=fraction,
-        family=gaps,
+        centre=gaps,
         noise=noise.reshape(resamples, *gaps.shape),
         weights=np.asarray(weights),
         norm=norm,
