@@ -72,13 +72,11 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
         `LikelihoodSums`, `[G]` each.
     """
     if top_label:
-        from calibjax import losses  # imports Pallas, which recalibration of a table does not need
-
         log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
         confidence = jnp.exp(log_confidence)
         miss = -jnp.expm1(log_confidence)
         growth = stats.scale * (stats.require("max_logit") - stats.require("expected_logit"))
-        nll = losses.top_label(stats)
+        nll = -jnp.where(stats.require("correct"), log_confidence, jnp.log(miss))
         slope = growth * (confidence - stats.require("correct")) / miss
         curvature = jnp.square(growth) * confidence / miss
     else:
@@ -166,8 +164,9 @@ def _bend(here: _Pass, previous: _Pass) -> float:
     """
     width = previous.slope - here.slope
     t = -here.slope / width if width else 0.0
-    bend = (3 - 2 * t) * (previous.u - here.u) + width * ((t - 2) / here.curvature + (t - 1) / previous.curvature)
-    return t * t * bend
+    rise = (3 - 2 * t) * (previous.u - here.u)
+    slopes = width * ((t - 2) / here.curvature + (t - 1) / previous.curvature)
+    return t * t * (rise + slopes)
 
 
 class TemperatureState(NamedTuple):
