@@ -45,15 +45,13 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
     left = Jet(*(_at(x, index) for x in jets))
     right = Jet(*(_at(x, index + 1) for x in jets))
     start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
-    inside = _between(start, left, end, right, jnp.clip(scale, start, end))
-    below, above = scale < table[0], scale > table[-1]
-    first = continued(left, jnp.where(below, scale - start, 0.0))
-    last = continued(right, jnp.where(above, scale - end, 0.0))
-
-    def select(first: Array, inside: Array, last: Array) -> Array:
-        return jnp.where(below, first, jnp.where(above, last, inside))
-
-    return jax.tree.map(select, first, inside, last)
+    is_below, is_above = scale < table[0], scale > table[-1]
+    regions = (
+        continued(left, jnp.where(is_below, scale - start, 0.0)),
+        _between(start, left, end, right, jnp.clip(scale, start, end)),
+        continued(right, jnp.where(is_above, scale - end, 0.0)),
+    )
+    return jax.tree.map(lambda low, mid, high: jnp.where(is_below, low, jnp.where(is_above, high, mid)), *regions)
 
 
 @interpolate.defjvp
@@ -106,7 +104,9 @@ def continued(jet: Jet, distance: Array) -> Jet:
     rate = jnp.where(falls, jnp.minimum(rate, 1e30), 0.0)
     x = jnp.maximum(rate * distance, 0.0)
     decay = jnp.exp(-x)
-    mean_decay = jnp.where(x > 1e-4, -jnp.expm1(-x) / jnp.where(x > 1e-4, x, 1.0), 1.0 - 0.5 * x)  # (1 − e⁻ˣ)/x
+    is_small = x <= 1e-4
+    exact = -jnp.expm1(-x) / jnp.where(is_small, 1.0, x)
+    mean_decay = jnp.where(is_small, 1.0 - 0.5 * x, exact)  # (1 − e⁻ˣ)/x
     above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
     below = Jet(value + distance * (slope + 0.5 * distance * curvature), slope + distance * curvature, curvature)
     return jax.tree.map(lambda x, y: jnp.where(distance > 0.0, x, y), above, below)
