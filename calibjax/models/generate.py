@@ -171,13 +171,16 @@ class _DecodeInputs(NamedTuple):
     top_p: Any
 
 
+_Caches = tuple[Cache | None, Cache | None]  # of the model and, if it attends, of the head; None before the prompts
+
+
 class _State(NamedTuple):
     """State of the loop."""
 
     length: Int[Array, ""]  # tokens that every row has so far, those after its end included
     done: Bool[Array, " B"]
     generated: Generation
-    caches: tuple[Cache, ...]  # of the model and, if it attends, of the head
+    caches: _Caches
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -190,23 +193,21 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     if program.samples > 1:
         row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.samples)).ravel()
 
-    def run(tokens: Array, segment_ids: Array, caches: tuple[Cache, ...] = ()) -> tuple[Array, Array, tuple]:
+    def run(tokens: Array, segment_ids: Array, caches: _Caches = (None, None)) -> tuple[Array, Array, _Caches]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
-        cache, head_cache = (*caches, None, None)[:2]
+        cache, head_cache = caches
         hidden, cache = decoder.extend(
             config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype
         )
         logits_of: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
         features = head_features(head.features, hidden, unembedding, **logits_of)
         apply: Any = functools.partial(head.build().apply, {"params": inputs.head.params}, features)
-        new: Any = (cache,)
         if head.attends:
             log_scale, head_cache = apply(segment_ids=segment_ids, cache=head_cache, keep=True)
-            new = (cache, head_cache)
         else:
             log_scale = apply()
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-        return logits, log_scale[:, -1] + inputs.head.log_factor, new
+        return logits, log_scale[:, -1] + inputs.head.log_factor, (cache, head_cache)
 
     def choose(logits: Array, calibrated: Array, length: Array) -> Array:
         if inputs.temperature is None:
@@ -219,7 +220,7 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         drawn_from = drawn_from + noise
         return first_equal(drawn_from, jnp.max(drawn_from, axis=-1))
 
-    def add_token(state: _State, logits: Array, log_scale: Array, caches: tuple[Cache, ...]) -> _State:
+    def add_token(state: _State, logits: Array, log_scale: Array, caches: _Caches) -> _State:
         """Adds a token to every row that has not ended."""
         calibrated = jnp.exp(log_scale)[:, None] * logits
         token = choose(logits, calibrated, state.length)
@@ -254,13 +255,13 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     logits, log_scale, caches = run(inputs.tokens, inputs.segment_ids)
     logits, log_scale = (jnp.repeat(x, program.samples, axis=0) for x in (logits, log_scale))
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
-    caches = tuple(fork(cache, program.samples, columns) for cache in caches)
+    cache, head_cache = (None if cache is None else fork(cache, program.samples, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
     zeros = jnp.zeros(shape, jnp.float32)
     floats = {"base_log_probs": zeros, "confidence": zeros, "temperature": zeros + 1}
     empty = Generation(tokens=jnp.full(shape, -1, jnp.int32), **floats, where=jnp.zeros(shape, bool))
-    not_done = jnp.zeros(len(logits), bool)
-    start = add_token(_State(jnp.int32(0), not_done, empty, caches), logits, log_scale, caches)
+    start = _State(jnp.int32(0), jnp.zeros(len(logits), bool), empty, (cache, head_cache))
+    start = add_token(start, logits, log_scale, start.caches)
     return jax.lax.while_loop(unfinished, step, start).generated
 
 
