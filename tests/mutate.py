@@ -107,7 +107,7 @@ TABLE = {
     "losses/per_token.py": [
         ("jnp.maximum(-jnp.expm1(log_prob), 1e-12)", "-jnp.expm1(log_prob)", "losses/test_per_token.py -k certainty"),
         ("jnp.where(right, 0.0, stats", "(stats", "losses/test_per_token.py -k removed_entries"),
-        ("n_wrong = n - n_right", "n_wrong = n", "losses/test_per_token.py -k selective"),
+        ("n_known - n_right)", "n_known)", "losses/test_per_token.py -k selective"),
     ],
     "losses/bounds.py": [("math.log(gap) + log_one", "math.log(gap) - log_one", "losses/test_bounds.py")],
     "losses/long_horizon.py": [

@@ -77,26 +77,28 @@ def selective_smoothing(
         raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
     counts = stats.valid if where is None else stats.valid & where
     right = stats.require("correct")
-    right_weight = 1.0 - jnp.asarray(alpha, jnp.float32)
-    wrong_weight = jnp.asarray(alpha, jnp.float32)
+    alpha = jnp.asarray(alpha, jnp.float32)
+    right_weight, wrong_weight = 1.0 - alpha, alpha
     if balanced:
-        n = jnp.sum(counts).astype(jnp.float32)
-        n_right = jnp.sum(counts & right).astype(jnp.float32)
-        n_wrong = n - n_right
-        if masking == "authors":
-            real = jnp.broadcast_to(True if where is None else where, counts.shape)
-            n_wrong = jnp.sum(real).astype(jnp.float32) - n_right
-        m = right_weight * n_wrong + wrong_weight * n_right
-        both = (n_right > 0) & (n_wrong > 0)
-        # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
-        right_factor = right_weight * n_wrong * n / jnp.maximum(m * n_right, 1e-30)
-        wrong_factor = wrong_weight * n_right * n / jnp.maximum(m * n_wrong, 1e-30)
-        right_weight = jnp.where(both, right_factor, 0.0)
-        wrong_weight = jnp.where(both, wrong_factor, 0.0)
+        real = jnp.broadcast_to(True if where is None else where, counts.shape)
+        known = counts if masking == "exclude" else real
+        n, n_right, n_known = (jnp.sum(x).astype(jnp.float32) for x in (counts, counts & right, known))
+        right_weight, wrong_weight = _balanced_weights(alpha, n, n_right, n_known - n_right)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
     wrong = stats._replace(mean_logit=jnp.where(right, 0.0, stats.require("mean_logit")))
     loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(wrong))
     return jnp.where(counts, loss, 0.0)
+
+
+def _balanced_weights(alpha: Array, n: Array, n_right: Array, n_wrong: Array) -> tuple[Array, Array]:
+    """Weights of a right and a wrong token, whose mean over n tokens is the balanced loss; 0 without one of a kind."""
+    right, wrong = (1.0 - alpha) * n_wrong, alpha * n_right
+    m = right + wrong
+    both = (n_right > 0) & (n_wrong > 0)
+    # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
+    of_right = right * n / jnp.maximum(m * n_right, 1e-30)
+    of_wrong = wrong * n / jnp.maximum(m * n_wrong, 1e-30)
+    return jnp.where(both, of_right, 0.0), jnp.where(both, of_wrong, 0.0)
 
 
 def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:
