@@ -56,9 +56,11 @@ class Layout:
         """The shape of the tensor that holds parameters of these shapes, and the columns of each in a group."""
         ends = list(itertools.accumulate(shape[-1] for shape in shapes))
         stored = (*shapes[0][:-1], ends[-1])
+        if self.transpose:
+            stored = (*stored[:-2], stored[-1], stored[-2])
         edges = [0, *(end // self.groups for end in ends)]
         columns = [slice(start, end) for start, end in itertools.pairwise(edges)]
-        return ((*stored[:-2], stored[-1], stored[-2]) if self.transpose else stored), columns
+        return stored, columns
 
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
         """The parameter that holds `columns` of each group."""
@@ -90,7 +92,8 @@ def transpose_into(target: np.ndarray, tensor: np.ndarray) -> None:
     Rows are interleaved into words of eight bytes, transposed in blocks of a cache line: five times as fast as numpy.
     """
     *leading, rows, columns = tensor.shape
-    lanes = 8 // tensor.itemsize if tensor.itemsize in (2, 4) and rows % (8 // tensor.itemsize) == 0 else 1
+    per_word = 8 // tensor.itemsize
+    lanes = per_word if tensor.itemsize in (2, 4) and rows % per_word == 0 else 1
     if lanes > 1:
         words = np.empty((*leading, rows // lanes, columns, lanes), np.dtype(f"u{tensor.itemsize}"))
         for lane in range(lanes):
