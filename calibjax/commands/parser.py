@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import yaml
 
-from calibjax.runtime.errors import UserError, printable, user_path
+from calibjax.runtime.errors import UserError, first_line, printable, user_path
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import (
     Positional,
@@ -335,7 +335,7 @@ def _read_config(command: str, options_type: Any, file: Path) -> Iterable[str]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"--config {file}: cannot be read ({str(error).splitlines()[0]}).") from error
+        raise UserError(f"--config {file}: cannot be read ({first_line(error)}).") from error
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise UserError(f"--config {file}: expected a mapping of options to values, such as `batch-size: 32`.")
     content = dict(content)

@@ -34,7 +34,7 @@ from calibjax.runtime import compilers
 from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
@@ -377,8 +377,7 @@ def compile_step(job: Job, topology: Topology) -> Compiled:
         try:
             devices = compilers.slice_devices(topology.name)
         except Exception as error:  # of several kinds
-            reason = str(error).splitlines()[0]
-            raise UserError(f"--topology {topology.name}: libtpu has no such slice ({reason}).") from error
+            raise UserError(f"--topology {topology.name}: libtpu has no such slice ({first_line(error)}).") from error
     mesh = make_mesh(job.mesh, devices)
     program = build(job, mesh)
     with jax.set_mesh(mesh):

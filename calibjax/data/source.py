@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from calibjax.runtime.errors import UserError, user_path
+from calibjax.runtime.errors import UserError, first_line, user_path
 
 Row = Mapping[str, Any]
 Placed = tuple[str, Row | UserError]  # where a row is, such as "line 7", and the row, or what is wrong with it
@@ -206,9 +206,8 @@ def _as_user_error(path: Path, kind: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, ValueError, csv.Error, RecursionError, pyarrow.ArrowException) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         hint = "Check that it is complete and has the right suffix."
-        raise UserError(f"{path} cannot be read as {kind}: {reason}. {hint}") from error
+        raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}. {hint}") from error
 
 
 _Read = Iterator[tuple[str, Row | str]]  # places and rows; a string describes what is wrong with a row

@@ -16,7 +16,7 @@ from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.sequences import check_fraction, first_groups
 from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
 from calibjax.recalibrate import Predictions
-from calibjax.runtime.errors import UserError, user_path
+from calibjax.runtime.errors import UserError, first_line, user_path
 
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
@@ -266,7 +266,7 @@ def _read_parquet(path: Path, named: Collection[str]) -> _RawColumns:
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
     except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}.") from error
+        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
 
 
 def _arrow_cells(column: Any) -> np.ndarray | list[Any]:

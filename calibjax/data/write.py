@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from calibjax.data.source import Row
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import new_file
 
 _json = json.JSONEncoder(default=str).encode  # times, decimals and bytes of Parquet as text
@@ -54,7 +54,7 @@ def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Row]]) -> N
             if out.suffix == ".npz" and columns[name].dtype == object:
                 raise ValueError("text, numbers and nothing")
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
-            several = f"values of several types or lengths ({str(error).splitlines()[0]})"
+            several = f"values of several types or lengths ({first_line(error)})"
             hint = f"which {out.suffix} cannot: choose a file ending in .jsonl."
             raise UserError(f"{out}: column {name} holds {several}, {hint}") from error
     if out.suffix == ".npz":

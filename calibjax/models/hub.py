@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 
 _NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w./-]*))?")
 
@@ -92,4 +92,4 @@ def _reason(error: Exception, repository: Repository) -> str:
         return "no such repository, or a private one that HF_TOKEN does not open"
     if status in (401, 403):
         return f"status {status}: the token in HF_TOKEN, or of `hf auth login`, does not allow it"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return first_line(error)

@@ -22,7 +22,7 @@ from calibjax.models.hf_export import DESCRIPTION, copy_settings
 from calibjax.models.model import LanguageModel
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
 from calibjax.runtime.distributed import together
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
 
@@ -102,8 +102,7 @@ def restore_params(
             try:
                 return dict(dotted_leaves(checkpointer.restore(file, args=options)))[path]
             except Exception as error:  # Orbax raises bare Exception for damaged files
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-                raise UserError(f"{file}: cannot be read ({reason}). {_REMEDY}") from error
+                raise UserError(f"{file}: cannot be read ({first_line(error)}). {_REMEDY}") from error
 
         for path, leaf in dotted_leaves(abstract_params(config)):
             array = together(lambda path=path, leaf=leaf: read(path, leaf.shape))

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calibjax.runtime import signals
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.options import INT_MAX, Count, Range, check_options
 from calibjax.runtime.sharding import make_mesh, mesh_shape
 
@@ -58,10 +58,10 @@ class DeviceOptions:
             timeout = self.heartbeat_timeout
             jax.distributed.initialize(*address.values(), heartbeat_timeout_seconds=timeout)
         except (ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"cannot join the processes of the job ({reason}). --distributed finds them on Cloud TPU, SLURM, Open "
-                "MPI and Kubernetes; elsewhere start every process with --coordinator, --processes and --process-id."
+                f"cannot join the processes of the job ({first_line(error)}). --distributed finds them on Cloud TPU, "
+                "SLURM, Open MPI and Kubernetes; elsewhere start every process with --coordinator, --processes and "
+                "--process-id."
             ) from error
         signals.share_sigterm()
 

@@ -18,6 +18,11 @@ class UserError(ValueError):
         super().__init__(message if len(message) <= 4000 else f"{message[:3000]} [...] {message[-900:]}")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, at most 200 characters; the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 """Error numbers of storage that must not be written."""
 _NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|failed to map segment|[Cc]annot allocate memory")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import write_file
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -48,4 +48,4 @@ def make_tracker(name: TrackerName, directory: Path) -> Any:
             trackio.init(project="calibjax", name=f"{title} {identity}", resume="allow", **more)
         return trackio  # its `finish` ends what the module would do at exit
     except Exception as error:  # of the network, of a missing login: whatever goes wrong is the tracker's
-        raise UserError(f"--track {name}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
+        raise UserError(f"--track {name}: {first_line(error)}") from error

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from calibjax.runtime.checksums import array_digests, different_arrays, json_digest, seal, unseal
 from calibjax.runtime.distributed import is_first, together
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files
 from calibjax.train.step import TrainState
 
@@ -126,8 +126,3 @@ class Checkpoints:
         """Waits for what is being written."""
         self._manager.wait_until_finished()
         self._manager.close()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of the message of an exception that Orbax raised, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

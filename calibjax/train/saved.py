@@ -29,9 +29,8 @@ from calibjax.runtime.checksums import (
     write_directory,
 )
 from calibjax.runtime.distributed import on_first
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
-from calibjax.train.checkpoint import first_line
 
 _SCHEMA = 1  # of head.json
 _PORTABLE = "head.safetensors"
@@ -122,8 +121,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         if different := different_arrays(array_digests(params), digests):
             raise ValueError(f"damaged: the checksum of {', '.join(different[:5])} differs")
     except Exception as error:  # Orbax raises bare Exception for damaged files
-        reason = first_line(error)
-        message = f"{directory / 'params'}: cannot read the head's parameters ({reason}). {_REMEDY}"
+        message = f"{directory / 'params'}: cannot read the head's parameters ({first_line(error)}). {_REMEDY}"
         raise UserError(message) from error
     return FittedHead(config, params, fingerprint if lm is None else lm.fingerprint, log_factor=log_factor)
 

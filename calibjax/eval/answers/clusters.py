@@ -16,7 +16,7 @@ from jaxtyping import Int
 from calibjax.eval.answers.judges import find_function, plain_text
 from calibjax.models import LanguageModel
 from calibjax.runtime.arrays import round_up
-from calibjax.runtime.errors import UserError, require_directory
+from calibjax.runtime.errors import UserError, first_line, require_directory
 
 Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
@@ -103,8 +103,7 @@ def nli_clustering(path: str) -> Clustering:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForSequenceClassification.from_pretrained(path).eval().requires_grad_(False)
     except (ImportError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"clustering: nli:{path} cannot be loaded in PyTorch ({reason}).") from error
+        raise UserError(f"clustering: nli:{path} cannot be loaded in PyTorch ({first_line(error)}).") from error
     labels = {name.lower(): number for name, number in model.config.label2id.items()}
     if "entailment" not in labels:
         raise UserError(f"clustering: nli:{path}: expected a label entailment, got {', '.join(labels)}.")

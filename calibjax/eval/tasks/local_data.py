@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data import read_source
 from calibjax.eval.text import analogy_questions
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -74,9 +74,8 @@ def load_tasks(
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            reason = str(error).strip().splitlines()[0]
             hint = "" if at_hand else " Its questions come from the hub; a folder of assets has some of them."
-            raise UserError(f"tasks: {name} cannot be loaded: {reason}.{hint}") from error
+            raise UserError(f"tasks: {name} cannot be loaded: {first_line(error)}.{hint}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
