@@ -439,18 +439,3 @@ class FittedHead:
         count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
         factor = f", log_factor={self.log_factor:.4g}" if self.log_factor else ""
         return f"FittedHead({self.config.kind}, {count:,} parameters{factor}, base {self.fingerprint[:12]})"
-
-    def log_scale(
-        self,
-        hidden: Float[Array, "B T D"],
-        unembedding: Float[Array, "V D"],
-        *,
-        where: Mask = None,
-        segment_ids: Segments = None,
-        bias: Float[Array, " V"] | None = None,
-        softcap: float | None = None,
-    ) -> Float[Array, "B T"]:
-        """Log inverse temperature of every token, float32 `[B, T]`; for `bias` and `softcap` see `vocab_stats`."""
-        features = head_features(self.config.features, hidden, unembedding, bias=bias, softcap=softcap)
-        log_scale = self.config.build().apply({"params": self.params}, features, where=where, segment_ids=segment_ids)
-        return jnp.asarray(log_scale) + np.float32(self.log_factor)

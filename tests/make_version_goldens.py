@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tiny import head_log_scale
 
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.train.checkpoint import Checkpoints
@@ -40,7 +41,7 @@ def features() -> np.ndarray:
 
 
 def log_scale(fitted: FittedHead) -> np.ndarray:
-    return np.asarray(fitted.log_scale(features(), np.zeros((3, 8), np.float32)))
+    return np.asarray(head_log_scale(fitted, features(), jax.numpy.zeros((3, 8))))
 
 
 def state() -> TrainState:

@@ -14,7 +14,7 @@ import scipy.special
 
 from calibjax.data import Sequences
 from calibjax.data.synthetic import as_sequences
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import FittedHead, HeadConfig, head_features
 from calibjax.models import DecoderConfig, LanguageModel, abstract_params
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.sharding import make_mesh
@@ -79,10 +79,17 @@ def random_head(lm, kind="linear", features=("hidden_states",), *, log_factor=0.
     return FittedHead(config, params, lm.fingerprint, log_factor=log_factor)
 
 
+def head_log_scale(head, hidden, unembedding, **tokens):
+    """A head's log inverse temperature of every token, `[B, T]`; `tokens`: `where` and `segment_ids`."""
+    features = head_features(head.config.features, jnp.asarray(hidden), unembedding)
+    log_scale = head.config.build().apply({"params": head.params}, features, **tokens)
+    return jnp.asarray(log_scale) + np.float32(head.log_factor)
+
+
 def log_scale_of(lm, head, sequences) -> np.ndarray:
     """The head's log inverse temperature of every token, `[S, T]`."""
     tokens = {"where": sequences.where, "segment_ids": sequences.segment_ids}
-    run = jax.jit(functools.partial(head.log_scale, unembedding=lm.unembedding, **tokens))
+    run = jax.jit(functools.partial(head_log_scale, head, unembedding=lm.unembedding, **tokens))
     return np.asarray(run(lm.hidden_states(sequences)))
 
 

@@ -12,7 +12,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from assets import ASSETS, data_path, model_path
-from tiny import VOCAB, WORDS, make_lm, random_head, write_model, write_tokenizer
+from tiny import VOCAB, WORDS, head_log_scale, make_lm, random_head, write_model, write_tokenizer
 
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
@@ -64,7 +64,8 @@ def dense(asked):
     logits = np.asarray(the_lm().logits(inputs, segment_ids=real), np.float64)
     tokens, found = {"where": where.astype(bool), "segment_ids": real}, []
     for head in the_heads().values():
-        log_scale = jax.jit(functools.partial(head.log_scale, unembedding=the_lm().unembedding, **tokens))(hidden)
+        run = jax.jit(functools.partial(head_log_scale, head, unembedding=the_lm().unembedding, **tokens))
+        log_scale = run(hidden)
         found.append(scipy.special.log_softmax(logits * np.exp(np.asarray(log_scale, np.float64))[..., None], axis=-1))
     log_probs, best = np.stack(found), logits.argmax(-1)
     for row, (_, tokens) in enumerate(asked):
