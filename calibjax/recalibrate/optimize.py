@@ -20,8 +20,10 @@ _HESSIAN = 512  # largest number of parameters for which an unbounded fit is pre
 _SAMPLE = 512  # largest number of rows that the Hessian is computed from
 _ROUND = 40  # iterations after which the Hessian is computed again
 _RIDGE = 1e-6  # fraction of its diagonal that is added to it
-_VALUE, _GRADIENT = 1e-13, 1e-9  # tolerances: relative decrease of the objective, largest component of its gradient
+# Of `lbfgs`. ftol and gtol: relative decrease of the objective, largest component of its gradient.
+_OPTIONS = {"maxiter": 1000, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-9}
 
+Objective = Callable[[np.ndarray], Any]  # x [P] -> (value, gradient [P])
 Loss = Callable[[Any, tuple[Array, ...], Any], Float[Array, " N"]]
 
 
@@ -38,15 +40,28 @@ class Minimum(NamedTuple):
         return FitReport.of(self.value, bool(self.converged and self.value > _SEPARATED), self.iterations)
 
 
-def lbfgs(
-    value_and_grad: Callable[[np.ndarray], Any], start: np.ndarray, low: Any, high: Any, max_iterations: int = 1000
-) -> Minimum:
-    """L-BFGS-B of a function x -> (value, gradient `[P]`)."""
-    options = {"maxiter": max_iterations, "maxfun": 2 * max_iterations, "maxcor": 20}
-    options |= {"ftol": _VALUE, "gtol": _GRADIENT}
+def lbfgs(objective: Objective, start: np.ndarray, low: Any = -np.inf, high: Any = np.inf, **options: Any) -> Minimum:
+    """L-BFGS-B by SciPy, whose `options` replace those of `_OPTIONS`."""
+    options = _OPTIONS | options
+    options["maxfun"] = 2 * options["maxiter"]
     bounds = optimize.Bounds(low, high)
-    end = optimize.minimize(value_and_grad, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    end = optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return Minimum(end.x, float(end.fun), bool(end.success), end.nit)
+
+
+def preconditioned_lbfgs(objective: Objective, start: np.ndarray, hessian: np.ndarray, **options: Any) -> Minimum:
+    """`lbfgs` from `start` in the coordinates v = Lᵀ(x − start), with L Lᵀ = `hessian`, about that at `start`."""
+    lower = np.linalg.cholesky(hessian)
+
+    def to_x(v: np.ndarray) -> np.ndarray:
+        return start + linalg.solve_triangular(lower, v, lower=True, trans=1)
+
+    def objective_of_v(v: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = objective(to_x(v))
+        return value, linalg.solve_triangular(lower, gradient, lower=True)
+
+    end = lbfgs(objective_of_v, np.zeros_like(start), **options)
+    return end._replace(x=to_x(end.x))
 
 
 def _total(loss: Loss, like: Any, rows: tuple[Array, ...], extra: Any) -> Callable[[Array], Array]:
@@ -65,22 +80,6 @@ def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: An
     """The Hessian, a column at a time: neither memory nor the program grows with P."""
     gradient = jax.grad(_total(loss, like, rows, extra))
     return jax.lax.map(lambda column: jax.jvp(gradient, (x,), (column,))[1], jnp.eye(x.size, dtype=x.dtype))
-
-
-def _scaled(value_and_grad: Callable, hessian: np.ndarray, before: Minimum, max_iterations: int) -> Minimum:
-    """L-BFGS from `before` in the coordinates v = Lᵀ(x − before.x), with L Lᵀ nearly the Hessian there."""
-    ridge = _RIDGE * np.diag(hessian) + 1e-12
-    lower = np.linalg.cholesky(hessian + np.diag(ridge))
-
-    def to_x(v: np.ndarray) -> np.ndarray:
-        return before.x + linalg.solve_triangular(lower, v, lower=True, trans=1)
-
-    def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = value_and_grad(to_x(v))
-        return value, linalg.solve_triangular(lower, gradient, lower=True)
-
-    end = lbfgs(objective, np.zeros_like(before.x), -np.inf, np.inf, max_iterations)
-    return end._replace(x=to_x(end.x), iterations=before.iterations + end.iterations)
 
 
 def minimize(
@@ -124,17 +123,19 @@ def minimize(
         flat, unravel = ravel_pytree(like)
         x = np.asarray(flat)
         if bounds is not None or x.size > _HESSIAN:
-            low, high = (-np.inf, np.inf) if bounds is None else (ravel_pytree(bound)[0] for bound in bounds)
-            best = lbfgs(value_and_grad, x, low, high, max_iterations)
+            ends = () if bounds is None else (ravel_pytree(bound)[0] for bound in bounds)
+            best = lbfgs(value_and_grad, x, *ends, maxiter=max_iterations)
         else:
             stride = ceil_div(len(rows[0]), _SAMPLE)
             sample = tuple(jnp.asarray(row[::stride]) for row in rows)
             best = Minimum(x, np.inf, False, 0)
             while not best.converged and best.iterations < max_iterations:
-                before = best
-                hessian = np.asarray(_hessian(loss, like, before.x, sample, extra)) / len(sample[0])
-                best = _scaled(value_and_grad, hessian, before, min(_ROUND, max_iterations - before.iterations))
-                if best.iterations == before.iterations:
+                hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
+                hessian += np.diag(_RIDGE * np.diag(hessian) + 1e-12)
+                steps = min(_ROUND, max_iterations - best.iterations)
+                end = preconditioned_lbfgs(value_and_grad, best.x, hessian, maxiter=steps)
+                best = end._replace(iterations=best.iterations + end.iterations)
+                if not end.iterations:
                     break
         params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), unravel(jnp.asarray(best.x)))
     return params, best.report()

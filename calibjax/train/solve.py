@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
-import scipy.optimize
 from jaxtyping import Array, Bool, Float
 
 from calibjax import recalibrate
 from calibjax.heads import FEATURES, MAX_SCALE, MIN_SCALE, HeadConfig
 from calibjax.kernels import VocabCurves
 from calibjax.losses import LOSSES, curve_loss
+from calibjax.recalibrate.optimize import preconditioned_lbfgs
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
 from calibjax.train.curves import TokenCurves, curves_of, features_of
@@ -33,7 +32,7 @@ _BLOCK = 512  # tokens that are added in float32; the sums of blocks are added i
 _RIDGE = 1e-6  # of the mean curvature: for features that are constant, or depend on others
 _FREE_DECAY = 1e-3  # of the statistics of the logits
 _BOUNDS = (math.log(MIN_SCALE), math.log(MAX_SCALE))
-_LBFGS = {"maxiter": 60, "maxfun": 120, "maxcor": 20, "ftol": 1e-8, "gtol": 3e-5}  # below, float32 sums are noise
+_LBFGS = {"maxiter": 60, "ftol": 1e-8, "gtol": 3e-5}  # below, float32 sums are noise
 
 
 class Design(NamedTuple):
@@ -139,20 +138,17 @@ def solve(
     placed = _place({"weights": padded})["weights"]
     penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
-    lower = np.linalg.cholesky(design.curvature + np.diag(penalty + ridge))
+    hessian = design.curvature + np.diag(penalty + ridge)
     first = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
     hyper = {} if trial.alpha is None else {"alpha": jnp.float32(trial.alpha)}
 
-    def objective(v: np.ndarray) -> tuple[float, np.ndarray]:
-        x = first + scipy.linalg.solve_triangular(lower, v, lower=True, trans=1)
+    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         at = jnp.asarray(x, jnp.float32)
         sums, slope = to_host(_value_and_slope(trial.loss, hyper, at, design.features, design.curves, placed))
         value = np.asarray(sums, np.float64).sum() / count + 0.5 * (penalty * x) @ x
-        gradient = np.asarray(slope, np.float64) / count + penalty * x
-        return value, scipy.linalg.solve_triangular(lower, gradient, lower=True)
+        return value, np.asarray(slope, np.float64) / count + penalty * x
 
-    end = scipy.optimize.minimize(objective, np.zeros_like(first), jac=True, method="L-BFGS-B", options=_LBFGS)
-    return first + scipy.linalg.solve_triangular(lower, end.x, lower=True, trans=1)
+    return preconditioned_lbfgs(objective, first, hessian, **_LBFGS).x
 
 
 def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N"]:
