@@ -81,7 +81,7 @@ class LanguageModel:
         """
         expected = {path: leaf.shape for path, leaf in dotted_leaves(decoder.abstract_params(config))}
         shapes = {path: np.shape(leaf) for path, leaf in dotted_leaves(params)}
-        wrong = sorted(path for path in expected.keys() | shapes.keys() if expected.get(path) != shapes.get(path))
+        wrong = sorted({path for path, _ in expected.items() ^ shapes.items()})
         if wrong:
             named = ", ".join(f"{path} (expected {expected.get(path)}, got {shapes.get(path)})" for path in wrong[:10])
             raise UserError(f"The parameters do not match the configuration: {named}.")
