@@ -212,7 +212,8 @@ def octaves(scales: tuple[float, ...]) -> int:
     """The number of octaves L of K scales: the largest with `scales[k + K/L] == 2 * scales[k]` for every k."""
     count = len(scales)
     for an_octave in range(1, count):
-        if count % an_octave == 0 and all(scales[k] == 2.0 * scales[k - an_octave] for k in range(an_octave, count)):
+        doubled = tuple(2.0 * scale for scale in scales[:-an_octave])
+        if count % an_octave == 0 and scales[an_octave:] == doubled:
             return count // an_octave
     return 1
 

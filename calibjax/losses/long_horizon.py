@@ -92,13 +92,13 @@ def _suffix_sums(
 ) -> Float[Array, "B T"]:
     """Σ_{j = i}^{i + horizon − 1} values_j at position i, up to the end of its segment."""
     segments = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
-    last = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    is_last = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True)
 
     def add(later: tuple[Array, Array], here: tuple[Array, Array]) -> tuple[Array, Array]:
         (after, ended), (value, ends) = later, here
         return jnp.where(ends, value, after + value), ended | ends
 
-    sums, _ = jax.lax.associative_scan(add, (values, last), reverse=True, axis=1)
+    sums, _ = jax.lax.associative_scan(add, (values, is_last), reverse=True, axis=1)
     if horizon is None or horizon >= values.shape[1]:
         return sums
     beyond = jnp.pad(sums[:, horizon:], ((0, 0), (0, horizon)))

@@ -203,7 +203,8 @@ def attend_by_products(
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
     dtype = past[0][1].dtype
-    split = jnp.split(weights.astype(dtype), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    ends = np.cumsum([part.shape[-1] for part in parts])
+    split = jnp.split(weights.astype(dtype), ends[:-1], axis=-1)
     pairs = zip(split, past, strict=True)
     mixed = sum(ungroup_heads(product(group_heads(part, value), value)) for part, (_, value) in pairs)
     # Normalised after the product: a pass over [T, H] instead of [T, T], forward and backward.

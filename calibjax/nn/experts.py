@@ -94,7 +94,8 @@ def mix(
         def multiply(x: Array, kernels: Array) -> Array:
             return jax.lax.ragged_dot(x, kernels, sizes[:-1])
     else:  # blocks of slots, each of one expert; the token of a slot that is not used is any
-        block = min(max(8, 2 ** (rows // experts).bit_length() // 2), _LARGEST_BLOCK)
+        average = max(rows // experts, 1)
+        block = min(max(8, 2 ** (average.bit_length() - 1)), _LARGEST_BLOCK)  # a power of two, at most the average
         # Every group that is not empty has at most one block that is not full.
         count = min(rows, rows // block + min(experts, rows))
         blocks = ceil_div(sizes[:-1], block)
@@ -108,7 +109,8 @@ def mix(
 
         def multiply(x: Array, kernels: Array) -> Array:
             pairs = (x.reshape(-1, block, x.shape[-1]), expert[::block])
-            return jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], pairs).reshape(-1, kernels.shape[-1])
+            products = jax.lax.map(lambda pair: pair[0] @ kernels[pair[1]], pairs)
+            return products.reshape(-1, kernels.shape[-1])
 
     def project(name: str, x: Array) -> Array:
         """Multiplies each slot with the kernel of its expert."""
