@@ -144,8 +144,9 @@ def grouping_parts(
     mean_r = y_r / jnp.maximum(n_r, 1.0)
     all_points = jnp.maximum(jnp.sum(n_b), 1.0)
     explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
-    noise = jnp.sum(n_r * variance_of_mean(n_r, y_r, yy_r)) - jnp.sum(n_b * variance_of_mean(*whole[:3]))
-    bias = noise / all_points
+    noise_of_regions = jnp.sum(n_r * variance_of_mean(n_r, y_r, yy_r))
+    noise_of_bins = jnp.sum(n_b * variance_of_mean(*whole[:3]))
+    bias = (noise_of_regions - noise_of_bins) / all_points
 
     # Variance of the line that is fitted to (confidence, correctness) in each bin, minus its expectation by chance.
     c_variance = cc_b - c_b * c_b

@@ -165,7 +165,8 @@ def sums_of_index(
         return _chunk_sums(arrays, bins)
 
     padding = [(0, 0)] * len(groups) + [(0, -n % chunk)]  # weight 0
-    pieces = tuple(jnp.moveaxis(jnp.pad(x, padding).reshape(*groups, -1, chunk), -2, 0) for x in arrays)
+    in_chunks = (jnp.pad(x, padding).reshape(*groups, -1, chunk) for x in arrays)
+    pieces = tuple(jnp.moveaxis(x, -2, 0) for x in in_chunks)
 
     def add(pairs, piece):
         """Adds a chunk to (high, low) pairs of float32 (Knuth's two-sum), so that no digits are lost over chunks."""
@@ -173,7 +174,8 @@ def sums_of_index(
 
     shapes = jax.eval_shape(lambda pieces: _chunk_sums(tuple(x[0] for x in pieces), bins), pieces)
     zeros = [(jnp.zeros(x.shape, x.dtype),) * 2 for x in shapes]
-    return CalibrationSums(*(high for high, _ in jax.lax.scan(add, zeros, pieces)[0]))
+    sums, _ = jax.lax.scan(add, zeros, pieces)
+    return CalibrationSums(*(high for high, _ in sums))
 
 
 def _two_sum(high: Any, low: Any, x: Any) -> tuple[Array, Array]:
