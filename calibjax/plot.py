@@ -50,7 +50,7 @@ def reliability(
         confidence: `[N]`, in [0, 1]; or results (see the module), which hold the intervals.
         correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
         method: which of the results' methods, such as "ats"; by default the last one.
-        bins: number of points, equal-width bins closed on the right; results bring theirs.
+        bins: number of points, equal-width bins closed on the right; results have their own.
         label, colour: of the curve; by default the colour of the method in a report.
     """
     ax = _axes(ax)
@@ -59,7 +59,7 @@ def reliability(
         points, curve = row["reliability"], row.get("curve")
     else:
         name, (points, curve) = method or "", _from_points(confidence, correct, bins)
-    colour = colour or _COLOURS.get(name.partition("-")[0], _BLUE)
+    colour = colour or _colour_of(name)
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
     marks: Any = {"color": colour, "label": label}
     if curve is not None:
@@ -180,8 +180,9 @@ def risk_coverage(
         count = np.diff(ends, prepend=-1).astype(np.float64)
         right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
     covered = np.cumsum(count)
-    colour, mark = colour or _COLOURS.get(name.partition("-")[0], _BLUE), "." if correct is None else None
-    ax.plot(covered / count.sum(), 1 - np.cumsum(right) / covered, color=colour, marker=mark, label=label)
+    marker = "." if correct is None else None
+    error = 1 - np.cumsum(right) / covered
+    ax.plot(covered / count.sum(), error, color=colour or _colour_of(name), marker=marker, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
     return clear_spines(ax)
 
@@ -254,6 +255,11 @@ def _set(results: Any) -> Any:
     return results.get("held_out", results) if isinstance(results, Mapping) else results
 
 
+def _colour_of(method: str) -> str:
+    """The colour of a method in a report; `lhts-T0.9` has the colour of `lhts`."""
+    return _COLOURS.get(method.partition("-")[0], _BLUE)
+
+
 def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
     """(name, row) of a method."""
     results = _set(results)
@@ -269,7 +275,8 @@ def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
 def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
     confidence, correct = (as_array(x).astype(np.float64).ravel() for x in (confidence, correct))
     both = np.append(confidence, correct)
-    if not len(confidence) == len(correct) > 0 or not ((both >= -1e-5) & (both <= 1 + 1e-5)).all():
+    fits = len(confidence) == len(correct) > 0
+    if not fits or not ((both >= -1e-5) & (both <= 1 + 1e-5)).all():
         raise UserError("expected confidence and correct in [0, 1], of one length of at least 1.")
     return np.clip(confidence, 0, 1), np.clip(correct, 0, 1)  # as metrics, which take 1e-5 for rounding
 
