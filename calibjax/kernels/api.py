@@ -370,9 +370,9 @@ def explain(
 ) -> str:
     """Explains which implementation `vocab_stats`, or with `scales` `vocab_curves`, chooses, and what the call costs.
 
-    The arguments are theirs; an array may be a `jax.ShapeDtypeStruct`. Returns a text with the sizes, every
-    implementation in order with what it would do or why it cannot, and the products N·D·V by what is differentiated.
-    Raises ValueError for arguments that do not fit.
+    It takes the arguments of these functions; arrays may be given as `jax.ShapeDtypeStruct`. Returns a text with the
+    sizes, every implementation in order with what it would do or why it cannot, and the products N·D·V by what is
+    differentiated. Raises ValueError for arguments that do not fit.
 
     Example:
         >>> import jax, jax.numpy as jnp
