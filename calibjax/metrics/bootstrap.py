@@ -65,14 +65,11 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
     values = np.asarray(values)[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
-    ends = [(1 - level) / 2, (1 + level) / 2]
-    if np.isfinite(values).all():
-        low, high = np.quantile(values, ends).tolist()
-        return low, high
-    # np.quantile would subtract infinities; equal neighbours need no interpolation.
-    below, above = (np.quantile(values, ends, method=method) for method in ("lower", "higher"))
-    t = (len(values) - 1) * np.array(ends) % 1
-    low, high = np.where(below == above, below, (1 - t) * below + t * above).tolist()
+    places = (len(values) - 1) * np.array([(1 - level) / 2, (1 + level) / 2])
+    ordered, t = np.sort(values), places % 1
+    below, above = ordered[np.floor(places).astype(int)], ordered[np.ceil(places).astype(int)]
+    with np.errstate(invalid="ignore"):  # not by np.quantile, which subtracts infinities
+        low, high = np.where(below == above, below, (1 - t) * below + t * above).tolist()
     return low, high
 
 
