@@ -118,10 +118,14 @@ def apply_venn_abers(state: VennAbersState, confidence: Float[Array, " N"]) -> F
     return jnp.where(jnp.isnan(confidence), confidence, p1 / (1 - p0 + p1))  # the search takes NaN for the largest
 
 
-def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
-    """Bins (lo, hi] of equal counts; an edge lies half-way between the values on its two sides."""
-    order = np.argsort(x)
-    x, target = x[order], target[order].astype(np.float64)
+def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> BinState:
+    """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
+
+    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone. An edge lies half-way between the
+    confidences on its two sides. There are fewer bins where confidences are equal or few.
+    """
+    order = np.argsort(confidence)
+    x, target = confidence[order], correct[order].astype(np.float64)
     n = len(x)
     bins = min(bins, n)
     cuts = np.arange(1, bins) * n // bins
@@ -133,15 +137,6 @@ def _equal_mass(x: np.ndarray, target: np.ndarray, bins: int) -> BinState:
     values = np.add.reduceat(target, ends - counts) / counts
     error = np.mean((np.repeat(values, counts) - target) ** 2)
     return BinState(edges, values.astype(np.float32), FitReport.of(float(error)))
-
-
-def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15) -> BinState:
-    """Histogram binning: the fraction of right predictions in each of `bins` bins of equal counts.
-
-    Zadrozny and Elkan 2001, section 3; Guo et al. 2017, section 4.1. Not monotone. There are fewer bins where
-    confidences are equal or few.
-    """
-    return _equal_mass(confidence, correct, bins)
 
 
 def apply_histogram(state: BinState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
@@ -159,7 +154,7 @@ def fit_scaling_binning(confidence: np.ndarray, correct: np.ndarray, *, bins: in
     """
     platt = fit_platt(confidence, correct)
     scaled = np.asarray(apply_platt(platt, jnp.asarray(confidence)))
-    return ScalingBinningState(platt, _equal_mass(scaled, scaled, bins), platt.report)
+    return ScalingBinningState(platt, fit_histogram(scaled, scaled, bins=bins), platt.report)
 
 
 def apply_scaling_binning(state: ScalingBinningState, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
