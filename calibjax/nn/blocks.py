@@ -164,8 +164,7 @@ class SequenceContext(NamedTuple):
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions that restart at 0 wherever the segment id changes along T."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
-    first = jnp.ones_like(segment_ids[:, :1], dtype=bool)
-    starts = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
