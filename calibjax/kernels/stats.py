@@ -7,20 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-STATISTICS = (
-    "log_normalizer",
-    "target_logit",
-    "mean_logit",
-    "max_logit",
-    "argmax",
-    "expected_logit",
-    "logit_variance",
-    "correct",
-)
-"""Names that `vocab_stats(statistics=...)` accepts."""
-
-DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_variance")
-
 # Differences of logits are clipped here from below: their exponential is 0, and their square is still finite.
 FLOOR = -1e15
 
@@ -120,6 +106,12 @@ class VocabStats(NamedTuple):
     def _where_overflowed(self, logit: Array, instead: Array | float, value: Array) -> Array:
         """`instead` where s·`logit` exceeds float32 though `logit` is finite, so that p is 0 or 1; else `value`."""
         return jnp.where(jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit), instead, value)
+
+
+STATISTICS = tuple(name for name in VocabStats._fields if name not in ("valid", "scale"))
+"""Names that `vocab_stats(statistics=...)` accepts."""
+
+DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_variance")
 
 
 class Moments(NamedTuple):
