@@ -126,9 +126,9 @@ TABLE = {
     "metrics/ranking.py": [("b.value_before + b.value / 2", "b.value_before + b.value", LAWS)],
     "metrics/local.py": [("/ jnp.maximum(n_b - 2, 1.0)", "/ jnp.maximum(n_b - 1, 1.0)", f"{LAWS} or grouping")],
     "metrics/_points.py": [("~jnp.any((weight > 0) & ~known)", "~jnp.any(~known)", LAWS)],
-    "metrics/intervals.py": [("(groups / max(groups - 1, 1))", "1.0", "metrics/test_intervals.py -k folded_normal")],
-    "metrics/bootstrap.py": [
-        ("float((below + equal / 2)", "float((below + equal)", "metrics/test_bootstrap.py -k comparison")
+    "metrics/intervals.py": [
+        ("(groups / max(groups - 1, 1))", "1.0", "metrics/test_intervals.py -k folded_normal"),
+        ("(below + ties / 2) /", "(below + ties) /", "metrics/test_bootstrap.py -k comparison"),
     ],
     "recalibrate/temperature.py": [
         ("jnp.square(stats.scale) *", "stats.scale *", "recalibrate/test_temperature.py -k derivatives"),

@@ -21,7 +21,7 @@ from scipy.special import xlog1py, xlogy
 
 from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums
-from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval
+from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval, sign_test
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
 from calibjax.runtime.arrays import as_array
 from calibjax.runtime.options import Closed
@@ -279,16 +279,9 @@ def compare_resamples(
     with np.errstate(invalid="ignore"):
         values = first - second  # NaN, which is ignored, where both are infinite
     values = values[~np.isnan(values)]
-    below, above = (values < 0).sum(), (values > 0).sum()
-    count = len(values)
-    equal = count - below - above
-    rarer = min(below + equal, above + equal)
-    return PairedDifference(
-        difference,
-        *percentile_interval(values, level),
-        fraction_lower=float((below + equal / 2) / count) if count else float("nan"),
-        p_value=float(min(1.0, (1 + 2 * rarer) / (1 + count))),
-    )
+    low, high = percentile_interval(values, level)
+    fraction_lower, p_value = sign_test(int((values < 0).sum()), int((values > 0).sum()), len(values))
+    return PairedDifference(difference, low, high, fraction_lower, p_value)
 
 
 def paired_comparison(

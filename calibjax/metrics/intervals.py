@@ -190,13 +190,19 @@ def error_comparison(
         ends.append(family.errors_at(len(tails) * _tails(level), pairs, signs, (-reach, reach)))
         for drawn in family.drawn(family.equal(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
-            ties = resamples - below - above
-            rarer = min(below + ties, above + ties)
-            p = min(1.0, (1 + 2 * rarer) / (1 + resamples))
+            fraction_above, p = sign_test(above, below, resamples)
             if p > p_value:
-                fraction_lower, p_value = (above + ties / 2) / resamples, p
+                fraction_lower, p_value = fraction_above, p
     low, high = float(np.min(ends)), float(np.max(ends))
     return PairedDifference(value, min(low, value), max(high, value), fraction_lower, p_value)
+
+
+def sign_test(below: int, above: int, count: int) -> tuple[float, float]:
+    """Of `count` draws, the fraction below, ties one half, and the p-value as `PairedDifference` defines it."""
+    ties = count - below - above
+    rarer = min(below, above) + ties
+    fraction_below = (below + ties / 2) / count if count else float("nan")
+    return fraction_below, min(1.0, (1 + 2 * rarer) / (1 + count))
 
 
 def _tails(level: float) -> list[float]:
@@ -318,24 +324,21 @@ def _observe(
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
     if norm not in ("l1", "l2", "max"):
         raise ValueError(f'norm: expected "l1", "l2" or "max", got {norm!r}.')
-    counts, excesses, totals, weights = [], [], [], []
-    for sums, sign in zip(parts, signs, strict=True):
-        sums = CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
-        if sums.count.ndim == 2:
-            sums = CalibrationSums(*(x[:, None] for x in sums))
-        models = sums.count.shape[1]
-        counts.append(sums.count)
-        excesses.append(sums.confidence - sums.correct)
-        totals.append(sums.points)
+    by_model, weights = [], []
+    for part, sign in zip(parts, signs, strict=True):
+        part = CalibrationSums(*(np.asarray(x, np.float64) for x in part))
+        if part.count.ndim == 2:
+            part = CalibrationSums(*(x[:, None] for x in part))
+        models = part.count.shape[1]
+        by_model.append(part)
         weights += [sign / models] * models
-    count = np.concatenate(counts, axis=1)  # [G, M, B]
-    excess = np.concatenate(excesses, axis=1)  # [G, M, B]
-    points = np.concatenate(totals, axis=1)  # [G, M]
+    sums = CalibrationSums(*(np.concatenate(x, axis=1) for x in zip(*by_model, strict=True)))  # [G, M, ...]
+    excess, points = sums.confidence - sums.correct, sums.points
     n = points.sum(axis=0)
     if not n.all():
         return None
     gaps = excess.sum(axis=0) / n[:, None]
-    fraction = count.sum(axis=0) / n[:, None]
+    fraction = sums.count.sum(axis=0) / n[:, None]
 
     residual = ((excess - gaps * points[..., None]) / n[:, None]).reshape(groups, -1)
     covariance = residual.T @ residual * (groups / max(groups - 1, 1))
