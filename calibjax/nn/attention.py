@@ -32,9 +32,7 @@ cudnn_attention = jax.make_user_context(False)
 """`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("segment_ids", "start", "kind", "until"), meta_fields=("windows",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
     """Attention mask: each of T tokens attends to itself and to earlier columns of its segment within a window.
@@ -49,7 +47,7 @@ class AttentionMask:
 
     segment_ids: Int[Array, "B S"] | None = None
     start: Int[Array, ""] | None = None
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[int | None, ...] = dataclasses.field(default=(None,), metadata={"static": True})
     kind: Int[Array, ""] | None = None
     until: Int[Array, "B S"] | None = None
 
