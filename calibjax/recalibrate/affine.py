@@ -9,11 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.recalibrate import temperature
 from calibjax.recalibrate.contract import FitReport, log_probs_of
-from calibjax.recalibrate.logistic import regression
+from calibjax.recalibrate.logistic import LIMIT, regression
 from calibjax.recalibrate.optimize import Minimum, minimize
 from calibjax.runtime.options import NonNegative
-
-_LIMIT = 16.0  # largest absolute slope and intercept of one-vs-rest Platt scaling
 
 
 class VectorState(NamedTuple):
@@ -94,7 +92,7 @@ def fit_one_vs_rest(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " 
         return np.stack([log_odds.astype(np.float64), np.ones(len(log_odds))])
 
     log_odds = np.asarray(_log_odds(jnp.asarray(logits)).T)
-    fits = [regression(columns, (z, labels == k), (1.0, 0.0), -_LIMIT, _LIMIT) for k, z in enumerate(log_odds)]
+    fits = [regression(columns, (z, labels == k), (1.0, 0.0), -LIMIT, LIMIT) for k, z in enumerate(log_odds)]
     x, values, converged, iterations = zip(*fits, strict=True)
     slope, intercept = np.array(x, np.float32).T
     return VectorState(slope, intercept, Minimum(slope, sum(values), all(converged), max(iterations)).report())

@@ -23,7 +23,7 @@ from calibjax.runtime.errors import UserError
 
 _CLIPS = tuple(2.0**-k for k in range(24, 3, -2))
 _BLOCK = 2**13  # rows processed at a time, so that intermediate arrays stay in the cache
-_LIMIT = 16.0  # largest absolute slope and intercept: σ(16) is the float32 next to 1
+LIMIT = 16.0  # largest absolute slope and intercept: σ(16) is the float32 next to 1
 _STACKING_CLIP = 0.01
 _RIDGES = (0.0, 1e-3, 1e-2, 1e-1)  # penalties that stacking chooses from
 _FOLDS = 5  # of the cross-validation of stacking
@@ -163,7 +163,7 @@ def fit_confidence_temperature(
     Raises:
         UserError: for `clip` out of range.
     """
-    bounds = (float(np.exp(-6.0)),), (_LIMIT,)
+    bounds = (float(np.exp(-6.0)),), (LIMIT,)
     return ConfidenceTemperatureState(*_fit(_odds, (1.0,), bounds, confidence, correct, clip))
 
 
@@ -181,7 +181,7 @@ def fit_platt(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None
     reach a bound only where one threshold separates right from wrong. The slope is negative, and the ranking reversed,
     where a larger confidence means more mistakes. For the arguments see `fit_confidence_temperature`.
     """
-    bounds = ((-_LIMIT, -_LIMIT), (_LIMIT, _LIMIT))
+    bounds = ((-LIMIT, -LIMIT), (LIMIT, LIMIT))
     return PlattState(*_fit(_platt, (1.0, 0.0), bounds, confidence, correct, clip))
 
 
@@ -198,7 +198,7 @@ def fit_beta(confidence: np.ndarray, correct: np.ndarray, *, clip: float | None 
     The likelihood ratio of two beta distributions; a = b = 1, m = 0 is the identity, a = b is Platt scaling. Always
     monotone. a and b are at most 16, m is within ±16. For the arguments see `fit_confidence_temperature`.
     """
-    bounds = ((0.0, 0.0, -_LIMIT), (_LIMIT, _LIMIT, _LIMIT))
+    bounds = ((0.0, 0.0, -LIMIT), (LIMIT, LIMIT, LIMIT))
     return BetaState(*_fit(_beta, (1.0, 1.0, 0.0), bounds, confidence, correct, clip))
 
 
@@ -226,7 +226,8 @@ def fit_stacking(confidences: Float[np.ndarray, "N C"], correct: Float[np.ndarra
 
     def fit(rows: np.ndarray, ridge: float) -> Minimum:
         data = (confidences[rows], correct[rows])
-        return regression(_stacking_columns, data, np.zeros(confidences.shape[1] + 1), -_LIMIT, _LIMIT, ridge)
+        start = np.zeros(confidences.shape[1] + 1)
+        return regression(_stacking_columns, data, start, -LIMIT, LIMIT, ridge)
 
     def held_out_loss(ridge: float) -> float:
         total = 0.0
