@@ -1,8 +1,8 @@
 """Temperature heads: Flax modules from features of the frozen model to the log inverse temperature of each token.
 
 A head returns log_scale `[B, T]`; the logits are multiplied by s = exp(log_scale) > 0, so no head can change which
-token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is the authors'; the lower end, not
-theirs, prevents a distribution from becoming uniform. By default a head starts as the identity (s = 1).
+token is the most likely. log_scale is clipped to [log 1/20, log 10]: the upper end is the authors'; the lower end,
+which they do not have, prevents a distribution from becoming uniform. By default a head starts as the identity (s = 1).
 
 "The authors" wrote Adaptive Temperature Scaling (arXiv 2409.19817); their code is at
 github.com/Johnathan-Xie/adaptive-temperature-scaling (src/llmtuner/model/calibration/head.py, commit f144309).

@@ -272,9 +272,9 @@ def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[s
 
 
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
-    """The moments of two disjoint pieces of the vocabulary; associative, commutative. `scale`: `scales_of_sums`.
+    """The moments of two disjoint pieces of the vocabulary together; `scale` is what `Options.scales_of_sums` returns.
 
-    The sums of both move to the larger maximum; `expected_row` is averaged, each piece by its fraction of the weight.
+    Associative and commutative. The sums of both move to the larger maximum; `expected_row` is averaged by weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 

@@ -5,7 +5,7 @@ without groups, every point is a group. More than `POOLS` groups are first merge
 equal size, and whole pools are drawn: the spread is the same, with a relative error of (2 POOLS)^-½ (0.7%; 1,000
 resamples have 2.2%), and time and memory no longer grow with resamples × points.
 
-Intervals are percentiles, except for binned calibration errors, which are biased: `intervals` gives theirs. Draws
+Intervals are percentiles, except for binned calibration errors, which are biased: `intervals` computes these. Draws
 depend only on the seed and the number of groups. Two metrics with the same seed and groups are therefore resampled
 together, which makes a comparison paired.
 """

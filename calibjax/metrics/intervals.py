@@ -15,7 +15,7 @@ estimate. The intervals here invert a test instead:
    observed one.
 
 For a difference, noise and bias also depend on what is unknown: the sum of both errors and the signs of the gaps. Step
-2 is therefore repeated for several families of candidates, and the interval is the union of theirs. (Berger and Boos
+2 is therefore repeated for several families of candidates, whose intervals are united. (Berger and Boos
 1994, JASA 89, take the largest p-value over a confidence set for the same reason.) A family has:
 
 a. gaps as observed, or smoothed over neighbouring bins, which corrects signs that noise has changed;

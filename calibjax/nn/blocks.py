@@ -326,7 +326,7 @@ class _Layer(nn.Module):
 
 
 class Attention(_Layer):
-    """Causal grouped-query attention: its output, and the tokens' keys and values. `past`: those of earlier tokens."""
+    """Causal grouped-query attention. Returns its output and the tokens' keys and values; `past` holds earlier ones."""
 
     @nn.compact
     def __call__(

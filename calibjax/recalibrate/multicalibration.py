@@ -52,7 +52,7 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     patches = []
     margin = np.float32(1 / (len(confidence) + 2))
     while len(patches) < _MOST_PATCHES:
-        # Cells of every category, and after them those of all predictions.
+        # The cells of every category, then the cells of all predictions.
         level = np.asarray(_bin(q, bins))
         cells = np.concatenate([category_of * bins + level, groups * bins + level])
         rows = np.concatenate([q, q]).astype(np.float64)

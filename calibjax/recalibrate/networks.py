@@ -51,7 +51,7 @@ def fit_g_layers(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]
     mean = np.float32(logits.mean(dtype=np.float64))
     deviation = np.float32(max(logits.std(dtype=np.float64), 1e-6))
     inner = np.random.default_rng(seed).normal(size=(classes, _UNITS)) * np.sqrt(2 / classes)
-    shapes = (_UNITS,), (_UNITS, classes), (classes,)  # all 0: the output is that of the identity
+    shapes = (_UNITS,), (_UNITS, classes), (classes,)  # all 0: the start is the identity
     start = inner.astype(np.float32), *(np.zeros(shape, np.float32) for shape in shapes)
     params, report = descend(_g_layers_loss, start, (logits, labels), (mean, deviation), seed=seed)
     return GLayersState._make((*params, np.asarray(mean), np.asarray(deviation), report))

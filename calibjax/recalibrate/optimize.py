@@ -50,7 +50,7 @@ def lbfgs(objective: Objective, start: np.ndarray, low: Any = -np.inf, high: Any
 
 
 def preconditioned_lbfgs(objective: Objective, start: np.ndarray, hessian: np.ndarray, **options: Any) -> Minimum:
-    """`lbfgs` from `start` in the coordinates v = Lᵀ(x − start), with L Lᵀ = `hessian`, about that at `start`."""
+    """`lbfgs` from `start` in the coordinates v = Lᵀ(x − start), with L Lᵀ = `hessian`, near the Hessian at `start`."""
     lower = np.linalg.cholesky(hessian)
 
     def to_x(v: np.ndarray) -> np.ndarray:

@@ -207,7 +207,7 @@ _BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 @jax.jit
 def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> LikelihoodSums:
-    """`likelihood_sums` of dense logits at the scale e^u; `most`: the largest of each row. One reduction, for CPUs."""
+    """`likelihood_sums` of dense logits at the scale e^u, in one reduction for CPUs. `most`: each row's largest."""
     logits, target, most = (x.astype(u.dtype) for x in (logits, target, most))
     z, target, s = logits - most[:, None], target - most, jnp.exp(u)
     e = jnp.exp(s * z)

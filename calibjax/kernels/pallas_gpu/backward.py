@@ -37,8 +37,8 @@ def _dz(
 ) -> Float[Array, "N C"]:
     """dz of a chunk of the vocabulary by the kernel, C padded to whole tiles.
 
-    `values` are those of the tokens, see `contract.token_values`; `ids` those of the one-hots, counted from the
-    first column of the chunk.
+    `values` are what `contract.token_values` returns for the tokens; `ids` are the columns of the one-hots, counted
+    from the first column of the chunk.
     """
     schedule = choose(hidden.shape[0], weights.shape[0], blocks, platform().device_kind)
     columns, count = schedule.blocks.columns, weights.shape[0]

@@ -6,7 +6,7 @@ per token and piece of the vocabulary leave the chip; the pieces are merged by `
 logits of 0, which add nothing to Σz and are masked in the other statistics.
 
 The exponentials can be saved in 16 bits, for later products that then need no logits (`Exponentials`), as on TPUs
-(`pallas_tpu.backward`). At a one-hot p and z are those of the statistics.
+(`pallas_tpu.backward`). At a one-hot, p and z come from the statistics.
 """
 
 from typing import Any, NamedTuple

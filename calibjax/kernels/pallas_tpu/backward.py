@@ -3,7 +3,7 @@
 The sums of dh [tokens, D] stay on chip while the vocabulary streams past, those of dW [columns, D] while the tokens do.
 Each kernel computes the logits again, or reads their saved exponentials, forms dz block by block in float32, rounds it
 to the inputs' dtype, and multiplies at once. Logits and dz are [columns, tokens]: per-token values lie along lanes, and
-dz is the left operand of dzᵀ·h; that of dz·W after a transposition in registers. No sum is split between grid steps
+dz is the left operand of dzᵀ·h and, after a transposition in registers, of dz·W. No sum is split between grid steps
 that could run in another order: results are the same from run to run.
 
 Saved exponentials (`Exponentials`) have the inputs' dtype. bfloat16 has the range of float32, and rounds by up to 2⁻⁸,
