@@ -1,7 +1,6 @@
 """All recalibration methods side by side: fitted on one set of predictions, timed, and compared on another."""
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax import metrics
-from calibjax.eval.figures_json import curve_json, differences_of, draws_of, ece_json, reliability_json
+from calibjax.eval.figures_json import curve_json, differences_of, draws_of, ece_json, finite_or_none, reliability_json
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import comparison_table, figure_of, winner
@@ -195,19 +194,19 @@ def comparison_json(
         nll = None
         if result.outcome.log_prob is not None:
             likelihood = pool(*pair, log_prob=result.outcome.log_prob)
-            nll = _none_if_infinite(metrics.summarise(likelihood)["nll"])
+            nll = finite_or_none(metrics.summarise(likelihood)["nll"])
             draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
         unknown = base.choice is None or result.outcome.choice is None
         row: dict[str, Any] = metrics.summarise(sums[name])
         log_loss = row.pop("nll")
         rows[name] = row | {
             "nll": nll,
-            "log_loss": _none_if_infinite(log_loss),
+            "log_loss": finite_or_none(log_loss),
             "certain_and_wrong": int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum()),
             **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
-            "adaptive_ece": _none_if_infinite(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
-            "smooth_ece": _none_if_infinite(float(metrics.smooth_ece(*pair))),
-            "auroc": _none_if_infinite(float(metrics.auroc(*pair))),
+            "adaptive_ece": finite_or_none(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
+            "smooth_ece": finite_or_none(float(metrics.smooth_ece(*pair))),
+            "auroc": finite_or_none(float(metrics.auroc(*pair))),
             "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
@@ -232,10 +231,6 @@ def comparison_json(
         return name in unconverged, value is None, -size if sort == "auroc" else size
 
     return {name: rows[name] for name in sorted(rows, key=order)}
-
-
-def _none_if_infinite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class ComparisonInputs(NamedTuple):
