@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, Int32
 from calibjax.data.examples import Example
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import check_value
+from calibjax.runtime.options import Fraction, check_value
 
 Layout = Literal["pack", "pad", "full"]
 SplitOrder = Literal["shuffled", "sequential"]
@@ -295,12 +295,6 @@ def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.
     return np.flatnonzero(~validation), np.flatnonzero(validation)
 
 
-def check_fraction(fraction: float, name: str) -> None:
-    """Raises `UserError` if a fraction is not between 0 and 1, both excluded."""
-    if not 0 < fraction < 1:
-        raise UserError(f"{name}: expected a number between 0 and 1, both excluded, got {fraction}.")
-
-
 def row_groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " G"]]:
     """Group of each sequence, and the sizes of the groups: a row is a group, or each sequence if there is one row."""
     source = sequences.source
@@ -312,7 +306,7 @@ def row_groups(sequences: Sequences) -> tuple[Int[np.ndarray, " S"], Int[np.ndar
 
 def _part_size(fraction: float, total: int, name: str) -> int:
     """`fraction` of `total` sequences, rounded down; raises `UserError` where that is none."""
-    check_fraction(fraction, name)
+    check_value(name, Fraction, fraction)
     size = int(fraction * total)
     if not size:
         sequences = "sequence" if total == 1 else "sequences"

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from calibjax.data.records import flat_rows, with_truth
-from calibjax.data.sequences import check_fraction, first_groups
+from calibjax.data.sequences import first_groups
 from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, first_line, user_path
+from calibjax.runtime.options import Fraction, check_value
 
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
@@ -162,7 +163,7 @@ def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
     """Splits a table at random by `seed` into (fit, held out), neither empty. Rows of one group stay on one side."""
-    check_fraction(fit_fraction, "fit_fraction")
+    check_value("fit_fraction", Fraction, fit_fraction)
     rows = len(table)
     if not 1 <= fit_fraction * rows <= rows - 1:
         expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"

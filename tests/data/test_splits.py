@@ -111,7 +111,7 @@ def test_how_many_are_held_back(source, fraction, held_back):
 def test_errors():
     sequences = make_sequences(range(5))
     for fraction in (0, 1):
-        with pytest.raises(UserError, match="fit_fraction: expected a number between 0 and 1"):
+        with pytest.raises(UserError, match="fit_fraction: expected above 0 and below 1"):
             split_sequences(sequences, fraction)
     with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequences is none"):
         split_sequences(sequences, 0.1)
