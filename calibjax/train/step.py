@@ -35,7 +35,6 @@ class OptimizerConfig:
         warmup_fraction: fraction of the steps, in [0, 1), in which the rate rises linearly from 0.
         weight_decay: decoupled weight decay, >= 0.
         clip_norm: largest global norm of the gradient, > 0; None disables clipping. `make_train_step` applies it.
-        b1, b2: decay rates of Adam's moments.
     """
 
     learning_rate: float = 2e-3
@@ -44,8 +43,6 @@ class OptimizerConfig:
     warmup_fraction: float = 0.1
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
-    b1: float = 0.9
-    b2: float = 0.999
 
     def rate(self, steps: int) -> optax.Schedule:
         """The schedule of the learning rate over `steps` steps."""
@@ -71,7 +68,7 @@ class OptimizerConfig:
                 optax.add_decayed_weights(self.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        return optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+        return optax.adamw(rate, weight_decay=self.weight_decay)
 
 
 def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
@@ -154,7 +151,7 @@ def make_train_step(
         if accumulate == 1:
             sums = gradients(state.params, frozen, batch, hyper, state.carry)
         else:
-            micro = jax.tree.map(lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:]), dict(batch))
+            micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), dict(batch))
             zeros = jax.tree.map(jnp.zeros_like, state.params)
 
             def add(sums: _Gradients, part: Batch) -> tuple[_Gradients, None]:
