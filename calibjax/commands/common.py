@@ -325,6 +325,10 @@ class TextOptions(SourceOptions):
     fit_fraction: Fraction = 0.6
     split_order: Literal["shuffled", "sequential"] = "shuffled"
 
+    def split_text(self, sequences: "Sequences", log: Log, seed: int) -> tuple["Sequences", "Sequences"]:
+        """The part to fit on and the held-out part; see the function `split_text`."""
+        return split_text(sequences, self.fit_fraction, log, order=self.split_order, seed=seed)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalDataOptions:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import split_text
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.sequences import limit_tokens, row_groups
 from calibjax.eval.compare import ComparisonInputs, Contender, Outcome, contenders
@@ -37,7 +36,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     log, mesh = context.log, context.mesh
     lm = options.load(mesh, log)
     sequences = together(functools.partial(options.text.read, options.data, lm, log, split=options.split))
-    parts = split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    parts = options.split_text(sequences, log, options.seed)
     batch_size = round_up(RECIPES["default"]["batch_size"], batch_shards(mesh))
 
     heads = ("temperature", "ats")  # fitted and tested by statistics of the logits, which are not held
@@ -49,14 +48,15 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     fit, held_out = (limit_tokens(part, limit, options.seed) for part in parts)
     counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
     reason = ", or a GiB of logits" if limit < options.max_tokens else ""
-    limit = f" (--max-tokens{reason})" if fit is not parts[0] else ""
-    log(f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}{limit}")
+    note = f" (--max-tokens{reason})" if fit is not parts[0] else ""
+    log(f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}{note}")
 
     def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
         """The predictions of the scored tokens under a head."""
-        options: Any = {"batch_size": batch_size, "keep_tokens": True, "context": context.silent()}
         with jax.set_mesh(mesh):
-            results = evaluate_tokens(lm, sequences, {"head": head}, **options)
+            results = evaluate_tokens(
+                lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=context.silent()
+            )
         tokens, where = results["head"].tokens, sequences.where
         assert tokens is not None
         fields = (tokens.confidence, tokens.argmax, tokens.log_prob)

@@ -21,7 +21,7 @@ from calibjax.models import LanguageModel, config_from_hf, init_params
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Count
+from calibjax.runtime.options import Count, run_identity
 from calibjax.runtime.sharding import replicated
 from calibjax.train.ats import fit_ats
 from calibjax.train.loop import train
@@ -65,9 +65,9 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
     fitted = fit_ats(lm, fit_set, AtsOptions(batch_size=_BATCH_SIZE), context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
-    sets = {"held_out": held_out}
+    identity, sets, binning = run_identity("quickstart", options), {"held_out": held_out}, common.BinningOptions()
     document, results = evaluate_fit(
-        "quickstart", options, lm, sets, fitted, context, batch_size=_BATCH_SIZE, keep_tokens=True
+        identity, lm, sets, fitted, context, batch_size=_BATCH_SIZE, binning=binning, keep_tokens=True
     )
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():

@@ -51,10 +51,7 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     plan = make_plan(options.ats, lm.config.hidden_size)
 
     texts = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
-    parts = {
-        name: common.split_text(sequences, options.fit_fraction, log, order=options.split_order, seed=options.seed)
-        for name, sequences in texts.items()
-    }
+    parts = {name: options.split_text(sequences, log, options.seed) for name, sequences in texts.items()}
     fit = {name: part for name, (part, _) in parts.items()}
     held_out = concatenate([part for _, part in parts.values()])
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
@@ -72,36 +69,37 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     fitted = fit_ats(lm, fit, options.ats, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
 
-    evaluation: dict[str, Any] = {"batch_size": plan.batch_size, "bins": options.bins, "closed": options.closed}
-    document, _ = evaluate_fit("train ats", options, lm, sets, fitted, context, **evaluation)
+    identity = run_identity("train ats", options)
+    document, _ = evaluate_fit(identity, lm, sets, fitted, context, batch_size=plan.batch_size, binning=options)
     common.finish(document, options)
     return document
 
 
 def evaluate_fit(
-    command: str,
-    options: common.OutputOptions,
+    identity: Mapping[str, Any],
     lm: LanguageModel,
     sets: Mapping[str, Sequences],
     fitted: AtsFit,
     context: RunContext,
     *,
     batch_size: int,
-    **evaluation: Any,
+    binning: common.BinningOptions,
+    keep_tokens: bool = False,
 ) -> tuple[Document, dict[str, dict[str, MethodResult]]]:
-    """Evaluates the base model, temperature scaling and ATS on every set, and writes tokens.json to --out.
+    """Evaluates the base model, temperature scaling and ATS on every set, and writes tokens.json.
 
-    `evaluation` are further options of `evaluate_tokens`. Returns the contents of metrics.json, and the results by set.
+    `identity`: the run's. Returns the contents of metrics.json, and the results by set.
     """
     heads = {"uncalibrated": FittedHead.constant(lm), "temperature": fitted.temperature, "ats": fitted.head}
+    figures: dict[str, Any] = {"bins": binning.bins, "closed": binning.closed, "keep_tokens": keep_tokens}
     results = {}
     with jax.set_mesh(context.mesh):
         for name, sequences in sets.items():
             titled = context.titled(f"evaluating {name.replace('_', ' ')}")
-            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=batch_size, context=titled, **evaluation)
+            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=batch_size, context=titled, **figures)
         sample = token_sample(lm, sets["held_out"], heads["uncalibrated"], fitted.head, batch_size=batch_size)
     if is_first():
-        write_file(options.out / "tokens.json", json.dumps(sample) + "\n")
-    run = {**run_identity(command, options), "fit": fitted.report, "base_fingerprint": lm.fingerprint}
-    document = common.make_document(results, run, closed=evaluation.get("closed", "right"), seed=options.seed)
+        write_file(context.require_directory() / "tokens.json", json.dumps(sample) + "\n")
+    run = {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint}
+    document = common.make_document(results, run, closed=binning.closed, seed=context.seed)
     return document | ({} if fitted.comparison is None else {"comparison": fitted.comparison}), results

@@ -75,7 +75,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)
-    fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    fit, held_out = options.split_text(read, log, options.seed)
     prompt, most = options.text_prompt_tokens, (held_out.segment_ids[: options.texts] == 1).sum(axis=1).min()
     if prompt > most:
         raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {prompt}.")

@@ -56,7 +56,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
 
     read = options.text.read(options.data, base, log, split=options.split)
-    fit, held_out = common.split_text(read, options.fit_fraction, log, order=options.split_order, seed=options.seed)
+    fit, held_out = options.split_text(read, log, options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
     sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
     for name, part in sets.items():
