@@ -87,10 +87,10 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
         tokens, log_scales = block
-        options = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "where": tokens["where"]}
         if compact and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
-            stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **options)
+            layer = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "where": tokens["where"]}
+            stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **layer)
         else:
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
@@ -110,11 +110,11 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         return results
 
     results = []
-    for numbers in _in_blocks(outputs, (shared, given)) if compact else outputs((shared, given)):
-        confidence, correct, log_prob, argmax, valid, log_scale = numbers
-        options = {"bins": bins, "closed": closed, "where": valid}
-        sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **options)
-        tokens = (confidence, argmax, jnp.exp(-log_scale), log_prob)
+    per_method = _in_blocks(outputs, (shared, given)) if compact else outputs((shared, given))
+    for confidence, correct, log_prob, argmax, valid, log_scale in per_method:
+        binning = {"bins": bins, "closed": closed, "where": valid}
+        sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **binning)
+        tokens = TokenOutputs(confidence, argmax, jnp.exp(-log_scale), log_prob)
         results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
 
@@ -123,12 +123,12 @@ def _reads_other_tokens(config: HeadConfig) -> bool:
     return config.attends or config.pooling == "sequence"
 
 
-def _in_blocks(function, shared):
+def _in_blocks(function, arguments):
     """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at these tokens, else 0."""
-    where = shared[0]["where"]
+    where = arguments[0]["where"]
     width = _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
     (indices,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
-    flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), shared)
+    flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), arguments)
 
     def take(index):
         return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0)[None], flat)
@@ -176,8 +176,7 @@ def evaluate_tokens(
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         static = (lm.config, configs, lm.dtype, bins, closed)
         outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
-        for name, (sums, values, valid, grid) in zip(names, outputs_of_batch, strict=True):
-            tokens = TokenOutputs(*values)
+        for name, (sums, tokens, valid, grid) in zip(names, outputs_of_batch, strict=True):
             sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
@@ -242,12 +241,12 @@ class Evaluation(NamedTuple):
     document: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        width = max(map(len, self.figures))
-        names = ("ece", "nll", "brier")
-        lines = [f"{self.tokens:,} tokens".ljust(width) + "".join(f"  {name.upper():<24}" for name in names)]
-        width = max(width, len(lines[0]) - 26 * len(names))
+        title, names = f"{self.tokens:,} tokens", ("ece", "nll", "brier")
+        width = max(map(len, (title, *self.figures)))
+        lines = [title.ljust(width) + "".join(f"  {name.upper():<24}" for name in names)]
         for method, figures in self.figures.items():
-            cells = [f"{x.value:.4f} [{x.low:.4f}, {x.high:.4f}]" for x in (figures[name] for name in names)]
+            intervals = [figures[name] for name in names]
+            cells = [f"{x.value:.4f} [{x.low:.4f}, {x.high:.4f}]" for x in intervals]
             lines.append(method.ljust(width) + "".join(f"  {cell:<24}" for cell in cells))
         return "\n".join(line.rstrip() for line in lines)
 
@@ -313,9 +312,21 @@ def evaluate(
 _SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5  # of the heat map of a report
 
 
+class _SampledTokens(NamedTuple):
+    """Figures of each token under one head, `[S, T]`; of its K most likely alternatives, `[S, T, K]`."""
+
+    argmax: Any
+    confidence: Any
+    probability: Any
+    entropy: Any
+    temperature: Any
+    top_ids: Any
+    top_probability: Any
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, batch):
-    """Per token under one head: confidence, probability, entropy, temperature, top probabilities; argmax; top ids."""
+    """The `_SampledTokens` of a batch, with `count` alternatives."""
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "statistics": (*_STATISTICS[:4], "expected_logit")}
@@ -324,8 +335,15 @@ def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, 
     logits = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
     top = top_logits(hidden, frozen.unembedding, count, **logits)
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
-    numbers = (stats.confidence(), jnp.exp(stats.log_prob()), stats.entropy(), jnp.exp(-log_scale), jnp.exp(log_prob))
-    return numbers, stats.require("argmax"), top.ids
+    return _SampledTokens(
+        argmax=stats.require("argmax"),
+        confidence=stats.confidence(),
+        probability=jnp.exp(stats.log_prob()),
+        entropy=stats.entropy(),
+        temperature=jnp.exp(-log_scale),
+        top_ids=top.ids,
+        top_probability=jnp.exp(log_prob),
+    )
 
 
 def token_sample(
@@ -359,8 +377,7 @@ def token_sample(
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, head.arrays, frozen, batch))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
         outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
-    (one, argmax, ids), (two, _, _) = outputs
-
+    before_head, after_head = outputs
     rows: list[list[dict[str, Any]]] = []
     for s in range(len(sequences.tokens)):
         row: list[dict[str, Any]] = []
@@ -376,12 +393,13 @@ def token_sample(
             row.append({"text": text, "scored": is_scored})
             if is_scored:
                 left -= 1
-                for name, first, second in zip(("confidence", "probability", "entropy"), one, two, strict=False):
-                    row[-1][name] = [_rounded(first[s, t]), _rounded(second[s, t])]
-                top = zip(ids[s, t], one[4][s, t], two[4][s, t], strict=True)
+                for name in ("confidence", "probability", "entropy"):
+                    row[-1][name] = [_rounded(getattr(figures, name)[s, t]) for figures in outputs]
+                probabilities = [figures.top_probability[s, t] for figures in outputs]
+                top = zip(before_head.top_ids[s, t], *probabilities, strict=True)
                 row[-1] |= {
-                    "right": bool(argmax[s, t] == target),
-                    "temperature": _rounded(two[3][s, t]),
+                    "right": bool(before_head.argmax[s, t] == target),
+                    "temperature": _rounded(after_head.temperature[s, t]),
                     "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
                 }
         rows.append(_whole_words(row))
@@ -391,8 +409,9 @@ def token_sample(
 def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cuts a text to whole words, at its start only where no prompt is there; unchanged if no token begins a word."""
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
-    begins = row[0]["text"][:1].isupper() or not all(token["scored"] for token in row[1:2])
-    first = starts[0] if starts and not begins else 0
+    starts_sentence = row[0]["text"][:1].isupper()
+    follows_prompt = len(row) > 1 and not row[1]["scored"]
+    first = 0 if not starts or starts_sentence or follows_prompt else starts[0]
     whole = row[first : starts[-1]] if starts and starts[-1] > first else row
     return whole if any(token["scored"] for token in whole) else row
 
