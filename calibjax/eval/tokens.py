@@ -165,8 +165,7 @@ def evaluate_tokens(
     frozen = frozen_arrays(lm, *(config for config in configs if config))
     mesh = context_mesh()
     compact = lm.unembedding is not None and (mesh is None or mesh.size == 1)
-    sums_of: dict[str, list[Any]] = {name: [] for name in names}
-    outputs: dict[str, list[Any]] = {name: [] for name in names}
+    parts: dict[str, list[tuple[metrics.CalibrationSums, TokenOutputs | None]]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = context.bar(title=context.title or "evaluation", unit="sequence", total=len(sequences.tokens))
     groups = min(len(sequences.tokens), GROUPS)
@@ -177,23 +176,20 @@ def evaluate_tokens(
         static = (lm.config, configs, lm.dtype, bins, closed)
         outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
         for name, (sums, tokens, valid, grid) in zip(names, outputs_of_batch, strict=True):
-            sums_of[name].append(metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums)))
+            sums = metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
             np.add.at(grids[name], (first + np.arange(real)) % groups, np.asarray(grid[:real], np.float64))
-            if keep_tokens:
-                tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
-                outputs[name].append([x[:real] for x in tokens])
+            tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
+            parts[name].append((sums, TokenOutputs(*(x[:real] for x in tokens)) if keep_tokens else None))
         first += real
         bar.update(real)
     bar.close()
     results = {}
     for name in names:
-        sums, tokens = jax.tree.map(lambda *parts: np.concatenate(parts), *sums_of[name]), None
+        sums, tokens = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts[name])
         if np.isnan(sums.nll).any():
             raise ValueError(f"{name}: the likelihood of some tokens is NaN; check the logits.")
-        if keep_tokens:
-            tokens = TokenOutputs(*(np.concatenate(part) for part in zip(*outputs[name], strict=True)))
         results[name] = MethodResult(sums, histograms[name], grids[name], tokens)
     return results
 
@@ -347,12 +343,7 @@ def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, 
 
 
 def token_sample(
-    lm: LanguageModel,
-    sequences: Sequences,
-    before: FittedHead,
-    after: FittedHead,
-    *,
-    batch_size: int = 8,
+    lm: LanguageModel, sequences: Sequences, before: FittedHead, after: FittedHead, *, batch_size: int = 8
 ) -> dict[str, Any]:
     """Some sequences, token by token, under two heads, each cut between two words.
 
