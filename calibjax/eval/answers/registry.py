@@ -15,12 +15,12 @@ Example:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from calibjax.eval.answers.confidence import (
     DistributionConfidence,
@@ -36,34 +36,22 @@ from calibjax.eval.answers.confidence import (
 from calibjax.eval.answers.probe_features import PROBES
 from calibjax.runtime.arrays import AnyArray
 
+Evidence = dict[str, Any]
+"""What is known of the answers to N questions; a confidence needs the fields that `Confidence.fields` names. Arrays:
 
-class Evidence(TypedDict, total=False):
-    """What is known of the answers to N questions; a confidence needs those of `Confidence.fields`.
-
-    Attributes:
-        tokens: `[N, T]`, log-probability of each token of the answer, nats; −inf where there is none.
-        distributions: `[N, T, 1 + K]`, of the vocabulary at each token of the answer: the entropy, nats, and the
-            log-probabilities of the K most likely tokens, largest first; of the base model, as `tokens`.
-        clusters: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
-        answer: int `[N]`, the cluster of the answer.
-        sample_log_probs: `[N, K]`, log-probability of each sample divided by its length, nats.
-        traces: `[N, K, 2]`, `trace_confidence` of each sample by its calibrated tokens.
-        distinct: bool `[N, K]`, the first sample of each text that is not the text of the answer.
-        two_way: `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
-        stated: `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it cannot be read.
-        log_odds: `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probe_features`).
-    """
-
-    tokens: Float[AnyArray, "N T"]
-    distributions: Float[AnyArray, "N T _"]
-    clusters: Int[AnyArray, "N K"]
-    answer: Int[AnyArray, " N"]
-    sample_log_probs: Float[AnyArray, "N K"]
-    traces: Float[AnyArray, "N K 2"]
-    distinct: Bool[AnyArray, "N K"]
-    two_way: Float[AnyArray, "N 2"]
-    stated: Float[AnyArray, " N"]
-    log_odds: Float[AnyArray, " N"]
+- `tokens`: float `[N, T]`, log-probability of each token of the answer, nats; -inf where there is none.
+- `distributions`: float `[N, T, 1 + K]`, of the vocabulary at each token of the answer: the entropy, nats, and the
+  log-probabilities of the K most likely tokens, largest first; of the base model, as `tokens`.
+- `clusters`: int `[N, K]`, which of the K samples mean the same (`calibjax.eval.answers.clusters`).
+- `answer`: int `[N]`, the cluster of the answer.
+- `sample_log_probs`: float `[N, K]`, log-probability of each sample divided by its length, nats.
+- `traces`: float `[N, K, 2]`, `trace_confidence` of each sample by its calibrated tokens.
+- `distinct`: bool `[N, K]`, the first sample of each text that is not the text of the answer.
+- `two_way`: float `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
+- `stated`: float `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it
+  cannot be read.
+- `log_odds`: float `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probe_features`).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +61,7 @@ class Confidence:
     function: Callable[..., Float[Array, " N"]]
     fields: tuple[str, ...]
 
-    def __call__(self, evidence: Mapping[str, Any]) -> Float[Array, " N"]:
+    def __call__(self, evidence: Evidence) -> Float[Array, " N"]:
         return self.function(*(evidence[field] for field in self.fields))
 
 

@@ -14,7 +14,7 @@ from calibjax.eval.answers.clusters import clusters_of, exact_clusters, find_clu
 from calibjax.eval.answers.confidence import semantic_confidence, trace_confidence
 from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
-from calibjax.eval.answers.registry import CONFIDENCES
+from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
 from calibjax.eval.tasks.answer_files import Answers, Samples, read_samples, resumed
 from calibjax.eval.tasks.choices import confidences
@@ -69,7 +69,7 @@ class WrittenAnswers:
             log_probs[:, number, : score.log_probs.shape[1]] = score.log_probs
         confidence = confidences(self.options.text_confidence, log_probs)[:, :count]
         if self.options.further_confidences and count:
-            evidence = {"tokens": log_probs[0, :count]}
+            evidence: Evidence = {"tokens": log_probs[0, :count]}
             if top_k:
                 distributions = np.full((count, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
                 for number, score in enumerate(scores):
@@ -118,10 +118,8 @@ class WrittenAnswers:
         """Whether a further confidence reads this field of `Evidence`."""
         return any(field in CONFIDENCES[name].fields for name in self.options.further_confidences)
 
-    def _further_confidences(
-        self, batch: Batch, written: Written, evidence: dict[str, Any]
-    ) -> Float[np.ndarray, "Q N"]:
-        """The further confidences; `evidence` holds fields of `Evidence`, of the base model for the answers' tokens."""
+    def _further_confidences(self, batch: Batch, written: Written, evidence: Evidence) -> Float[np.ndarray, "Q N"]:
+        """The further confidences; `evidence`: what the base model gives for the answers' tokens."""
         texts = written.texts()
         if self._reads("clusters"):
             samples = self._samples(batch, written)
