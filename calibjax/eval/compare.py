@@ -176,7 +176,7 @@ def comparison_json(
     A row holds the figures of `metrics.summarise`, and:
 
     - `nll`: negative log-likelihood of the true class, null for methods that give a confidence alone;
-    - `log_loss`: that of correctness, null where it is infinite;
+    - `log_loss`: negative log-likelihood of correctness, null where it is infinite;
     - `certain_and_wrong`: number of wrong predictions with confidence 1, and of right ones with confidence 0;
     - `changed`: number of predictions that differ from those of "uncalibrated", or else of the first row;
     - `against`: for each of `COMPARED` the `metrics.PairedDifference` from `reference`, which names temperature
@@ -187,13 +187,15 @@ def comparison_json(
     pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
     rows, sums, draws = {}, {}, {}
     for name, result in results.items():
-        c, y = pair = result.outcome.confidence, result.outcome.correct
-        sums[name] = pool(*pair)
+        c, y = result.outcome.confidence, result.outcome.correct
+        ruled_out_and_right = (c <= 0) & (y > 0)
+        certain_and_wrong = (c >= 1) & (y < 1)
+        sums[name] = pool(c, y)
         drawn = draws_of(sums[name], seed)
         draws[name] = {"brier": drawn["brier"], "log_loss": drawn["nll"]}
         nll = None
         if result.outcome.log_prob is not None:
-            likelihood = pool(*pair, log_prob=result.outcome.log_prob)
+            likelihood = pool(c, y, log_prob=result.outcome.log_prob)
             nll = finite_or_none(metrics.summarise(likelihood)["nll"])
             draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
         unknown = base.choice is None or result.outcome.choice is None
@@ -202,16 +204,16 @@ def comparison_json(
         rows[name] = row | {
             "nll": nll,
             "log_loss": finite_or_none(log_loss),
-            "certain_and_wrong": int((((c <= 0) & (y > 0)) | ((c >= 1) & (y < 1))).sum()),
+            "certain_and_wrong": int((ruled_out_and_right | certain_and_wrong).sum()),
             **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
-            "adaptive_ece": finite_or_none(float(metrics.adaptive_calibration_error(*pair, bins=bins))),
-            "smooth_ece": finite_or_none(float(metrics.smooth_ece(*pair))),
-            "auroc": finite_or_none(float(metrics.auroc(*pair))),
+            "adaptive_ece": finite_or_none(float(metrics.adaptive_calibration_error(c, y, bins=bins))),
+            "smooth_ece": finite_or_none(float(metrics.smooth_ece(c, y))),
+            "auroc": finite_or_none(float(metrics.auroc(c, y))),
             "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
             "reliability": reliability_json(metrics.total(sums[name]), drawn["bins"]),
-            "curve": curve_json(metrics.reliability_curve(*pair, groups=groups, seed=seed)),
+            "curve": curve_json(metrics.reliability_curve(c, y, groups=groups, seed=seed)),
         }
     for name, row in rows.items():
         for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
@@ -340,9 +342,9 @@ def compare(
     fields = ("confidence", "correct") if fit.logits is None else ("logits", "labels")
     for data in (fit, held_out):
         select(data, fields, impossible="logits" in fields)
-    rows = len(np.asarray(getattr(held_out, fields[0])))
-    if groups is not None and np.shape(groups) != (rows,):
-        raise UserError(f"groups: expected a label for each of {rows} held-out predictions, got {np.shape(groups)}.")
+    count = len(np.asarray(getattr(held_out, fields[0])))
+    if groups is not None and np.shape(groups) != (count,):
+        raise UserError(f"groups: expected a label for each of {count} held-out predictions, got {np.shape(groups)}.")
     inputs = prediction_inputs(fit, held_out, methods or tuple(METHODS), groups, include_large=bool(methods))
     return run_comparison(inputs, sort=sort, bins=bins, closed=closed, context=context or RunContext())
 
