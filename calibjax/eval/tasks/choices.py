@@ -131,9 +131,11 @@ class MultipleChoice:
         if not labels:
             raise UserError(f"fit: no calibration question of {', '.join(parts)} has exactly one right option.")
         width = max(row.shape[1] for row in rows)
-        rows = [np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-np.inf) for row in rows]
+        padded = np.full((len(rows[0]), len(rows), width), -np.inf, np.float32)
+        for number, row in enumerate(rows):
+            padded[:, number, : row.shape[1]] = row
         scales = [1.0]
-        for logits in np.stack(rows, axis=1)[1:]:
+        for logits in padded[1:]:
             state = recalibrate.METHODS["temperature"].fit(Predictions(logits=logits, labels=np.asarray(labels)))
             scales.append(float(np.exp(state.log_scale)))
         splits = {self.questions.calibration_split(task) for task in parts.values()}

@@ -165,5 +165,6 @@ def _example_split(task: "ConfigurableTask") -> str | None:
 
 def harness_metrics(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Name -> values, of the metrics that have one number for each question."""
-    names = [name for name in (rows[0] if rows else {}) if all(np.ndim(row[name]) == 0 for row in rows)]
+    first = rows[0] if rows else {}
+    names = [name for name in first if all(np.ndim(row[name]) == 0 for row in rows)]
     return {name: np.array([float(row[name]) for row in rows]) for name in names}

@@ -106,8 +106,8 @@ class Scorer:
         for head in heads.values():
             check_base(lm, head)
         self.lm, self.max_length = lm, max_length or longest
-        self._groups = batch_shards(lm.mesh)
-        self.batch_size = round_up(batch_size, self._groups)
+        self._shards = batch_shards(lm.mesh)
+        self.batch_size = round_up(batch_size, self._shards)
         self._configs = tuple(head.config for head in heads.values())
         self._head_arrays = [head.arrays for head in heads.values()]
         self._frozen = frozen_arrays(lm, *self._configs)
@@ -138,13 +138,13 @@ class Scorer:
     def _stream(self, requests: Sequence[Continuation], top_k: int) -> Iterator[tuple[int, Score]]:
         groups, rows = self._plan(requests)
         with self.lm.on_mesh():
-            for start in range(0, len(groups), self._groups):
-                yield from self._after_prefixes(requests, groups[start : start + self._groups], top_k)
+            for start in range(0, len(groups), self._shards):
+                yield from self._after_prefixes(requests, groups[start : start + self._shards], top_k)
             rows, start = sorted(rows, key=lambda row: -len(row.tokens)), 0
             while start < len(rows):
                 width = self._width(len(rows[start].tokens))
                 count = self.batch_size
-                while count * width > self.batch_size * _WIDE and count % (2 * self._groups) == 0:
+                while count * width > self.batch_size * _WIDE and count % (2 * self._shards) == 0:
                     count //= 2
                 yield from self._batch(requests, rows[start : start + count], (count, width), top_k)
                 start += count
@@ -158,7 +158,7 @@ class Scorer:
         self, requests: Sequence[Continuation], groups: Sequence[_Group], top_k: int
     ) -> Iterator[tuple[int, Score]]:
         """The scores of some groups, one for each part of the mesh, whose prefixes are run at the same time."""
-        shape = self._groups, self._width(max(len(group.prefix) for group in groups))
+        shape = self._shards, self._width(max(len(group.prefix) for group in groups))
         tokens, segments = np.zeros((2, *shape), np.int32)
         for index, group in enumerate(groups):
             part = index, slice(len(group.prefix))
@@ -174,13 +174,13 @@ class Scorer:
             width = widest
             if 4 * max(len(rows[0].tokens) for rows in left if rows) <= widest:  # one more program, for short last rows
                 width = widest // 4
-            fitting_rows = max(self.batch_size * _WIDE // (width * self._groups), 1)
+            fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
             rows_left = count - start
             step = min(fitting_rows, 2 ** rows_left.bit_length())
             while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
                 step //= 2
             parts = [rows[:step] for rows in left]
-            parts += [[]] * (self._groups - len(parts))
+            parts += [[]] * (self._shards - len(parts))
             rows = [row for part in parts for row in part + [_NO_ROW] * (step - len(part))]
             yield from self._batch(requests, rows, (len(rows), width), top_k, cache)
             start += step
@@ -237,14 +237,14 @@ class Scorer:
         tokens, segments, positions, until = np.zeros((4, *shape), np.int32)
         until[:] = shape[1]
         where = np.zeros(tokens.shape, bool)
-        reads, order = [], []
+        coordinates, order = [], []
         for index, row in enumerate(rows):
             part = index, slice(len(row.tokens))
             tokens[part], positions[part], until[part], segments[part] = row.tokens, row.positions, row.until, 1
             for number, columns in row.columns.items():
                 order.append((number, row.positions[columns[-1]] + 1))
                 where[index, columns] = True
-                reads += [(index, *pair) for pair in zip(columns, requests[number].tokens, strict=True)]
+                coordinates += [(index, *pair) for pair in zip(columns, requests[number].tokens, strict=True)]
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
         if cache is not None or any(min(row.until) < len(row.tokens) for row in rows):
             batch["until"] = until
@@ -254,11 +254,11 @@ class Scorer:
         lm = self.lm
         kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
         hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, cache)
-        coordinates = np.zeros((round_up(len(reads), _READS), 3), np.int32)
-        coordinates[: len(reads)] = reads
+        padded = np.zeros((round_up(len(coordinates), _READS), 3), np.int32)
+        padded[: len(coordinates)] = coordinates
         pieces = [
-            _read(*kinds, top_k, *arrays, hidden, log_scales, coordinates[start : start + _READS])
-            for start in range(0, len(coordinates), _READS)
+            _read(*kinds, top_k, *arrays, hidden, log_scales, padded[start : start + _READS])
+            for start in range(0, len(padded), _READS)
         ]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
         log_probs, greedy, distributions = parts
