@@ -65,7 +65,8 @@ class CompareOptions(
 
     def check(self) -> None:
         """Raises `UserError` unless there is a model with its text, or else a table."""
-        if (self.model is None) != (self.data is None) or (self.table is None) == (self.model is None):
+        given = [name for name in ("model", "data", "table") if getattr(self, name) is not None]
+        if given not in (["model", "data"], ["table"]):
             raise UserError("give either --model and --data, or --table.")
         if self.table is not None and self.split_order != "shuffled":
             raise UserError("--split-order: rows of a table are always drawn at random; leave it out.")

@@ -112,8 +112,9 @@ def _print(document: Document, options: DecideOptions) -> None:
 
 def _verdict(categories: Document, options: DecideOptions) -> Verdict:
     decided = [row["claims" if options.claims else "answers"] for row in categories.values()]
-    threshold, none = decided[0]["threshold"], sum(row["selects"] == "none" for row in decided)
-    answered = sum(row["answered"] * row["questions"] for row in decided) / sum(row["questions"] for row in decided)
+    threshold = decided[0]["threshold"]
+    none = sum(row["selects"] == "none" for row in decided)
+    answered = np.average([row["answered"] for row in decided], weights=[row["questions"] for row in decided])
     if options.claims:
         limit = f"expected fraction of false claims in an answer is at most {options.risk}"
         if none == len(decided):

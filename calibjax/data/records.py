@@ -33,7 +33,9 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
         flatten = _options
     else:
         return rows
-    has_groups = flatten is not _options and any(tokens or len(_records(_body(row).get("choices"))) > 1 for row in rows)
+    has_groups = tokens
+    if flatten is _answers:
+        has_groups = any(len(_records(_body(row).get("choices"))) > 1 for row in rows)
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter

@@ -46,7 +46,8 @@ def _at(states: States, layer: int, place: Int[Array, " B"]) -> Float[Array, "B 
 def _mean(states: States, spans: AnswerSpans) -> Float[Array, "B D"]:
     columns = jnp.arange(states.shape[2])[None, :]
     inside = (columns >= spans.start[:, None]) & (columns < spans.end[:, None])
-    return jnp.sum(jnp.where(inside[..., None], states[-1], 0.0), axis=1) / jnp.sum(inside, axis=1, keepdims=True)
+    summed = jnp.sum(jnp.where(inside[..., None], states[-1], 0.0), axis=1)
+    return summed / jnp.sum(inside, axis=1, keepdims=True)
 
 
 def _several(states: States, spans: AnswerSpans) -> Float[Array, "B F"]:
