@@ -213,8 +213,9 @@ class Candidate(NamedTuple):
 class _Fitting:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    `log_scale` is that of temperature scaling; `by_set`: each fold is a set. `scores` are those of candidates, by name;
-    `solutions`, by head and by the fold that was left out: the last solution, from which the next fit starts.
+    `log_scale` is the log scale of temperature scaling. With `by_set`, each fold is one of the sets. `scores` holds the
+    score of each candidate, by name. `solutions` holds the last solution of each head without each fold; the next fit
+    starts from it.
     """
 
     tokens: TokenCurves
@@ -431,8 +432,8 @@ def train_head(
 ) -> Any:
     """Trains one head with one loss in steps, from its newest checkpoint if there is one; returns its parameters.
 
-    The number of steps follows from `rows`, a number of sequences, by default that of `tokens`: with one number for all
-    folds, their heads share a program. The seed of `context` determines the initial parameters and the batches.
+    `rows` is the number of sequences that the number of steps is computed from, by default all of `tokens`; folds that
+    pass one number share a compiled program. The seed of `context` determines the initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
     optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)
