@@ -145,7 +145,8 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
     inputs = prediction_inputs(calibration, held_out, names, parts[1].groups, include_large=include_large)
     if base_logits is not None:
         logits = np.asarray(calibration.logits)
-        inputs.rows[_DACA] = inputs.rows[inputs.reference]._replace(fit=lambda: fit_daca(logits, base_logits))
+        reference = inputs.contenders[inputs.reference]
+        inputs.contenders[_DACA] = reference._replace(fit=lambda: fit_daca(logits, base_logits))
     return inputs._replace(title=f"{options.table.name}, held out")
 
 

@@ -70,10 +70,10 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     def ats() -> FittedHead:
         return fit_ats(lm, fit, AtsOptions(batch_size=batch_size), context.within("ats").silent()).head
 
-    base, rows, left_out = outcome_of(FittedHead.constant(lm), held_out), {}, {}
+    base, compared, left_out = outcome_of(FittedHead.constant(lm), held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
         if name == "temperature" or name in names:
-            rows[name] = Contender(fit_head, lambda head: outcome_of(head, held_out))
+            compared[name] = Contender(fit_head, lambda head: outcome_of(head, held_out))
     if others:
         fitted = outcome_of(FittedHead.constant(lm), fit)
         with jax.set_mesh(mesh):
@@ -82,14 +82,14 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
             calibration = _predictions(lm, fit, fitted, batch_size, needed_fields, matrix)
             testing = _predictions(lm, held_out, base, batch_size, needed_fields, matrix)
         more, left_out = contenders(calibration, testing, base, others, include_large=include_large)
-        rows |= more
+        compared |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
     group = np.broadcast_to(row_groups(held_out)[0][:, None], held_out.where.shape)[held_out.where]
     notes = {"model": options.model, "data": options.data, "adapter": options.adapter and str(options.adapter)}
     return ComparisonInputs(
         base=base,
-        rows=rows,
+        contenders=compared,
         left_out=left_out,
         reference="temperature",
         groups=group.astype(np.int32),

@@ -78,7 +78,7 @@ def contenders(
 
     Without `include_large`, methods with a parameter for each pair of classes are left out if predictions are fewer.
     """
-    rows, left_out = {}, {}
+    chosen, left_out = {}, {}
     classes = class_count(held_out)
     impossible = any(data.logits is not None and np.isneginf(data.logits).any() for data in (calibration, held_out))
     for name in names:
@@ -95,8 +95,8 @@ def contenders(
                 f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it anyway"
             )
         else:
-            rows[name] = _contender(method, calibration, held_out, base)
-    return rows, left_out
+            chosen[name] = _contender(method, calibration, held_out, base)
+    return chosen, left_out
 
 
 def _contender(method: Method, calibration: Predictions, held_out: Predictions, base: Outcome) -> Contender:
@@ -133,10 +133,10 @@ def _distribution(
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def _run(rows: Mapping[str, Contender], context: RunContext) -> tuple[dict[str, Result], dict[str, str]]:
+def _run(compared: Mapping[str, Contender], context: RunContext) -> tuple[dict[str, Result], dict[str, str]]:
     """Results by name, and for each contender that failed, which does not stop the others, the reason."""
     results, failed = {}, {}
-    bar = context.bar(rows.items(), title="comparing", unit="method")
+    bar = context.bar(compared.items(), title="comparing", unit="method")
     for name, contender in bar:
         bar.set_postfix_str(name)
         try:
@@ -240,9 +240,9 @@ class ComparisonInputs(NamedTuple):
 
     Attributes:
         base: the uncalibrated held-out predictions.
-        rows: name -> contender, in the order in which they are fitted.
+        contenders: name -> contender, in the order in which they are fitted.
         left_out: name -> why it cannot run.
-        reference: name of temperature scaling among the rows.
+        reference: name of temperature scaling among the contenders.
         groups: labels `[N]` of held-out predictions that are resampled together; by default each by itself.
         unit: what a prediction is, in the plural, such as "tokens".
         clusters: what is resampled, in the plural.
@@ -251,7 +251,7 @@ class ComparisonInputs(NamedTuple):
     """
 
     base: Outcome
-    rows: dict[str, Contender]
+    contenders: dict[str, Contender]
     left_out: dict[str, str]
     reference: str
     groups: np.ndarray | None = None
@@ -364,17 +364,17 @@ def prediction_inputs(
         fit = fit._replace(confidence=outcome.confidence, correct=outcome.correct)
         held_out = held_out._replace(confidence=base.confidence, correct=base.correct)
     names = tuple(name for name in METHODS if name in names or name == reference)
-    rows, left_out = contenders(fit, held_out, base, names, include_large=include_large)
+    compared, left_out = contenders(fit, held_out, base, names, include_large=include_large)
     clusters = "rows" if groups is None else "groups"
     groups = None if groups is None else np.asarray(groups)
-    return ComparisonInputs(base, rows, left_out, reference, groups, clusters=clusters)
+    return ComparisonInputs(base, compared, left_out, reference, groups, clusters=clusters)
 
 
 def run_comparison(
     inputs: ComparisonInputs, *, sort: SortKey, bins: int, closed: Closed, context: RunContext
 ) -> Comparison:
     """Fits and compares all contenders of the inputs."""
-    results, failed = _run(inputs.rows, context)
+    results, failed = _run(inputs.contenders, context)
     results = {"uncalibrated": Result(inputs.base, 0.0, 0, None), **results}
     options: dict[str, Any] = {"bins": bins, "closed": closed, "seed": context.seed, "sort": sort}
     methods = comparison_json(results, reference=inputs.reference, groups=inputs.groups, **options)
