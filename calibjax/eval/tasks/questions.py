@@ -122,8 +122,8 @@ class TaskQuestions:
             numbers = np.sort(np.random.default_rng((seed, 2)).choice(numbers, _MAX_CALIBRATION, replace=False))
         return documents, numbers.tolist()
 
-    def batches(self, part: str, documents: Any, numbers: Sequence[int]) -> Iterator[Batch]:
-        """Yields the questions of a part, in batches; those with an option that is too long to be read are left out."""
+    def batches(self, part: str, source: Any, numbers: Sequence[int]) -> Iterator[Batch]:
+        """Yields the documents `numbers` of `source` in batches; one with an option too long to be read is left out."""
         task, lm = self.task.parts[part], self.model
         subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
         # Written answers take long: few at a time, so that progress shows and little is lost where a run is killed.
@@ -131,18 +131,18 @@ class TaskQuestions:
         for start in range(0, len(numbers), size):
             chosen = list(numbers[start : start + size])
             task.set_fewshot_seed(self.context.seed)
-            questions = [documents[number] for number in chosen]
-            prompts = [lm.prompt(task, question, self.shots(task)) for question in questions]
+            documents = [source[number] for number in chosen]
+            prompts = [lm.prompt(task, document, self.shots(task)) for document in documents]
             check_same([str(len(chosen)), *prompts], f"the questions of {task.config.task}")
             options: list[list[Continuation]] = []
             if task.OUTPUT_TYPE == "multiple_choice":
-                for question, prompt in zip(questions, prompts, strict=True):
-                    requests: Any = task.construct_requests(question, prompt, apply_chat_template=lm.chat is not None)
+                for document, prompt in zip(documents, prompts, strict=True):
+                    requests: Any = task.construct_requests(document, prompt, apply_chat_template=lm.chat is not None)
                     options.append([lm.encode(*request.args) for request in requests])
                 longest = [max(len(option.tokens) for option in question) for question in options]
                 readable = [place for place, length in enumerate(longest) if length <= lm.max_length]
-                questions, prompts, options = ([x[place] for place in readable] for x in (questions, prompts, options))
-            yield Batch(part, task, subject, chosen, questions, prompts, options)
+                documents, prompts, options = ([x[place] for place in readable] for x in (documents, prompts, options))
+            yield Batch(part, task, subject, chosen, documents, prompts, options)
 
     def calibration_batches(self) -> list[Batch]:
         parts = self.task.parts.items()
