@@ -114,7 +114,8 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     for confidence, correct, log_prob, argmax, valid, log_scale in per_method:
         binning = {"bins": bins, "closed": closed, "where": valid}
         sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **binning)
-        tokens = TokenOutputs(confidence, argmax, jnp.exp(-log_scale), log_prob)
+        temperature: Any = jnp.exp(-log_scale)
+        tokens = TokenOutputs(confidence, argmax, temperature, log_prob)
         results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
 
