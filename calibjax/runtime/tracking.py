@@ -1,17 +1,15 @@
-"""Trackers of a training run in addition to TensorBoard: Weights & Biases and Trackio, where they are installed."""
+"""A tracker of a training run in addition to TensorBoard: Weights & Biases, where it is installed."""
 
-import contextlib
 import importlib.util
 import json
 import secrets
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import write_file
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb"]
 
 
 def check_tracker(name: TrackerName) -> None:
@@ -24,28 +22,21 @@ def make_tracker(name: TrackerName, directory: Path) -> Any:
     """A tracker of the run in `directory`, with methods `log(scalars, step=)` and `finish()`; None for TensorBoard.
 
     A run that resumes continues the tracked run: its identity is kept in `directory`. Where the scalars go, and whether
-    a service is contacted, is set as each library documents (`WANDB_MODE=offline`, `WANDB_DIR`, `TRACKIO_DIR`).
+    a service is contacted, is set as the library documents (`WANDB_MODE=offline`, `WANDB_DIR`).
     """
     if name == "tensorboard":
         return None
     check_tracker(name)
+    import wandb  # pyright: ignore[reportMissingImports]
+
     file = directory / "tracking.json"
     if not file.is_file():
         write_file(file, json.dumps({"run": secrets.token_hex(4)}) + "\n")
     identity = str(json.loads(file.read_text())["run"])
     title = "/".join(directory.absolute().parts[-3:])
     try:
-        if name == "wandb":
-            import wandb  # pyright: ignore[reportMissingImports]
-
-            settings = wandb.Settings(console="off", silent=True)
-            options: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
-            return wandb.init(project="calibjax", name=title, **options)
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        more: dict[str, Any] = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
-            trackio.init(project="calibjax", name=f"{title} {identity}", resume="allow", **more)
-        return trackio  # its `finish` ends what the module would do at exit
+        settings = wandb.Settings(console="off", silent=True)
+        options: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
+        return wandb.init(project="calibjax", name=title, **options)
     except Exception as error:  # of the network, of a missing login: whatever goes wrong is the tracker's
         raise UserError(f"--track {name}: {first_line(error)}") from error
