@@ -17,7 +17,7 @@ from calibjax.commands import eval_tasks
 from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.eval.answers.clusters import hidden_clustering
 from calibjax.eval.answers.judges import plain_text
-from calibjax.eval.answers.self_evaluation import TWO_WAY, read_number, read_words
+from calibjax.eval.answers.self_evaluation import TWO_WAY, read_number
 from calibjax.eval.tasks import written
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
@@ -168,5 +168,3 @@ def test_replies_are_read_strictly():
     assert {reply: read_number(reply) for reply in read} == read
     unread = ("", "101", "-5", "80-90", "I am 80% sure", "1.5", "nan", "\uff18\uff15")
     assert [read_number(reply) for reply in unread] == [None] * len(unread)
-    assert read_words("Almost certain.") == 0.95
-    assert [read_words(reply) for reply in ("", "likely, I think", "no")] == [None] * 3

@@ -99,7 +99,6 @@ CONFIDENCES: dict[str, Confidence] = {
     "p_true": Confidence(two_way_confidence, ("two_way",)),
     "p_not_none": Confidence(two_way_confidence, ("two_way",)),
     "verbalised": Confidence(_stated_confidence, ("stated",)),
-    "verbalised_words": Confidence(_stated_confidence, ("stated",)),
     **{name: Confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), ("log_odds",)) for name in PROBES},
 }
 """Name -> confidence. 1/perplexity of an answer is length_normalised."""

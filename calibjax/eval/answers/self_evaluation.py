@@ -4,16 +4,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-_WORDS = {
-    "almost certain": 0.95,
-    "very likely": 0.9,
-    "likely": 0.7,
-    "even chance": 0.5,
-    "unlikely": 0.3,
-    "very unlikely": 0.1,
-    "almost impossible": 0.05,
-}
-"""Words of estimative probability, with values near the medians that people give them (Fagen-Ulmschneider 2015)."""
 _PERCENT = re.compile(r"(100|\d{1,2})(?:\.0+)?\s*%?", re.ASCII)
 _FRACTION = re.compile(r"0?\.\d+|1\.0+|0\.0*", re.ASCII)
 
@@ -33,16 +23,6 @@ def read_number(reply: str) -> float | None:
         return float(line)
     percent = _PERCENT.fullmatch(line)
     return float(percent[1]) / 100 if percent else None
-
-
-def read_words(reply: str) -> float | None:
-    """The confidence in a reply that is one of seven expressions; None for any other reply.
-
-    Example:
-        >>> [read_words(reply) for reply in (" Very likely.", "even chance", "likely or not")]
-        [0.9, 0.5, None]
-    """
-    return _WORDS.get(_first_line(reply).lower())
 
 
 def _first_line(reply: str) -> str:
@@ -73,7 +53,4 @@ TWO_WAY = {
 """Name of a method -> its question. `{question}` is the task's own prompt without examples."""
 STATED = {
     "verbalised": Stated(_PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number),
-    "verbalised_words": Stated(
-        _PROPOSED + f"Choose one: {', '.join(_WORDS)}.\nThat the proposed answer is right is:", read_words
-    ),
 }
