@@ -448,10 +448,10 @@ def check_sources(options: Any) -> None:
         return
     from calibjax.data import is_hub_id, is_multiple_choice
 
-    sources = data if isinstance(data, tuple) else (data,)
-    if len(sources) > len({os.path.abspath(source or "") for source in sources}):
+    sources = data if isinstance(data, tuple) else () if data is None else (data,)
+    if len(sources) > len({os.path.abspath(source) for source in sources}):
         raise UserError(f"--data: expected different sets, got {', '.join(sources)}.")
-    checks = [("--data", source, options.split, len(sources) > 1) for source in sources if source is not None]
+    checks = [("--data", source, options.split, len(sources) > 1) for source in sources]
     checks += [("--eval-data", source, None, True) for source in further]
     for option, source, split, column_optional in checks:
         if not is_hub_id(source):

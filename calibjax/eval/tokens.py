@@ -14,7 +14,7 @@ from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.data.sequences import check_resamples
 from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
-from calibjax.heads import FittedHead, HeadConfig
+from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.kernels.api import hold_logits
 from calibjax.kernels.platforms import platform
@@ -82,7 +82,10 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
-    given = [log_scale_of(head, shared) if head and _reads_other_tokens(head[0]) else None for head in heads]
+    given = [
+        log_scale_of(head, shared) if head and (head[0].attends or head[0].pooling == "sequence") else None
+        for head in heads
+    ]
 
     def outputs(block):
         """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
@@ -118,10 +121,6 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         tokens = TokenOutputs(confidence, argmax, temperature, log_prob)
         results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
-
-
-def _reads_other_tokens(config: HeadConfig) -> bool:
-    return config.attends or config.pooling == "sequence"
 
 
 def _in_blocks(function, arguments):

@@ -1,7 +1,7 @@
 """Accuracy and calibration of a model's answers on the benchmarks of lm-eval, and their figures as plain data."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from calibjax.eval.tasks.answer_files import (
     write_answers,
     write_table,
 )
-from calibjax.eval.tasks.evaluator import TaskEvaluator
+from calibjax.eval.tasks.choices import MultipleChoice
 from calibjax.eval.tasks.local_data import BenchmarkTask, assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
-from calibjax.eval.tasks.questions import TaskQuestions
+from calibjax.eval.tasks.questions import BATCH, Batch, TaskQuestions
 from calibjax.eval.tasks.written import WrittenAnswers
 from calibjax.heads import FittedHead
 from calibjax.metrics import CalibrationSums, Closed
@@ -129,6 +129,46 @@ def evaluate_tasks(
         for name, joined in answers.items():
             write_table(context.directory / "answers" / f"{name}.jsonl", names[: len(joined.confidence)], joined)
     return tasks_document(evaluators, answers, names)
+
+
+class TaskEvaluator:
+    """Evaluates a model on one task. The harness's own metrics are of the first head of the model."""
+
+    def __init__(self, questions: TaskQuestions):
+        self.questions = questions
+        self.multiple_choice, self.written = MultipleChoice(questions), WrittenAnswers(questions)
+
+    def answers(self, parts: Collection[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
+        """Asks the questions of some parts and yields the answers to each part, in any order.
+
+        Small parts are scored together: a batch has one shape however few questions are in it. `tick` is called with
+        the number of questions done.
+        """
+
+        def choose(batches: Sequence[Batch]) -> list[Answers]:
+            tick(sum(len(batch.numbers) - len(batch.documents) for batch in batches))  # too long to be asked
+            return [self.multiple_choice.answers(*scored) for scored in self.multiple_choice.score(batches, tick)]
+
+        def write(batch: Batch) -> Answers:
+            result = self.written.answers(batch)
+            tick(len(batch.numbers))
+            return result
+
+        together: list[Batch] = []
+        for part in parts:
+            task = self.questions.task.parts[part]
+            numbers = self.questions.numbers(task)
+            batches = self.questions.batches(part, task.eval_docs, numbers)
+            if task.OUTPUT_TYPE != "multiple_choice":
+                yield part, Answers.join([write(batch) for batch in batches])
+            elif len(numbers) > BATCH:
+                yield part, Answers.join([choose([batch])[0] for batch in batches])
+            else:
+                if sum(len(batch.numbers) for batch in together) + len(numbers) > BATCH:
+                    yield from zip([batch.part for batch in together], choose(together), strict=True)
+                    together = []
+                together += batches
+        yield from zip([batch.part for batch in together], choose(together), strict=True)
 
 
 def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
