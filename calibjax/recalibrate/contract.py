@@ -93,7 +93,7 @@ class Method:
         Raises:
             UserError: as raised by `select`, and for an option out of range.
         """
-        ranges = get_type_hints(self.fit_arrays, include_extras=True)
+        ranges = get_type_hints(self.fit_arrays, include_extras=True) if options else {}
         for name, value in options.items():
             check_value(name, ranges.get(name), value)
         fields = select(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
