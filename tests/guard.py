@@ -36,7 +36,7 @@ RUNS = {
     "eval layers": f"eval layers {TEXT} --out layers --max-rows 12 --strengths 0.5 --direction confident",
     "eval bounds": f"eval bounds {MODEL} --out bounds.json",
     "compare": "compare --table table.csv --out compare --save method --quiet",
-    "compare model": f"compare {TEXT} --out compared --max-rows 24 --max-tokens 600 --methods ats,platt,vector,lore",
+    "compare model": f"compare {TEXT} --out compared --max-rows 24 --max-tokens 600 --methods ats,platt,vector,beta",
     "apply": "apply --table table.csv --method method --out applied.csv",
     "decide": "decide --table table.csv --risk 0.3 --by-category --out decide.json",
     "generate": f"generate {MODEL} --head mlp --prompt Once upon --temperature 1.2 --top-k 20 --seed 3 --json",

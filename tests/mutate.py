@@ -155,7 +155,6 @@ TABLE = {
     ],
     "recalibrate/features.py": [
         ("accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"),
-        ("jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min)", "0.0", f"{METHODS} -k lore"),
     ],
     "recalibrate/agreement.py": [
         ("z.argmax(axis=1) == b.argmax(axis=1)", "z.argmax(axis=1) >= 0", "recalibrate/test_temperature.py -k daca")

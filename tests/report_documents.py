@@ -54,7 +54,7 @@ def results(*methods: str, named: Callable[[str], str] = str):
         "title": named("held out"),
         "harness": {named("acc"): 0.6},
         "failed": {named("beta"): named("no reason")},
-        "left_out": {named("lore"): named("too large")},
+        "left_out": {named("stacking"): named("too large")},
     }
 
 

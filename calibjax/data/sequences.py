@@ -77,7 +77,9 @@ def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_do
     """The largest number of tokens of a row of plain text that `make_sequences` uses; None for all of them."""
     if layout == "full" and not is_document:
         return seq_len
-    return None if max_sequences is None else round_up(max_sequences, _GROUP) * (seq_len - 1) + 1
+    if max_sequences is None:
+        return None
+    return round_up(max_sequences, _GROUP) * (seq_len - 1) + 1
 
 
 def make_sequences(

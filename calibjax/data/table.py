@@ -565,7 +565,9 @@ def _label(cell: Any) -> str | None:
     if isinstance(cell, bool | np.bool_):
         return str(cell).lower()
     if isinstance(cell, float):
-        return None if np.isnan(cell) else str(int(cell)) if cell.is_integer() else repr(float(cell))
+        if np.isnan(cell):
+            return None
+        return str(int(cell)) if cell.is_integer() else repr(float(cell))
     if not isinstance(cell, str | int | np.integer | decimal.Decimal):  # nothing, a list, a time of day
         return None
     text = str(cell)

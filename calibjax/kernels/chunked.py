@@ -38,7 +38,8 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     if tokens <= _FEW and vocab_size <= fitting:
         return vocab_size
     columns = min(factor * _COLUMNS, fitting)
-    return min(max(columns // 128 * 128, 128), vocab_size)
+    whole_lanes = max(columns // 128 * 128, 128)
+    return min(whole_lanes, vocab_size)
 
 
 _Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]

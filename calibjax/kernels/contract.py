@@ -53,7 +53,9 @@ class Inputs(NamedTuple):
 
     def masked(self) -> "Inputs":
         """The same with hidden states of 0 where a token does not count."""
-        return self if self.valid is None else self._replace(hidden=jnp.where(self.valid[:, None], self.hidden, 0))
+        if self.valid is None:
+            return self
+        return self._replace(hidden=jnp.where(self.valid[:, None], self.hidden, 0))
 
 
 class Cotangents(NamedTuple):

@@ -172,7 +172,8 @@ def prefers_one_block(tokens: int, size: int, bytes_per_logit: float, gradient_b
 
     It does where the further logits take no more memory than the float32 gradient in W that several blocks need.
     """
-    return platform().name == "gpu" and 0 < (tokens - size) * bytes_per_logit <= gradient_bytes_per_row
+    more_bytes_per_row = (tokens - size) * bytes_per_logit
+    return platform().name == "gpu" and 0 < more_bytes_per_row <= gradient_bytes_per_row
 
 
 def _by_blocks(

@@ -130,8 +130,8 @@ def vocab_curves(
         raise ValueError(f"scales: expected at least two finite numbers above 0, rising, got {scales}.")
     if execution.get("save_logits"):
         raise ValueError("save_logits: it changes a backward pass, and vocab_curves has none; leave it out.")
-    if not 0 <= top_k <= len(unembedding):
-        raise ValueError(f"top_k: expected 0 to the vocabulary size {len(unembedding)}, got {top_k}.")
+    if not 0 <= top_k <= unembedding.shape[0]:
+        raise ValueError(f"top_k: expected 0 to the vocabulary size {unembedding.shape[0]}, got {top_k}.")
     statistics = tuple(name for name in STATISTICS if targets is not None or name not in ("target_logit", "correct"))
     arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution, scales)

@@ -77,7 +77,8 @@ def _expected_differences(
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, None, :]
         z = softcapped(z, softcap)
         p = jnp.exp(z[:, :1] - log_normalizer[:, None, None])
-        return total + jnp.sum(jnp.where(p == 0, 0.0, p * (z[:, :1] - z[:, 1:])), axis=-1), None  # 0·NaN of −inf − −inf
+        terms = jnp.where(p == 0, 0.0, p * (z[:, :1] - z[:, 1:]))  # not 0·NaN, of −inf − −inf
+        return total + jnp.sum(terms, axis=-1), None
 
     (tokens, count, _), vocab_size = states.shape, unembedding.shape[0]
     zero = jnp.zeros((tokens, count - 1), jnp.float32)

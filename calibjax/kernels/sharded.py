@@ -319,7 +319,9 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
 
 def _add(x: Array | None, y: Array | None) -> Array | None:
     """x + y, where None stands for zeros."""
-    return y if x is None else x if y is None else x + y
+    if x is None:
+        return y
+    return x if y is None else x + y
 
 
 @dataclasses.dataclass(frozen=True)

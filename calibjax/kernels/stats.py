@@ -105,7 +105,8 @@ class VocabStats(NamedTuple):
 
     def _where_overflowed(self, logit: Array, instead: Array | float, value: Array) -> Array:
         """`instead` where s·`logit` exceeds float32 though `logit` is finite, so that p is 0 or 1; else `value`."""
-        return jnp.where(jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit), instead, value)
+        overflowed = jnp.isinf(self.require("log_normalizer")) & jnp.isfinite(logit)
+        return jnp.where(overflowed, instead, value)
 
 
 STATISTICS = tuple(name for name in VocabStats._fields if name not in ("valid", "scale"))
@@ -254,7 +255,8 @@ def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array,
     weight = jnp.sum(e, axis=-1)
     mean = jnp.sum(e * difference, axis=-1) / weight
     spread = jnp.square(difference - jax.lax.stop_gradient(mean)[..., None])
-    return jnp.log(weight), mean, jax.lax.stop_gradient(jnp.sum(e * spread, axis=-1) / weight)
+    variance = jnp.sum(e * spread, axis=-1) / weight
+    return jnp.log(weight), mean, jax.lax.stop_gradient(variance)
 
 
 def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:

@@ -84,7 +84,8 @@ class RunningMean(NamedTuple):
             return jnp.zeros_like(self.total)
         if kind == "position":
             return self.total / jnp.maximum(self.count, 1.0)
-        return jnp.broadcast_to(self.total.sum() / jnp.maximum(self.count.sum(), 1.0), self.total.shape)
+        mean = self.total.sum() / jnp.maximum(self.count.sum(), 1.0)
+        return jnp.broadcast_to(mean, self.total.shape)
 
 
 def _suffix_sums(

@@ -118,7 +118,8 @@ def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float =
     −(1−q_y)^γ log q_y with γ = `low` where q_y < 0.2 and `high` elsewhere; the step in γ is not differentiated.
     Reads `log_normalizer` and `target_logit`.
     """
-    return focal(stats, jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high)))
+    gamma = jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high))
+    return focal(stats, gamma)
 
 
 def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:

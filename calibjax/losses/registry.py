@@ -167,7 +167,8 @@ def linear_loss(
         return vocab_stats(hidden, unembedding, targets, scale=scale, where=where, statistics=statistics, **options)
 
     def largest(valid: Array) -> Array:
-        return top_logits(hidden, unembedding, min(loss.top_k, len(unembedding)), where=valid, **options).logits
+        k = min(loss.top_k, unembedding.shape[0])
+        return top_logits(hidden, unembedding, k, where=valid, **options).logits
 
     return _loss(loss, stats_at, largest, scale, hyper, real)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from calibjax.metrics.sums import weights_of
@@ -55,7 +56,7 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
     weight = weights_of(where, confidence.shape)
     known = _inside(confidence) & _inside(correct)
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
-    confidence, correct = (jnp.where(known & (x >= 0), jnp.where(x > 1, 1.0, x), 0.0) for x in (confidence, correct))
+    confidence, correct = (jnp.where(known, _clipped(x), 0.0) for x in (confidence, correct))
     usable = jnp.any(weight > 0) & jnp.all(_allowed(weight, counts)) & ~jnp.any((weight > 0) & ~known)
     return Points(confidence, correct, weight, usable)
 
@@ -69,6 +70,11 @@ def _allowed(weight: Any, counts: bool) -> Any:
 def _inside(values: Any) -> Any:
     """Whether values are in [0, 1] up to the rounding of a softmax; False for NaN."""
     return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
+
+
+def _clipped(values: Array) -> Array:
+    """Values in [0, 1]; at 0 and 1 the gradient passes whole, of which `jnp.clip` takes half."""
+    return jnp.where(values > 1, 1.0, jnp.where(values < 0, 0.0, values))
 
 
 def metric(
@@ -109,7 +115,15 @@ def metric(
 
 
 def _plain_array(value: Any) -> Any:
-    """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged."""
+    """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged.
+
+    An array on a mesh with axes of type Explicit lies on the same devices afterwards, with axes of type Auto: sorts and
+    sums over its points need no sharding by name then.
+    """
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and isinstance(value.sharding, NamedSharding):
+        mesh = value.sharding.mesh
+        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+            return jax.device_put(value, NamedSharding(Mesh(mesh.devices, mesh.axis_names), value.sharding.spec))
     foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
     return as_array(value) if foreign or isinstance(value, list | tuple) else value
 
@@ -150,4 +164,6 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: b
 
 def is_known(array: Any) -> bool:
     """Whether the host can read the values: they are not traced and not on another host's devices."""
-    return not isinstance(array, Tracer) and (not isinstance(array, jax.Array) or array.is_fully_addressable)
+    if isinstance(array, Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable

@@ -31,7 +31,9 @@ _DRAWS = 2**22  # largest number of draws and weights held at once
 
 
 def _pool_of_group(groups: int, seed: int) -> np.ndarray:
-    return np.arange(groups) if groups <= POOLS else np.random.default_rng((seed, 1)).permutation(groups) % POOLS
+    if groups <= POOLS:
+        return np.arange(groups)
+    return np.random.default_rng((seed, 1)).permutation(groups) % POOLS
 
 
 def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
@@ -309,4 +311,5 @@ def paired_comparison(
         low, high = min(compared.low, difference), max(compared.high, difference)
         return compared._replace(difference=difference, low=low, high=high)
     first_values = resample_metric(metric, *first, **options)
-    return compare_resamples(difference, first_values, resample_metric(metric, *second, **options), level)
+    second_values = resample_metric(metric, *second, **options)
+    return compare_resamples(difference, first_values, second_values, level)

@@ -192,9 +192,8 @@ def classwise_calibration_error(
         labels = as_indices(labels)
         classes = jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes) & (labels == jnp.floor(labels))
-        labels = jnp.where(
-            known[:, None], jax.nn.one_hot(labels.astype(int), classes), jnp.nan
-        )  # NaN raises if the point counts
+        classes_of_labels = jax.nn.one_hot(labels.astype(int), classes)
+        labels = jnp.where(known[:, None], classes_of_labels, jnp.nan)  # NaN raises if the point counts
     return _classwise(probabilities, labels, bins=bins, closed=closed, where=where)
 
 

@@ -274,7 +274,8 @@ class _Observed(NamedTuple):
         value = self.value
 
         def is_below(t: np.ndarray) -> np.ndarray:
-            return (self.drawn(starts + directions * t[:, None]) <= value).mean(-1) < tails
+            drawn = self.drawn(starts + directions * t[:, None])
+            return (drawn <= value).mean(-1) < tails
 
         return _bisect(low, high, is_below)
 

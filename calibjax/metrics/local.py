@@ -155,7 +155,8 @@ def grouping_parts(
     has_slope = (c_variance > 1e-12) & (n_b > 2)
     fitted = jnp.where(has_slope, jnp.square(covariance) / jnp.where(has_slope, c_variance, 1.0), 0.0)
     chance = jnp.where(has_slope, (y_variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)
-    return explained, bias, jnp.sum(n_b * (fitted - chance)) / all_points
+    induced = jnp.sum(n_b * (fitted - chance)) / all_points
+    return explained, bias, induced
 
 
 def _features(features: Float[AnyArray, "N F"], data: Points) -> Float[Array, "N F"]:

@@ -61,7 +61,8 @@ def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..
     noisy target, whose expected Brier score at a success probability q is (confidence − q)² + q(1 − q)/n.
     """
     samples = jnp.asarray(samples)
-    return jnp.where(samples > 0, jnp.asarray(successes) / jnp.maximum(samples, 1), jnp.nan)
+    fraction = jnp.asarray(successes) / jnp.maximum(samples, 1)
+    return jnp.where(samples > 0, fraction, jnp.nan)
 
 
 def capability_error(

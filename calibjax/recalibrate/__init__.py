@@ -16,7 +16,6 @@ from calibjax.recalibrate.estimators import FeatureClipping as FeatureClipping
 from calibjax.recalibrate.estimators import GLayers as GLayers
 from calibjax.recalibrate.estimators import HistogramBinning as HistogramBinning
 from calibjax.recalibrate.estimators import IsotonicCalibration as IsotonicCalibration
-from calibjax.recalibrate.estimators import LocalRecalibration as LocalRecalibration
 from calibjax.recalibrate.estimators import MatrixScaling as MatrixScaling
 from calibjax.recalibrate.estimators import Multicalibration as Multicalibration
 from calibjax.recalibrate.estimators import OneVsRestPlattScaling as OneVsRestPlattScaling

@@ -100,7 +100,8 @@ def fit_one_vs_rest(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " 
 
 def apply_one_vs_rest(state: VectorState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log of the normalised σ(a_k log(p_k/(1 − p_k)) + b_k)."""
-    return log_probs_of(jax.nn.log_sigmoid(_per_class((state.slope, state.intercept), _log_odds(logits))))
+    scores = _per_class((state.slope, state.intercept), _log_odds(logits))
+    return log_probs_of(jax.nn.log_sigmoid(scores))
 
 
 def _dense(params: Any, x: Array) -> Array:

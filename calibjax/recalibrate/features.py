@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.recalibrate.contract import FitReport, log_probs_of
-from calibjax.runtime.options import NonNegative, Positive
+from calibjax.runtime.options import NonNegative
 
 _CANDIDATES = 48
 
@@ -66,62 +66,3 @@ def apply_clipping(
     """log softmax(clip(h, −c, c) Wᵀ)."""
     features = jnp.clip(features, -state.limit, state.limit)
     return log_probs_of(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST))
-
-
-class LoreState(NamedTuple):
-    """The calibration set itself: features over their deviation `[N, D]`, bins and correctness `[N]`; γ and edges."""
-
-    features: np.ndarray
-    bin: np.ndarray
-    correct: np.ndarray
-    deviation: np.ndarray
-    bandwidth: np.ndarray
-    edges: np.ndarray
-    report: FitReport
-
-
-def fit_lore(
-    confidence: Float[np.ndarray, " N"],
-    correct: Float[np.ndarray, " N"],
-    features: Float[np.ndarray, "N D"],
-    *,
-    bandwidth: Positive = 0.2,
-    bins: int = 15,
-) -> LoreState:
-    """Local recalibration, LoRe (Luo et al. 2022, section 4): a weighted fraction of right predictions in the same bin.
-
-    q(x) = Σ_i k(x, x_i) y_i / Σ_i k(x, x_i) over the calibration predictions i whose confidence lies in the bin of x's,
-    with the Laplacian kernel k(x, x') = exp(−‖φ(x) − φ(x')‖₁ / (D γ)), γ the `bandwidth`. Features φ are divided by
-    their standard deviation, so that γ means the same for every model; γ → ∞ is histogram binning with `bins` of equal
-    width. Nothing is fitted: each prediction is compared with the whole calibration set: N up to about ten thousand.
-    """
-    deviation = features.std(axis=0, dtype=np.float64)
-    deviation = np.where(deviation > 0, deviation, 1.0).astype(np.float32)
-    edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)
-    return LoreState(
-        features=features / deviation[None, :],
-        bin=np.searchsorted(edges, confidence).astype(np.int32),
-        correct=correct,
-        deviation=deviation,
-        bandwidth=np.asarray(bandwidth, np.float32),
-        edges=edges,
-        report=FitReport.of(),
-    )
-
-
-def apply_lore(state: LoreState, confidence: Float[Array, " N"], features: Float[Array, "N D"]) -> Float[Array, " N"]:
-    """q(x) of every prediction; its own confidence where no calibration prediction lies in its bin."""
-    features = features / state.deviation[None, :]
-    bins = jnp.searchsorted(jnp.asarray(state.edges), confidence)
-
-    def recalibrate(row: tuple[Array, Array, Array]) -> Array:
-        x, bin_, c = row
-        distance = jnp.mean(jnp.abs(jnp.asarray(state.features) - x[None, :]), axis=1)
-        # Relative to the nearest: far from all of them the weights would vanish together.
-        score = jnp.where(state.bin == bin_, -distance / state.bandwidth, -jnp.inf)
-        weight = jnp.exp(score - jnp.maximum(jnp.max(score), jnp.finfo(jnp.float32).min))
-        total = jnp.sum(weight)
-        mean = jnp.sum(weight * state.correct) / jnp.maximum(total, 1e-30)
-        return jnp.where((total > 0) & ~jnp.isnan(c), mean, c)
-
-    return jax.lax.map(recalibrate, (features, bins, confidence))

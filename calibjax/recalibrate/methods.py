@@ -43,7 +43,6 @@ METHODS: dict[str, Method] = {
     "venn_abers": Method(nonparametric.fit_venn_abers, nonparametric.apply_venn_abers, _BINARY),
     "histogram": Method(nonparametric.fit_histogram, nonparametric.apply_histogram, _BINARY),
     "scaling_binning": Method(nonparametric.fit_scaling_binning, nonparametric.apply_scaling_binning, _BINARY),
-    "lore": Method(features.fit_lore, features.apply_lore, (*_BINARY, "features")),
     "multicalibration": Method(multicalibration.fit, multicalibration.apply, (*_BINARY, "categories")),
     "stacking": Method(logistic.fit_stacking, logistic.apply_stacking, ("confidences", "correct")),
 }

@@ -138,7 +138,9 @@ def expected_value(annotation: Any, value: Any) -> str | None:
         return _expected_number(int, [Range(1, INT_MAX)], value)
     if kind is float:
         return _expected_number(float, [Range()], value)
-    return _expected_text(value) if kind is str or kind is Path else None
+    if kind is str or kind is Path:
+        return _expected_text(value)
+    return None
 
 
 def _expected_number(kind: Any, ranges: list[Range], value: Any) -> str | None:

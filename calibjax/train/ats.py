@@ -415,7 +415,9 @@ class AtsObjective:
         values, counts = curve_loss(loss, curves, scale, hyper=hyper, where=batch["where"], real=real)
         total = jnp.sum(values)
         count = jnp.sum(counts).astype(jnp.float32)
-        return (total / jnp.maximum(count, 1.0), jnp.ones(())) if loss.per_micro_batch else (total, count)
+        if loss.per_micro_batch:
+            return total / jnp.maximum(count, 1.0), jnp.ones(())
+        return total, count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -9,6 +9,7 @@ import metric_data
 import metric_oracle as oracle
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import EPS, assert_within
 
 from calibjax import metrics
@@ -364,20 +365,24 @@ def test_grouping_loss_of_features_that_are_not_finite():
 
 @pytest.mark.parametrize("metric", [metrics.expected_calibration_error, metrics.smooth_ece, metrics.auroc])
 def test_what_numpy_reads(metric):
-    """Lists, columns of pandas with an index of their own, and tensors of PyTorch give what arrays give."""
+    """Lists, columns of pandas with an index of their own, tensors of PyTorch, and arrays on a mesh as `jax.make_mesh`
+    makes it by default give what arrays give."""
     import pandas
     import torch
 
-    confidence, correct = np.linspace(0, 1, 20), np.arange(20) % 2
+    confidence, correct = np.linspace(0, 1, 24), np.arange(24) % 2
     wanted = metric(confidence, correct, where=correct >= 0)
     half = torch.tensor(confidence).bfloat16().requires_grad_()
     metrics.metric_interval(metric, half, torch.tensor(correct), resamples=2)
     assert metrics.reliability_curve(half, torch.tensor(correct)).bandwidth >= 0.02
     with jax.enable_x64():
         assert metric(confidence, correct).dtype == np.float32
-    for convert in (list, tuple, lambda x: pandas.Series(x, index=range(5, 25)), torch.tensor):
+    for convert in (list, tuple, lambda x: pandas.Series(x, index=range(5, 29)), torch.tensor):
         got = metric(convert(confidence), convert(correct), where=convert(correct >= 0))
         np.testing.assert_array_equal(got, wanted)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    placed = jax.device_put((np.float32(confidence), correct), NamedSharding(mesh, PartitionSpec("data")))
+    assert_within(metric(*placed), wanted, tolerance(metric.__name__), "on a mesh")
 
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])

@@ -289,22 +289,6 @@ def test_ensemble_temperature_is_the_best_mixture():
     assert_within(state.weights, want.x, 1e-3, "weights")
 
 
-def test_lore_is_its_formula():
-    data = bundle()
-    state = METHODS["lore"].fit(data, bandwidth=0.3, bins=4)
-    new = bundle(n=9, seed=21)
-    new = new._replace(confidence=np.array([0.01, *new.confidence[1:]], np.float32))  # a bin without a neighbour
-    new.features[1] += 36 * data.features.std(axis=0)  # so far away that every weight is below float32's least
-    features = data.features / data.features.std(axis=0, dtype=np.float64)
-    want = []
-    for x, c in zip(new.features / data.features.std(axis=0, dtype=np.float64), new.confidence, strict=True):
-        same = np.ceil(data.confidence * 4) == np.ceil(c * 4)
-        k = np.exp(-np.abs(features - x).mean(axis=1) / 0.3) * same
-        want.append((k * data.correct).sum() / k.sum() if same.any() else c)
-    tolerance = np.where(np.arange(9) == 1, 5e-5, 1e-5)  # ε of a distance of 36/0.3
-    assert_within(apply_host("lore", state, new), want, tolerance, "LoRe")
-
-
 def test_no_bin_is_empty():
     """What lies beyond many equal confidences, or between two neighbours of float32, has their value."""
     method, half = METHODS["histogram"], np.float32(0.5)
@@ -474,7 +458,7 @@ def test_hard_data(name, kind):
     if name in ("platt", "beta") and kind in ("all correct", "all wrong"):
         assert not state.report.converged
         assert_within(out, data.correct, 1e-4, "certain")
-    if name in ("isotonic", "histogram", "lore") and kind in ("all correct", "all wrong"):
+    if name in ("isotonic", "histogram") and kind in ("all correct", "all wrong"):
         assert_within(out, data.correct, EPS, "certain")
     if name == "temperature" and kind in ("all correct", "all wrong", "constant"):
         assert not state.report.converged
