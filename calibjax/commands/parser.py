@@ -56,7 +56,7 @@ _HELP_ALL = "--help-all"
 
 
 class Option(NamedTuple):
-    """One flag, such as "--max-rows" of the field at `path` ("text", "rows")."""
+    """One flag, such as "--max-rows" of the field at `path` ("text", "max_rows")."""
 
     path: Fields
     flag: str

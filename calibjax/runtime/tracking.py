@@ -27,14 +27,14 @@ def make_tracker(name: TrackerName, directory: Path) -> Any:
     if name == "tensorboard":
         return None
     check_tracker(name)
-    import wandb  # pyright: ignore[reportMissingImports]
-
     file = directory / "tracking.json"
     if not file.is_file():
         write_file(file, json.dumps({"run": secrets.token_hex(4)}) + "\n")
     identity = str(json.loads(file.read_text())["run"])
     title = "/".join(directory.absolute().parts[-3:])
     try:
+        import wandb  # pyright: ignore[reportMissingImports]
+
         settings = wandb.Settings(console="off", silent=True)
         options: dict[str, Any] = {"id": identity, "resume": "allow", "dir": directory, "settings": settings}
         return wandb.init(project="calibjax", name=title, **options)
