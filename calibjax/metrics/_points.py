@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from calibjax.metrics.sums import weights_of
@@ -117,13 +117,13 @@ def metric(
 def _plain_array(value: Any) -> Any:
     """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged.
 
-    An array on a mesh with axes of type Explicit lies on the same devices afterwards, with axes of type Auto: sorts and
-    sums over its points need no sharding by name then.
+    An array on a mesh with axes of type Explicit is held whole by each device afterwards: sorts and sums over its
+    points need no sharding by name then.
     """
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and isinstance(value.sharding, NamedSharding):
         mesh = value.sharding.mesh
         if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
-            return jax.device_put(value, NamedSharding(Mesh(mesh.devices, mesh.axis_names), value.sharding.spec))
+            return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
     foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
     return as_array(value) if foreign or isinstance(value, list | tuple) else value
 
