@@ -1,12 +1,13 @@
 """Forward pass of the frozen model for training and evaluation, from tokens or from stored hidden states."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from calibjax.heads import HeadArrays, HeadConfig, head_features, join_features, logit_covariance
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
@@ -14,6 +15,7 @@ from calibjax.kernels.reference import dense_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.own import FrozenModel, FunctionConfig
+from calibjax.nn.kv_cache import Cache
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, constrain_batch
 
@@ -112,6 +114,31 @@ def batch_log_scale(
     places: Any = {name: batch[name] for name in ("where", "segment_ids")}
     log_scale = head_config.build().apply({"params": head_arrays.params}, features, **places)
     return jnp.asarray(log_scale) + head_arrays.log_factor
+
+
+def extend_log_scale(
+    config: Config,
+    head_config: HeadConfig,
+    head_arrays: HeadArrays,
+    frozen: FrozenArrays,
+    hidden: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+    cache: Cache | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[Float[Array, "B T"], Cache | None]:
+    """log_scale of the next tokens of each row after those in the head's `cache`, and the new cache.
+
+    Without a cache nothing comes before. A head that does not attend has none. Heads that pool over sequences cannot
+    be extended.
+    """
+    features = frozen_features(config, head_config.features, frozen, hidden, dtype)
+    run: Any = functools.partial(head_config.build().apply, {"params": head_arrays.params}, features)
+    if head_config.attends:
+        log_scale, cache = run(segment_ids=segment_ids, cache=cache, keep=True)
+    else:
+        log_scale = run()
+    return log_scale + head_arrays.log_factor, cache
 
 
 def batch_stats(

@@ -15,12 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from calibjax.data import Sequences, eval_batches
-from calibjax.heads import FittedHead, HeadArrays, HeadConfig, head_features
+from calibjax.heads import FittedHead, HeadArrays, HeadConfig
 from calibjax.kernels.stats import first_equal
 from calibjax.models import decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.config import DecoderConfig
-from calibjax.models.frozen import FrozenArrays, frozen_arrays, stats_at
+from calibjax.models.frozen import FrozenArrays, extend_log_scale, frozen_arrays, stats_at
 from calibjax.models.gguf import is_gguf
 from calibjax.models.model import LanguageModel
 from calibjax.models.tokenizer import gguf_stop_tokens
@@ -187,7 +187,6 @@ class _State(NamedTuple):
 def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     """What `generate` returns: processes the prompts into a cache, then adds one token to every row at a time."""
     config, head, frozen = program.config, program.head, inputs.frozen
-    unembedding = frozen.unembedding.astype(program.dtype)
     fold_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     row_keys = fold_each(inputs.key, inputs.prompt_seeds)
     if program.samples > 1:
@@ -199,15 +198,11 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         hidden, cache = decoder.extend(
             config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype
         )
-        logits_of: Any = {"covariance": frozen.covariance, "bias": frozen.bias, "softcap": config.logit_softcap}
-        features = head_features(head.features, hidden, unembedding, **logits_of)
-        apply: Any = functools.partial(head.build().apply, {"params": inputs.head.params}, features)
-        if head.attends:
-            log_scale, head_cache = apply(segment_ids=segment_ids, cache=head_cache, keep=True)
-        else:
-            log_scale = apply()
+        log_scale, head_cache = extend_log_scale(
+            config, head, inputs.head, frozen, hidden, segment_ids, head_cache, dtype=program.dtype
+        )
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
-        return logits, log_scale[:, -1] + inputs.head.log_factor, (cache, head_cache)
+        return logits, log_scale[:, -1], (cache, head_cache)
 
     def choose(logits: Array, calibrated: Array, length: Array) -> Array:
         if inputs.temperature is None:

@@ -16,7 +16,7 @@ from tiny import VOCAB, WORDS, head_log_scale, make_lm, random_head, write_model
 
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
-from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_cache, _read, _states
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_caches, _read, _states
 from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.generate import generate
@@ -74,7 +74,13 @@ def dense(asked):
 
 
 @pytest.mark.parametrize(
-    ("names", "prefix", "groups"), [(["base"], 128, 0), (["base"], 8, 1), (["base", "transformer", "sequence"], 8, 0)]
+    ("names", "prefix", "groups"),
+    [
+        (["base"], 128, 0),
+        (["base"], 8, 1),
+        (["base", "transformer"], 8, 1),
+        (["base", "transformer", "sequence"], 8, 0),
+    ],
 )
 def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, groups):
     """With the context of several options in one row, after the keys and values of a prefix, and in a row for each."""
@@ -83,7 +89,7 @@ def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, group
     scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
     after_prefix, rows = scorer._plan(asked)
     assert len(after_prefix) == groups
-    assert (len(rows) < len(asked) - 5) == (len(names) == 1)
+    assert (len(rows) < len(asked) - 5) == ("sequence" not in names)
     scores, close = scorer.score(asked, top_k=5), {"atol": 1e-4}  # float32 logits of up to 60, times scales of up to 2
     for request, score, (log_probs, greedy, each) in zip(asked, scores, dense(asked), strict=True):
         each = each[: len(names)]
@@ -140,7 +146,7 @@ def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
 
 def test_a_second_call_compiles_nothing(monkeypatch):
     monkeypatch.setattr(scoring, "_PREFIX", 8)
-    programs = _states, _read, _prefix_cache
+    programs = _states, _read, _prefix_caches
     scorer = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=8)
     scorer.score(requests())
     compiled = [program._cache_size() for program in programs]

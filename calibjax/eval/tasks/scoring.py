@@ -15,7 +15,14 @@ from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import FrozenArrays, batch_hidden, batch_log_scale, frozen_arrays, vocab_sharding
+from calibjax.models.frozen import (
+    FrozenArrays,
+    batch_hidden,
+    batch_log_scale,
+    extend_log_scale,
+    frozen_arrays,
+    vocab_sharding,
+)
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.distributed import to_host
@@ -82,10 +89,11 @@ class Scorer:
 
     Requests that begin alike, such as the options of a question, share a row if that costs less: it holds once what
     they have in common, and each token attends to the tokens before it in its own request. A long prefix of many
-    requests, such as the examples before all questions of a subject, is run once; its keys and values are kept. With
-    heads that read a whole row, or attention windows, each request has its own row, except that requests which read the
-    same tokens (options of one token) share one. A request that is longer than the model reads loses tokens at its
-    start. Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
+    requests, such as the examples before all questions of a subject, is run once; its keys and values are kept, those
+    of heads that attend too. With such heads, heads that pool over a sequence, or attention windows, each request has
+    its own row, except that requests which read the same tokens (options of one token) share one. With the latter two,
+    a row also holds the prefix. A request that is longer than the model reads loses tokens at its start.
+    Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
         lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
@@ -111,8 +119,10 @@ class Scorer:
         self._configs = tuple(head.config for head in heads.values())
         self._head_arrays = [head.arrays for head in heads.values()]
         self._frozen = frozen_arrays(lm, *self._configs)
-        self._reads_rows = any(config.attends or config.pooling == "sequence" for config in self._configs)
-        self._shares = not self._reads_rows and not any(lm.config.local_layers)
+        pools = any(config.pooling == "sequence" for config in self._configs)
+        self._reads_rows = pools or any(config.attends for config in self._configs)
+        self._keeps_prefixes = not pools and not any(lm.config.local_layers)
+        self._shares = self._keeps_prefixes and not self._reads_rows
 
     def score(self, requests: Sequence[Continuation], top_k: int = 0) -> list[Score]:
         """Returns the scores of `stream` in the order of the requests."""
@@ -161,12 +171,12 @@ class Scorer:
         shape = self._shards, self._width(max(len(group.prefix) for group in groups))
         tokens, segments = np.zeros((2, *shape), np.int32)
         for index, group in enumerate(groups):
-            part = index, slice(len(group.prefix))
+            part = index, slice(shape[1] - len(group.prefix), None)  # on the right, where the rows continue them
             tokens[part], segments[part] = group.prefix, 1
         lm, mesh = self.lm, context_mesh()
         mine = local_rows(mesh, shape[0])
         placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
-        cache = _prefix_cache(lm.config, lm.dtype, self._frozen, placed)
+        caches = _prefix_caches(lm.config, lm.dtype, self._configs, self._head_arrays, self._frozen, placed)
         widest = self._width(max(len(row.tokens) for group in groups for row in group.rows))
         start, count = 0, max(len(group.rows) for group in groups)
         while start < count:
@@ -182,7 +192,7 @@ class Scorer:
             parts = [rows[:step] for rows in left]
             parts += [[]] * (self._shards - len(parts))
             rows = [row for part in parts for row in part + [_NO_ROW] * (step - len(part))]
-            yield from self._batch(requests, rows, (len(rows), width), top_k, cache)
+            yield from self._batch(requests, rows, (len(rows), width), top_k, caches)
             start += step
 
     def _plan(self, requests: Sequence[Continuation]) -> tuple[list[_Group], list[_Row]]:
@@ -195,7 +205,7 @@ class Scorer:
             alike.setdefault((read, scored), {})[number] = len(tokens)
         reads = [(read, numbers) for (read, _), numbers in sorted(alike.items())]
         groups, others = [], []
-        for prefix, group in _by_prefix(reads) if self._shares else [(0, reads)]:
+        for prefix, group in _by_prefix(reads) if self._keeps_prefixes else [(0, reads)]:
             rest = [(read[prefix:], numbers) for read, numbers in group]
             if prefix < _PREFIX or sum(len(read) for read, _ in rest) <= prefix:
                 others += group
@@ -206,12 +216,14 @@ class Scorer:
         return groups, _in_rows(others, self._joins)
 
     def _full_rows(self, reads: Sequence[_Branch], position: int) -> list[_Row]:
-        """Reads in rows as wide as the longest read, at least `_FULL` columns; longest first."""
+        """Reads in rows as wide as the longest read, at least `_FULL` columns where they share rows; longest first."""
         longest = max(len(read) for read, _ in reads)
         columns = min(max(self._width(longest), _FULL), self.max_length)
-        rows = _in_rows(
-            reads, lambda shared, request, row, _: row + request - shared <= columns, position, open_rows=_OPEN_ROWS
-        )
+
+        def joins(shared_tokens: int, request_tokens: int, row_tokens: int, _: int) -> bool:
+            return self._shares and row_tokens + request_tokens - shared_tokens <= columns
+
+        rows = _in_rows(reads, joins, position, open_rows=_OPEN_ROWS)
         return sorted(rows, key=lambda row: -len(row.tokens))
 
     def _joins(self, shared_tokens: int, request_tokens: int, row_tokens: int, first_request_tokens: int) -> bool:
@@ -231,9 +243,9 @@ class Scorer:
         rows: Sequence[_Row],
         shape: tuple[int, int],
         top_k: int,
-        cache: Cache | None = None,
+        caches: "_Caches | None" = None,
     ) -> Iterator[tuple[int, Score]]:
-        """The scores of some rows, padded to `shape`; `cache`: of the prefixes before them."""
+        """The scores of some rows, padded to `shape`; `caches`: of the prefixes before them."""
         tokens, segments, positions, until = np.zeros((4, *shape), np.int32)
         until[:] = shape[1]
         where = np.zeros(tokens.shape, bool)
@@ -246,14 +258,14 @@ class Scorer:
                 where[index, columns] = True
                 coordinates += [(index, *pair) for pair in zip(columns, requests[number].tokens, strict=True)]
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
-        if cache is not None or any(min(row.until) < len(row.tokens) for row in rows):
+        if caches is not None or any(min(row.until) < len(row.tokens) for row in rows):
             batch["until"] = until
         mesh = context_mesh()
         mine = local_rows(mesh, shape[0])
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
         lm = self.lm
         kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
-        hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, cache)
+        hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, caches)
         padded = np.zeros((round_up(len(coordinates), _READS), 3), np.int32)
         padded[: len(coordinates)] = coordinates
         pieces = [
@@ -345,29 +357,50 @@ def _size(rows: Sequence[_Row]) -> int:
 _NO_ROW = _Row([], [], [], {})
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefix_cache(model_config, dtype, frozen: FrozenArrays, batch) -> Cache:
-    """Keys and values of the prefixes, `[A, P]`."""
-    layout = {"segment_ids": batch["segment_ids"]}
-    return decoder.extend(model_config, frozen.params, batch["tokens"], None, **layout, dtype=dtype)[1]
+class _Caches(NamedTuple):
+    """Keys and values of A prefixes `[A, P]`: of the model, and of each head; None for a head that does not attend."""
+
+    model: Cache
+    heads: tuple[Cache | None, ...]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch) -> _Caches:
+    segment_ids = batch["segment_ids"]
+    hidden, cache = decoder.extend(
+        model_config, frozen.params, batch["tokens"], None, segment_ids=segment_ids, dtype=dtype
+    )
+    run = functools.partial(extend_log_scale, model_config, dtype=dtype)
+    heads = [
+        run(config, arrays, frozen, hidden, segment_ids)[1] if config.attends else None
+        for config, arrays in zip(head_configs, head_arrays, strict=True)
+    ]
+    return _Caches(cache, tuple(heads))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: FrozenArrays, batch, cache):
+def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: FrozenArrays, batch, caches):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
-    The first B / A rows follow the first of A prefixes in the cache, and so on.
+    The first B / A rows follow the first of A prefixes in the caches, and so on.
     """
-    if cache is None:
+    if caches is None:
         hidden = batch_hidden(model_config, frozen, batch, dtype)
-    else:
-        rows, columns = batch["tokens"].shape
-        free = fork(cache, rows // len(cache.segment_ids), columns)
-        layout = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-        hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], free, **layout, dtype=dtype)
+        batch = {**batch, "hidden": hidden}
+        read = _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch) if reads_rows else None
+        return hidden, read
+    rows, columns = batch["tokens"].shape
+    after = functools.partial(fork, count=rows // len(caches.model.segment_ids), columns=columns)
+    layout = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
+    hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], after(caches.model), **layout, dtype=dtype)
     if not reads_rows:
         return hidden, None
-    return hidden, _log_scales(model_config, dtype, head_configs, head_arrays, frozen, {**batch, "hidden": hidden})
+    run = functools.partial(extend_log_scale, model_config, dtype=dtype)
+    scales = [
+        run(config, arrays, frozen, hidden, batch["segment_ids"], None if cache is None else after(cache))[0]
+        for config, arrays, cache in zip(head_configs, head_arrays, caches.heads, strict=True)
+    ]
+    return hidden, jnp.stack(scales)
 
 
 def _log_scales(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch):
