@@ -260,7 +260,6 @@ TABLE = {
     ],
     "eval/answers/probe_features.py": [
         ("spans.start - 1)", "spans.start)", "train/test_probes.py -k features"),
-        ("_REACH * hidden_norm", "_REACH", "train/test_probes.py -k features"),
     ],
     "runtime/files.py": [
         ("- {entry.name for entry in fresh.iterdir()}", "- _entries(path, replace)", "runtime/test_files.py")

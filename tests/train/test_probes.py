@@ -62,62 +62,19 @@ def test_a_probe_is_kept_with_its_model(fitted, tmp_path):
 
 def test_features_are_states_of_the_answers():
     """Of rows of several lengths, more than a batch, against the model on each row alone."""
-    lm, rng = make_lm(num_layers=3, logit_softcap=6.0), np.random.default_rng(1)
+    lm, rng = make_lm(num_layers=3), np.random.default_rng(1)
     contexts = [rng.integers(0, 24, rng.integers(1, 20)).tolist() for _ in range(19)]
     answers = [rng.integers(0, 24, rng.integers(1, 9)).tolist() for _ in range(19)]
     got = answer_features(lm, contexts, answers, set(PROBE_FEATURES))
     for row, (context, answer) in enumerate(zip(contexts, answers, strict=True)):
         if row % 6:
             continue
-        places = range(len(context), len(context) + len(answer))
         states = np.asarray(lm.hidden_states(np.array([context + answer]), layers="all"), np.float64)[:, 0]
         want = {
             "question": states[-1, len(context) - 1],
             "answer": states[-1, -1],
             "mean": states[-1, len(context) :].mean(axis=0),
             "layers": states[1:, -1].ravel(),
-            "perturbed": np.mean([by_torch(lm, states[-1, p - 1], (context + answer)[p]) for p in places], axis=0),
         }
         for name, value in want.items():
             np.testing.assert_allclose(got[name][row], value, rtol=2e-5, atol=5e-5, err_msg=name)
-
-
-def by_torch(lm, hidden, token):
-    """`perturbed_features` of one token, in float64, one perturbation after the other."""
-    torch = pytest.importorskip("torch")
-    functional = torch.nn.functional
-    matrix = torch.tensor(np.asarray(lm.unembedding, np.float64))
-    cap = lm.config.logit_softcap
-
-    def logits(state):
-        return matrix @ state if cap is None else cap * torch.tanh(matrix @ state / cap)
-
-    def of_state(z):
-        p, (first, second, *_) = torch.softmax(z, 0), torch.sort(z, descending=True)[0]
-        entropy = torch.distributions.Categorical(probs=p).entropy()
-        return [*(p[token].log(), p[token], z[token], p.max(), first, entropy, first - second, z.norm())]
-
-    h = torch.tensor(hidden, requires_grad=True)
-    functional.cross_entropy(logits(h)[None], torch.tensor([token])).backward()
-    g, h = h.grad, h.detach()
-    z = logits(h)
-    p, before = torch.softmax(z, 0), of_state(z)
-    best = torch.sort(p, descending=True)[0]
-    rows, flip = [], 1.2
-    for k in range(1, 6):
-        h_k = h + k / 5 * h.norm() / 4 * g / g.norm()
-        z_k = logits(h_k)
-        q, row = torch.softmax(z_k, 0), of_state(z_k)
-        changed = bool(z_k.argmax() != z.argmax())
-        flip = min(flip, k / 5) if changed else flip
-        middle = (p + q) / 2
-        kl = (p * (p / q).log()).sum()
-        js = ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2
-        cosines = [functional.cosine_similarity(*pair, dim=0) for pair in ((z, z_k), (h, h_k))]
-        rows.append([*row, before[0] - row[0], changed, kl, js, *cosines])
-    own = [best[0] - best[1], z.std(correction=0), h.norm(), float(z.argmax() == token)]
-    table = np.array([[float(value) for value in row] for row in rows])
-    fall = np.maximum([0, *table[:, 8]], 0)
-    ways = (np.mean, np.std, np.min, np.max)
-    summaries = [way(column) for column in table.T for way in ways]
-    return np.array([float(x) for x in (*before, *own, g.norm(), flip, (fall[1:] + fall[:-1]).sum() / 10, *summaries)])
