@@ -6,7 +6,6 @@ Notation: s inverse temperature, z logits (after any soft-cap), q = softmax(s·z
 """
 
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -52,7 +51,7 @@ def selective_smoothing(
     alpha: float | Float[Array, ""] = 0.5,
     *,
     balanced: bool = False,
-    masking: Literal["exclude", "authors"] = "exclude",
+    count_ignored: bool = False,
     where: Bool[AnyArray, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Selective smoothing, the loss of Adaptive Temperature Scaling (arXiv 2409.19817, section 3).
@@ -68,20 +67,20 @@ def selective_smoothing(
             w_right = (1−α) n_wrong / m and w_wrong = α n_right / m, m = (1−α) n_wrong + α n_right. n counts tokens in
             the array given. Values are scaled so that their mean over all valid tokens is this loss. It is 0 if there
             are no right tokens or no wrong ones.
-        masking: how the balanced form counts a token whose label is ignored (−100). "exclude": not at all. "authors":
-            as a wrong token with a loss of 0, as `SelectiveSmoothingLoss` of the authors' code does
-            (github.com/Johnathan-Xie/adaptive-temperature-scaling, commit f144309); it needs `balanced`.
-        where: bool `[...]`, False for padding, which neither `masking` counts.
+        count_ignored: count a token whose label is ignored (−100) as a wrong token with a loss of 0, as
+            `SelectiveSmoothingLoss` of the authors' code does (github.com/Johnathan-Xie/adaptive-temperature-scaling,
+            commit f144309). It needs `balanced`. By default such a token does not count.
+        where: bool `[...]`, False for padding, which never counts.
     """
-    if masking not in ("exclude", "authors") or (masking == "authors" and not balanced):
-        raise ValueError(f'masking: expected "exclude", or "authors" with balanced=True, got {masking!r}.')
+    if count_ignored and not balanced:
+        raise ValueError("count_ignored: expected balanced=True with it, got balanced=False.")
     counts = stats.valid if where is None else stats.valid & where
     right = stats.require("correct")
     alpha = jnp.asarray(alpha, jnp.float32)
     right_weight, wrong_weight = 1.0 - alpha, alpha
     if balanced:
         real = jnp.broadcast_to(True if where is None else where, counts.shape)
-        known = counts if masking == "exclude" else real
+        known = real if count_ignored else counts
         n, n_right, n_known = (jnp.sum(x).astype(jnp.float32) for x in (counts, counts & right, known))
         right_weight, wrong_weight = _balanced_weights(alpha, n, n_right, n_known - n_right)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.

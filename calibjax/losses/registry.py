@@ -86,7 +86,7 @@ LOSSES: dict[str, Loss] = {
     "selective": _SELECTIVE,
     "selective-balanced": _SELECTIVE._replace(function=functools.partial(per_token.selective_smoothing, balanced=True)),
     "selective-authors": _SELECTIVE._replace(
-        function=functools.partial(per_token.selective_smoothing, balanced=True, masking="authors"),
+        function=functools.partial(per_token.selective_smoothing, balanced=True, count_ignored=True),
         per_micro_batch=True,
     ),
     "focal": Loss(per_token.focal, _TARGET, {"gamma": _FOCUSING}, alpha="gamma"),

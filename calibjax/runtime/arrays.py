@@ -1,4 +1,4 @@
-"""Arrays that public functions take: their type, and indices from the host; sizes in whole blocks."""
+"""Arrays that public functions take: their type, and indices from the host; sizes in whole blocks and in words."""
 
 from typing import Any, TypeVar
 
@@ -19,6 +19,12 @@ def ceil_div(number: _Integer, divisor: int) -> _Integer:
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `number`."""
     return ceil_div(number, multiple) * multiple
+
+
+def readable_size(size: int) -> str:
+    """A number of bytes in MiB, from a tenth of a GiB on in GiB."""
+    unit, name = (2**30, "GiB") if abs(size) >= 2**30 / 10 else (2**20, "MiB")
+    return f"{size / unit:,.2f} {name}"
 
 
 def as_array(values: Any) -> np.ndarray:

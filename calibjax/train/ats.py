@@ -17,7 +17,6 @@ from calibjax.data.load import Source, as_sequences
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.models.own import FrozenModel, place_model
-from calibjax.recalibrate import TemperatureFit
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
@@ -167,18 +166,16 @@ def _fit(
     if chosen is not None:
         params = shrink_head(params, fit.log_scale, chosen.shrinkage)
         log_factor = chosen.log_factor
-        if chosen.refit is not None:
-            report["refit"] = _report_refit(chosen.refit, is_applied=log_factor != 0.0, context=context)
+        refit = chosen.refit
+        if refit is not None:
+            factor = math.exp(refit.log_scale)
+            error = refit.standard_error
+            is_applied = log_factor != 0.0
+            verdict = "applied" if is_applied else "not applied, within its noise"
+            context.log(f"refit on top: scale x {factor:.4f} (standard error of its log {error:.4f}): {verdict}")
+            report["refit"] = {"factor": factor, "standard_error_of_log": error, "applied": is_applied}
     head = FittedHead(candidate.head, params, lm.fingerprint, log_factor=log_factor)
     return AtsFit(head, temperature, report, comparison)
-
-
-def _report_refit(refit: TemperatureFit, *, is_applied: bool, context: RunContext) -> dict[str, Any]:
-    """The refitted factor as JSON; logs it."""
-    factor = math.exp(refit.log_scale)
-    verdict = "applied" if is_applied else "not applied, within its noise"
-    context.log(f"refit on top: scale x {factor:.4f} (standard error of its log {refit.standard_error:.4f}): {verdict}")
-    return {"factor": factor, "standard_error_of_log": refit.standard_error, "applied": is_applied}
 
 
 def fit_temperature_head(

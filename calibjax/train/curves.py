@@ -31,7 +31,7 @@ from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
 from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_sharding
 from calibjax.models.own import FrozenModel, check_sequences
-from calibjax.runtime.arrays import ceil_div, round_up
+from calibjax.runtime.arrays import ceil_div, readable_size, round_up
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
@@ -168,7 +168,7 @@ def token_curves(
     }
     place = context.require_directory() / "frozen" if keep == "disk" else None
     where = "in memory" if place is None else f"in {place}"
-    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {where} ({_readable(size)})")
+    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {where} ({readable_size(size)})")
     store = _Store(place, shapes, identity)
     bar = context.bar(title="frozen pass", unit="sequence", total=count, initial=store.done)
     last = time.monotonic()
@@ -326,7 +326,3 @@ class _Store:
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._arrays if self._directory is None else self._map("r")
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"

@@ -111,7 +111,7 @@ def test_the_table_is_complete():
 def test_formula_and_gradients(name):
     """With the statistics that the entry names: value, mask, gradient in the scale, and in the logits (fine-tuning)."""
     z, y, s = problem()
-    if name == "selective-authors":  # `test_the_authors_masking` has ignored tokens, which count as wrong
+    if name == "selective-authors":  # ignored tokens count as wrong in it: a test of their own
         y = np.where(y == -100, z.argmin(axis=1), y).astype(np.int32)
     where = np.arange(len(y)) % 5 != 0
 
@@ -170,15 +170,15 @@ def authors_balanced(z, y, s, alpha, real):
 
 # Of the class itself, run in float64 with label_smoothing 1 on `problem(n=30)`.
 @pytest.mark.parametrize(("alpha", "mean"), [(0.2, 1.3600927876), (0.5, 2.6548514823), (0.8, 3.7577942635)])
-def test_the_authors_masking(alpha, mean):
+def test_ignored_tokens_count_as_in_the_authors_code(alpha, mean):
     z, y, s = problem(n=30)
     y[[11, 12]] = -100
     real = np.ones(30, bool)
 
-    @functools.partial(jax.jit, static_argnames="masking")
-    def run(y, masking="authors", where=None):
+    @functools.partial(jax.jit, static_argnames="count_ignored")
+    def run(y, count_ignored=True, where=None):
         stats = stats_of(z, y, s)
-        loss = losses.selective_smoothing(stats, alpha, balanced=True, masking=masking, where=where)
+        loss = losses.selective_smoothing(stats, alpha, balanced=True, count_ignored=count_ignored, where=where)
         return loss.astype(jnp.float32).sum() / (stats.valid & (where is None or where)).sum()
 
     _, fewer_ignored, _ = problem(n=30)
@@ -186,13 +186,13 @@ def test_the_authors_masking(alpha, mean):
     assert_within(authors_balanced(z, fewer_ignored, s, alpha, real), mean, 1e-6, "the formula of the test")
     assert_within(run(fewer_ignored), mean, TOLERANCE, "the class")
     assert_within(run(y), authors_balanced(z, y, s, alpha, real), TOLERANCE, "more of them ignored")
-    assert run(y) < run(y, "exclude") - 0.1
+    assert run(y) < run(y, count_ignored=False) - 0.1
     real = np.arange(30) % 4 != 3  # padding is none of their tokens: their micro-batch is one sequence
     assert_within(run(y, where=real), authors_balanced(z, y, s, alpha, real), TOLERANCE, "padding")
     everything_counts = np.where(y == -100, 0, y)
-    assert run(everything_counts) == run(everything_counts, "exclude")
-    with pytest.raises(ValueError, match="masking: expected"):
-        losses.selective_smoothing(stats_of(z, y, s), masking="authors")
+    assert run(everything_counts) == run(everything_counts, count_ignored=False)
+    with pytest.raises(ValueError, match="count_ignored: expected"):
+        losses.selective_smoothing(stats_of(z, y, s), count_ignored=True)
 
 
 def test_focal_at_certainty():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import Document
+from calibjax.runtime.arrays import readable_size
 
 ABSENT = "\N{EN DASH}"
 Row = Mapping[str, Any]
@@ -583,7 +584,7 @@ def scientific(log_value: float) -> str:
 
 def plan_table(document: Document) -> TextTable:
     """Memory, operations and times of a step on each device; and of the run, if its length is known."""
-    rows = [[name.replace("_", " "), _size(size)] for name, size in document["bytes_per_device"].items()]
+    rows = [[name.replace("_", " "), readable_size(size)] for name, size in document["bytes_per_device"].items()]
     rows.append(["fits", _margin(document)])
     counts = document["parameters"]
     if counts["active"] < counts["total"]:
@@ -594,23 +595,20 @@ def plan_table(document: Document) -> TextTable:
     operations = f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step"
     rows.append(["operations", operations])
     for kind, moved in (document["collectives"] or {}).items():
-        received = f"{_size(moved['bytes'])} received, the largest {_size(moved['largest'])}"
+        received = f"{readable_size(moved['bytes'])} received, the largest {readable_size(moved['largest'])}"
         rows.append([kind, f"{moved['count']:,} x, {received}"])
     rows += [[f"roofline, {name}", milliseconds(x)] for name, x in document["roofline_seconds"].items()]
     if run := document.get("run"):
         rows.append(["steps of the run", f"{run['steps']:,}"])
         if run["stored_bytes"] is not None:
-            rows.append(["stored from the frozen pass, each host", _size(run["stored_bytes"])])
+            rows.append(["stored from the frozen pass, each host", readable_size(run["stored_bytes"])])
         low, high = run["utilisation"]
         least, most = run["seconds"]
         units = ((86400, "d"), (3600, "h"), (60, "min"), (0, "s"))
         unit, name = next((max(seconds, 1), name) for seconds, name in units if most >= 2 * seconds)
-        rows.append([f"run at {low:.0%} to {high:.0%}", f"{least / unit:,.1f} to {most / unit:,.1f} {name}"])
+        duration = f"{least / unit:,.1f} to {most / unit:,.1f} {name}"
+        rows.append([f"run at {low:.0%} to {high:.0%}", duration])
     return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -623,4 +621,6 @@ def _margin(plan: Document) -> str:
     if margin is None:
         return "no"
     likely = "probably " if plan["fits"] is None else ""
-    return f"{likely}yes, with {_size(margin)} to spare" if margin >= 0 else f"{likely}no: {_size(-margin)} too much"
+    if margin < 0:
+        return f"{likely}no: {readable_size(-margin)} too much"
+    return f"{likely}yes, with {readable_size(margin)} to spare"
