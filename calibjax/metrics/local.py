@@ -4,8 +4,6 @@ Both use features that distinguish answers, such as hidden states, embeddings or
 rescaled: standardise them if their scales differ.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,7 +14,7 @@ from calibjax.metrics.sums import bin_index
 from calibjax.runtime.arrays import AnyArray
 
 
-@metric("bins", "reduction")
+@metric("bins")
 def local_calibration_error(
     confidence: Float[AnyArray, " N"],
     correct: AnyArray,
@@ -24,14 +22,13 @@ def local_calibration_error(
     *,
     bins: int = 15,
     bandwidth: float | Array = 1.0,
-    reduction: Literal["mean", "max"] = "mean",
     where: AnyArray | None = None,
 ) -> Float[Array, ""]:
     """Local calibration error (LCE, Luo et al. 2022): the calibration gap among similar answers.
 
-    LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i, with the kernel
-    k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). With a large bandwidth, LCE_i is the gap of the bin, so
-    the mean is the ECE and the maximum is the MCE; with a small one, it is |confidence_i − correctness_i|.
+    The mean over points i of LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i,
+    with the kernel k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). With a large bandwidth, LCE_i is the
+    gap of the bin, and the mean is the ECE; with a small one, LCE_i is |confidence_i − correctness_i|.
 
     It takes O(N² F) time and O(N F) memory: subsample large sets.
 
@@ -39,13 +36,10 @@ def local_calibration_error(
         confidence, correct, bins, where: as in `expected_calibration_error`.
         features: `[N, F]`, not NaN at points that count.
         bandwidth: > 0, in units of the features.
-        reduction: "mean" over points, or "max" (the paper's MLCE).
 
     Returns:
         float32 scalar in [0, 1]; NaN where no point counts.
     """
-    if reduction not in ("mean", "max"):
-        raise ValueError(f'reduction: expected "mean" or "max", got {reduction!r}.')
     data = points(confidence, correct, where)
     x = _features(features, data)
     index = bin_index(data.confidence, bins)
@@ -58,7 +52,7 @@ def local_calibration_error(
         return jnp.abs(jnp.sum(similar * residual)) / jnp.sum(similar)
 
     gaps = jnp.where(data.weight > 0, jax.lax.map(gap, (x, index), batch_size=16), 0.0)
-    return data.mean(gaps) if reduction == "mean" else data.nan_unless_usable(jnp.max(gaps))
+    return data.mean(gaps)
 
 
 @metric("bins", counts=True)

@@ -235,7 +235,6 @@ def test_nothing_to_say():
 
 def test_options():
     for name, option in (
-        ("local_calibration_error", {"reduction": "sum"}),
         ("local_calibration_error", {"bandwidth": -1.0}),
         ("smooth_ece", {"bandwidth": 0.0}),
         ("adaptive_calibration_error", {"bins": 0}),
@@ -262,11 +261,10 @@ def test_local_calibration_error_between_its_limits():
     c, y, x = points("plain")
     index = oracle.bins_of(c, BINS)
     c64 = c.astype(np.float64)
-    for reduction, norm in (("mean", "l1"), ("max", "max")):
-        wide = metrics.local_calibration_error(c, y, x, bandwidth=1e6, reduction=reduction)
-        assert_within(wide, oracle.binned(c64, y, index, norm), 5e-6, f"wide, {reduction}")
-        narrow = metrics.local_calibration_error(c, y, x, bandwidth=1e-6, reduction=reduction)
-        assert_within(narrow, getattr(np.abs(c64 - y), reduction)(), 20 * EPS, f"narrow, {reduction}")
+    wide = metrics.local_calibration_error(c, y, x, bandwidth=1e6)
+    assert_within(wide, oracle.binned(c64, y, index, "l1"), 5e-6, "wide")
+    narrow = metrics.local_calibration_error(c, y, x, bandwidth=1e-6)
+    assert_within(narrow, np.abs(c64 - y).mean(), 20 * EPS, "narrow")
 
 
 def test_grouping_loss_is_found_and_not_invented():
