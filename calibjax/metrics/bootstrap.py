@@ -224,7 +224,8 @@ def _sums_of_pools(
 ) -> CalibrationSums:
     """`CalibrationSums` `[pools, bins]` in float64 of points with the given bins."""
     c, y = (np.clip(np.asarray(x, np.float32), 0, 1).astype(np.float64) for x in (confidence, correct))
-    nll = -xlogy(y, c) - xlog1py(1 - y, -c) if log_prob is None else -np.asarray(log_prob, np.float64)
+    if log_prob is None:  # the loss is that of correctness
+        log_prob = xlogy(y, c) + xlog1py(1 - y, -c)
     pools = int(pool.max()) + 1
 
     def add(value):
@@ -236,7 +237,7 @@ def _sums_of_pools(
         *kinds[..., :bins],
         dropped=kinds[..., bins].T,
         brier=np.bincount(pool, weights=(c - y) ** 2, minlength=pools),
-        nll=np.bincount(pool, weights=nll, minlength=pools),
+        nll=np.bincount(pool, weights=-np.asarray(log_prob, np.float64), minlength=pools),
     )
 
 

@@ -93,10 +93,12 @@ def wilson_interval(correct: AnyArray | int, count: AnyArray | int) -> tuple[np.
     """
     correct, count = np.asarray(correct, np.float64), np.asarray(count, np.float64)
     p, z = correct / count, 1.959963984540054
-    width = 2 * (count + z**2)
-    middle = (2 * count * p + z**2) / width
-    reach = z / width * np.sqrt(4 * count * p * (1 - p) + z**2)
-    return np.where(correct == 0, 0.0, middle - reach), np.where(correct == count, 1.0, middle + reach)
+    divisor = 2 * (count + z**2)
+    middle = (2 * count * p + z**2) / divisor
+    reach = z / divisor * np.sqrt(4 * count * p * (1 - p) + z**2)
+    low = np.where(correct == 0, 0.0, middle - reach)
+    high = np.where(correct == count, 1.0, middle + reach)
+    return low, high
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -240,15 +242,18 @@ class _Observed(NamedTuple):
         """Whether the noise of two models' mean gaps is correlated, as where they judge the same answers."""
         gaps = self.noise.sum(axis=-1)
         first, second = (gaps[:, signs == sign].mean(axis=1) for sign in (1, -1))
-        return bool(first @ second > _SHARED * np.sqrt((first @ first) * (second @ second)))
+        least_product = _SHARED * np.sqrt((first @ first) * (second @ second))
+        return bool(first @ second > least_product)
 
     def smoothed(self) -> "_Observed":
         """The candidates of gaps that are smoothed over bins. Gaps without noise stay as they are."""
         bins = np.arange(self.gaps.shape[1])
-        kernel = np.exp(-0.5 * np.square((bins[:, None] - bins) / (_BANDWIDTH * len(bins))))
+        distance = bins[:, None] - bins
+        kernel = np.exp(-0.5 * np.square(distance / (_BANDWIDTH * len(bins))))
         noisy = self.noise_size > 0
         points = np.where(noisy, self.fraction @ kernel, 1.0)
-        return self._replace(centre=np.where(noisy, self.fraction * (self.gaps @ kernel) / points, self.gaps))
+        smooth = self.fraction * (self.gaps @ kernel) / points
+        return self._replace(centre=np.where(noisy, smooth, self.gaps))
 
     def candidates(self, levels: _Levels) -> Float[np.ndarray, "K M B"]:
         """Gaps at each level λ: shrunk to |g| max(0, 1 − (λ s/g)²) where λ > 0, enlarged to |g| − λ s elsewhere."""

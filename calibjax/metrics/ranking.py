@@ -58,9 +58,10 @@ def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Ar
     next term is below 2e-6 of the sum there.
     """
     near = start[:, None] + jnp.arange(1, 9, dtype=jnp.float32)[None, :]
-    head = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
+    direct = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
     low, high = start + 8.5, start + length + 8.5
-    return head + jnp.log1p(length / low) - length * (low + high) / (24 * jnp.square(low * high))
+    series = jnp.log1p(length / low) - length * (low + high) / (24 * jnp.square(low * high))
+    return direct + series
 
 
 def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> Array:

@@ -28,8 +28,10 @@ def negative_log_likelihood(confidence, correct, *, where=None):
     """
     data = points(confidence, correct, where)
     right, wrong = data.correct, 1 - data.correct
-    log_right = jnp.log(jnp.where(right > 0, data.confidence, 1.0))  # selected before the logarithm, for the gradient
-    return data.mean(-right * log_right - wrong * jnp.log1p(-jnp.where(wrong > 0, data.confidence, 0.0)))
+    # Selected before the logarithm, for the gradient.
+    log_right = jnp.log(jnp.where(right > 0, data.confidence, 1.0))
+    log_wrong = jnp.log1p(-jnp.where(wrong > 0, data.confidence, 0.0))
+    return data.mean(-right * log_right - wrong * log_wrong)
 
 
 def summarise(sums: CalibrationSums) -> dict[str, float]:
