@@ -17,12 +17,8 @@ from .eval.tasks.benchmark import evaluate_tasks as evaluate_tasks
 from .eval.tasks.options import TasksOptions as TasksOptions
 from .eval.tokens import Evaluation as Evaluation
 from .eval.tokens import evaluate as evaluate
-from .heads import ConstantHead as ConstantHead
 from .heads import FittedHead as FittedHead
 from .heads import HeadConfig as HeadConfig
-from .heads import LinearHead as LinearHead
-from .heads import MLPHead as MLPHead
-from .heads import TransformerHead as TransformerHead
 from .kernels import VocabCurves as VocabCurves
 from .kernels import VocabStats as VocabStats
 from .kernels import linear_cross_entropy as linear_cross_entropy

@@ -22,12 +22,12 @@ QUICK = calibjax.AtsOptions(loss="cross-entropy", head_kind="linear", refit_temp
 
 
 NAMES = """
-    AtsFit AtsOptions Comparison ConstantHead Evaluation FittedHead FrozenModel FunctionModel Generation HeadConfig
-    LanguageModel LayersOptions LhtsFit LhtsOptions LinearHead MLPHead Predictions RunContext Sampling Sequences
-    SftFit SftOptions TasksOptions TokenConfidence TransformerHead UserError VocabCurves VocabStats __version__
-    calibrated_confidence calibrated_log_probs compare decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts
-    fit_sft from_arrays from_function generate heads kernels linear_cross_entropy load_head load_model load_text
-    losses metrics parse_script plot recalibrate save_head split_sequences vocab_curves vocab_stats
+    AtsFit AtsOptions Comparison Evaluation FittedHead FrozenModel FunctionModel Generation HeadConfig LanguageModel
+    LayersOptions LhtsFit LhtsOptions Predictions RunContext Sampling Sequences SftFit SftOptions TasksOptions
+    TokenConfidence UserError VocabCurves VocabStats __version__ calibrated_confidence calibrated_log_probs compare
+    decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts fit_sft from_arrays from_function generate heads
+    kernels linear_cross_entropy load_head load_model load_text losses metrics parse_script plot recalibrate save_head
+    split_sequences vocab_curves vocab_stats
 """
 
 
