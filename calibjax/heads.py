@@ -69,7 +69,7 @@ FEATURES = {
     "log_std_logits": Feature(1),
     "argmax_embedding": Feature(None, ("argmax",)),
 }
-"""Features that a head can read. The appendix of arXiv 2409.19817 has the last three and the hidden states."""
+"""Features that a head can read. All but `logit_statistics` are from the appendix of arXiv 2409.19817."""
 
 # U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -224,7 +224,8 @@ def _shared(config: "HeadConfig") -> dict[str, Any]:
 def _transformer(config: "HeadConfig") -> nn.Module:
     size = config.hidden_size
     # Heads 128 wide, as Llama's, but at least 8 of them, as far as an even width per head divides D.
-    fitting = [n for n in range(1, max(size // 128, 8) + 1) if size % (2 * n) == 0]
+    most = max(size // 128, 8)
+    fitting = [heads for heads in range(1, most + 1) if size % (2 * heads) == 0]
     if not fitting:
         raise UserError(f"a transformer head needs an even hidden_size, got {size}.")
     heads = config.num_heads or fitting[-1]

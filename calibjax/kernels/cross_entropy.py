@@ -130,16 +130,17 @@ def _with_gradients_fwd(loss: _Loss, arrays: api.Arrays, scale):
     arrays = api.Arrays(*(None if x is None else x.value for x in arrays))
     scale = scale.value
     in_one_pass = operator.forward_gives_d_hidden(loss.dispatch.call(), hidden_alone=True)
-    if {"unembedding", "bias"} & set(differentiated) or ("hidden" in differentiated and not in_one_pass):
-        value, flat = _by_blocks(loss, arrays, scale, differentiated)
-        gradients = {name: flat[name].reshape(named[name].value.shape) for name in differentiated}
-    else:  # one pass gives both
+    given_by_one_pass = {"scale", "hidden"} if in_one_pass else {"scale"}
+    if set(differentiated) <= given_by_one_pass:
 
         def scalar(active):
             hidden = active.get("hidden", arrays.hidden)
             return _from_statistics(loss, arrays._replace(hidden=hidden), active.get("scale", scale))
 
         value, gradients = jax.value_and_grad(scalar)({name: named[name].value for name in differentiated})
+    else:
+        value, flat = _by_blocks(loss, arrays, scale, differentiated)
+        gradients = {name: flat[name].reshape(named[name].value.shape) for name in differentiated}
     # An empty array keeps the dtype that the gradient is rounded to, once it has been multiplied.
     dtypes = {name: jnp.zeros((0,), named[name].value.dtype) for name in differentiated}
     return value, (gradients, dtypes)

@@ -83,10 +83,15 @@ def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> J
     a3 = 10.0 * excess + bend - (2.0 * e0 + e1) / 3.0
     a4 = -15.0 * excess - 0.5 * bend + 0.25 * (e0 + e1)
     a5 = 6.0 * excess
-    value = left.value + t * (d0 + t * (a2 + t * (a3 + t * (a4 + t * a5))))
-    slope = d0 + t * (2.0 * a2 + t * (3.0 * a3 + t * (4.0 * a4 + t * (5.0 * a5))))
-    curvature = 2.0 * a2 + t * (6.0 * a3 + t * (12.0 * a4 + t * (20.0 * a5)))
+    value = _polynomial(t, left.value, d0, a2, a3, a4, a5)
+    slope = _polynomial(t, d0, 2.0 * a2, 3.0 * a3, 4.0 * a4, 5.0 * a5)
+    curvature = _polynomial(t, 2.0 * a2, 6.0 * a3, 12.0 * a4, 20.0 * a5)
     return Jet(value, slope / h, curvature / (h * h))
+
+
+def _polynomial(t: Array, *coefficients: Array) -> Array:
+    """Σ_k c_k tᵏ, by Horner's rule."""
+    return functools.reduce(lambda total, c: c + t * total, reversed(coefficients))
 
 
 def continued(jet: Jet, distance: Array) -> Jet:
@@ -108,5 +113,6 @@ def continued(jet: Jet, distance: Array) -> Jet:
     exact = -jnp.expm1(-x) / jnp.where(is_small, 1.0, x)
     mean_decay = jnp.where(is_small, 1.0 - 0.5 * x, exact)  # (1 − e⁻ˣ)/x
     above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
-    below = Jet(value + distance * (slope + 0.5 * distance * curvature), slope + distance * curvature, curvature)
+    parabola = value + distance * (slope + 0.5 * distance * curvature)
+    below = Jet(parabola, slope + distance * curvature, curvature)
     return jax.tree.map(lambda x, y: jnp.where(distance > 0.0, x, y), above, below)

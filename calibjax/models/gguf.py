@@ -159,7 +159,8 @@ def read_gguf(path: Path) -> GgufFile:
     name = _SPLIT.fullmatch(path.name)
     if name is None or int(name[2]) != count:
         raise UserError(f"{path}: one of {count} files of a model; expected NAME-00001-of-{count:05d}.gguf, the first.")
-    others = [path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(2, int(name[2]) + 1)]
+    names = [f"{name[1]}-{number:05d}-of-{name[2]}.gguf" for number in range(2, count + 1)]
+    others = [path.with_name(other) for other in names]
     missing = [other.name for other in others if not other.is_file()]
     if missing:
         raise UserError(f"{path}: other files of this model are missing beside it: {', '.join(missing[:5])}.")

@@ -216,7 +216,8 @@ def _scale_yarn(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
 
     def index(turns: float) -> float:
         """Index of the frequency with this number of turns over the original context."""
-        return width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        wavelength = rope.original_max_positions / (turns * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = index(rope.beta_fast), index(rope.beta_slow)
     if rope.truncate:
@@ -241,8 +242,9 @@ def rotary_table(
     positions: Int[Array, "B T"], rope: Rope, head_dim: int
 ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
     """Cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
-    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, :]
-    return rope.amplitude * jnp.cos(angles)[:, :, None, :], rope.amplitude * jnp.sin(angles)[:, :, None, :]
+    frequencies = jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, None, :]
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    return rope.amplitude * jnp.cos(angles), rope.amplitude * jnp.sin(angles)
 
 
 def rotate(
@@ -258,7 +260,10 @@ def rotate(
     cos, sin = table
     pairs = cos.shape[-1]
     channels, rest = jnp.split(x.astype(jnp.float32), (2 * pairs,), axis=-1)
-    first, second = (channels[..., ::2], channels[..., 1::2]) if interleaved else jnp.split(channels, 2, axis=-1)
+    if interleaved:
+        first, second = channels[..., ::2], channels[..., 1::2]
+    else:
+        first, second = jnp.split(channels, 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     if interleaved:
         turned = (jnp.stack(turned, axis=-1).reshape(channels.shape),)

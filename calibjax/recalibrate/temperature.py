@@ -240,7 +240,8 @@ class EnsembleState(NamedTuple):
 
 
 def _log_mixture(weights: Array, parts: Float[Array, "3 ..."]) -> Array:
-    return jax.nn.logsumexp(parts + jnp.log(weights).reshape((3,) + (1,) * (parts.ndim - 1)), axis=0)
+    log_weights = jax.lax.expand_dims(jnp.log(weights), range(1, parts.ndim))
+    return jax.nn.logsumexp(parts + log_weights, axis=0)
 
 
 def _parts(log_scale: AnyArray, logits: Array) -> Float[Array, "3 N K"]:

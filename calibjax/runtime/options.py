@@ -30,7 +30,8 @@ class Range:
     infinite: bool = False  # whether infinity is accepted, where there is no upper bound
 
     def holds(self, value: float) -> bool:
-        above = self.low < value if self.open in ("low", "both") or math.isinf(self.low) else self.low <= value
+        low_is_open = self.open in ("low", "both") or math.isinf(self.low)
+        above = value > self.low if low_is_open else value >= self.low
         below = value < self.high if self.open in ("high", "both") else value <= self.high
         return above and below and (self.infinite or isinstance(value, int) or math.isfinite(value))
 

@@ -242,7 +242,8 @@ def claim_threshold(
     total = np.cumsum(np.asarray(correct)[order] < 1)
     wrong = total - np.where(first > 0, total[first - 1], 0)
     # Claims of equal confidence are kept together: what counts is the fraction after the last of them.
-    last = np.append((score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1]), True)
+    changes = (score[1:] != score[:-1]) | (numbers[1:] != numbers[:-1])
+    last = np.append(changes, True)
     fraction = np.where(last, wrong / (np.arange(len(score)) - first + 1), 0.0)
     worst = np.zeros(len(score))
     for begin, end in pairwise([*np.flatnonzero(np.diff(numbers, prepend=-1)), len(score)]):

@@ -119,7 +119,10 @@ def evaluate_layers(
     with jax.set_mesh(context.mesh):
         readout = make_readout(lm, letters)
         outputs = layer_outputs(lm, both, readout, **steps)
-        sets = choose_sets(options.direction, outputs.confidence[-1, : counts[0]], outputs.correct[-1, : counts[0]])
+        # At the last layer, of the tokens to fit on, which stand before those held out.
+        confidence = outputs.confidence[-1, : counts[0]]
+        correct = outputs.correct[-1, : counts[0]]
+        sets = choose_sets(options.direction, confidence, correct)
         directions = find_directions(lm, fit, readout, sets, **steps)
         space = null_space(lm)
         binned = {**steps, **convention}
