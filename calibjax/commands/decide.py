@@ -118,7 +118,7 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
     if options.claims:
         limit = f"expected fraction of false claims in an answer is at most {options.risk}"
         if none == len(decided):
-            line = f"no claim can be kept: of so few answers it is not known that the {limit}."
+            line = f"no claim can be kept: these answers are too few to show that the {limit}."
             return Verdict(line, is_warning=True)
         if options.by_category:
             return Verdict(f"The {limit} in each category, with the claims above its threshold.")
@@ -128,7 +128,7 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     if none == len(decided):
         reason = "the questions are too few, or the confidence does not tell right from wrong well enough"
-        line = f"no threshold is known to keep at most {options.risk} of the answers wrong: {reason}."
+        line = f"no threshold is guaranteed to keep at most {options.risk} of the answers wrong: {reason}."
         return Verdict(line, is_warning=True)
     if options.by_category:
         left = f"; {none} categories are not answered" if none else ""

@@ -187,7 +187,7 @@ def _read_file(path: Path) -> Iterator[Placed]:
 
 
 def _as_utf8(file: BinaryIO) -> BinaryIO:
-    """A file that is UTF-8, or UTF-16 with a mark, which spreadsheets and PowerShell write, in UTF-8."""
+    """The file in UTF-8. UTF-16 with a byte order mark, as spreadsheets and PowerShell write it, is converted."""
     head = file.peek(256)  # type: ignore[attr-defined]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
         delimiter = "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
     rows = csv.reader(lines, delimiter=delimiter)
     names = next(rows, [])
-    # Spreadsheets write columns without a name. One of several that nobody reads stops nothing; none is chosen.
+    # Spreadsheets leave columns unnamed. Repeated names get a number, so that only reading one by its name raises.
     columns = [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")

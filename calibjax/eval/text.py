@@ -1,5 +1,7 @@
-"""The likelihood and the diversity of a model's text, which a temperature moves in opposite directions; and accuracy on
-analogies: a is to b as c is to one of four words, the one with the largest likelihood."""
+"""The likelihood and the diversity of a model's text, and accuracy on analogies.
+
+A temperature moves the likelihood and the diversity in opposite directions.
+"""
 
 import dataclasses
 import functools
@@ -195,6 +197,8 @@ def evaluate_analogies(
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and the accuracy on each category.
 
+    A question asks which of four words d completes "a is to b as c is to d". Its accuracy is the probability of drawing
+    the right one.
     Temperature 0 and those below 1/403 are computed as 1/403, where a difference of 0.01 between two logits decides.
     """
     temperatures, base = list(dict.fromkeys(temperatures)), FittedHead.constant(lm)

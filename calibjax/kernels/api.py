@@ -34,7 +34,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 class CannotRun(NotImplementedError, ValueError):
-    """No implementation that was requested can run this call here. A ValueError, as an argument may be the reason."""
+    """No requested implementation can run this call here. It is also a ValueError: an argument may be the reason."""
 
 
 class Arrays(NamedTuple):

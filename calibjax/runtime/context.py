@@ -32,7 +32,7 @@ class RunContext:
         seed: seed of all random numbers, from 0 to 2³² − 1.
         log: called with one line per event.
         progress: whether to show progress bars, in the first process only.
-        title: title of the next progress bar; by default that of the step.
+        title: title of the progress bars; by default each function has its own.
         track: tracker that receives the scalars of training, in addition to TensorBoard.
     """
 

@@ -325,7 +325,7 @@ class _Fitting:
 
     @functools.cached_property
     def _temperature_log_scale(self) -> Float[np.ndarray, " N"]:
-        """Per token, log s of temperature scaling that is fitted to the other sets.
+        """log s of each token by temperature scaling, fitted to the other sets.
 
         With one set it is fitted to all rows, because leaving out a fold hardly changes it.
         """

@@ -85,7 +85,7 @@ def test_what_is_printed(capsys, table, monkeypatch):
     few.write_text("".join(table[0].read_text().splitlines(keepends=True)[:13]))
     assert main(["decide", "--table", str(few)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no threshold is known to keep at most 0.05 of the answers wrong" in printed
+    assert "no threshold is guaranteed to keep at most 0.05 of the answers wrong" in printed
 
 
 SCORES = {

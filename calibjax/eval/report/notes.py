@@ -106,14 +106,14 @@ def _comparison(
     it, `must_differ` warns of equality."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
-    tests = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}
-    if reason := _why_equal(row, other, tests.values()):
+    differences = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}
+    if reason := _why_equal(row, other, differences.values()):
         return Verdict(f"{name} does not differ from {other_name} {reason}: {ece}; {score}{addition}.", must_differ)
-    differing = [figure for figure, test in tests.items() if test and (is_lower(test) or is_higher(test))]
+    differing = [figure for figure, x in differences.items() if x and (is_lower(x) or is_higher(x))]
     subject = f"{name[0].upper()}{name[1:]}"
-    if all(tests.values()) and len(differing) == 1:
+    if all(differences.values()) and len(differing) == 1:
         found, values, same, rest = ("ECE", ece, title, score) if differing == ["ece"] else (title, score, "ECE", ece)
-        improves = is_lower(tests[differing[0]])
+        improves = is_lower(differences[differing[0]])
         line = f"{subject} has a {'lower' if improves else 'higher'} {found} than {other_name}: {values}"
         line = f"{line}; its {same} does not differ beyond noise: {rest}{addition}."
         return Verdict(line, is_warning=not improves)
@@ -141,8 +141,8 @@ def _ats_verdict(methods: Row) -> Verdict:
     verdict = _comparison(
         "ATS", ats, "temperature scaling", scaled, field="against", addition=uncalibrated, must_differ=True
     )
-    tests = [ats.get("against_uncalibrated", {}).get(figure) for figure in ("ece", key)]
-    if verdict.is_warning or (all(tests) and not any(map(is_higher, tests))):
+    differences = [ats.get("against_uncalibrated", {}).get(figure) for figure in ("ece", key)]
+    if verdict.is_warning or (all(differences) and not any(map(is_higher, differences))):
         return verdict
     return _worse("ATS", ats, "the uncalibrated model", base) or verdict
 
@@ -264,7 +264,7 @@ def choice_verdict(comparison: Row) -> str:
     """How `--loss auto` chose."""
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
     if kept_candidate(comparison) == comparison["candidates"][0]["candidate"]:
-        return f"No loss beats temperature scaling beyond noise, so that the head is temperature scaling. {measured}."
+        return f"No loss beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
     scaled, best = comparison["chosen"]
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
     return (
@@ -280,7 +280,7 @@ def plan_verdict(document: Document) -> str:
     bound = milliseconds(document["roofline_seconds"]["bound"])
     step = "{model}, {objective}, {batch} x {seq} tokens per step, {dtype}".format(**document)
     devices = f"{document['devices']} device{'s' * (document['devices'] > 1)} ({document['topology']})"
-    return f"This {likely}{fits}, at {bound} a step at the least: {step}, on {devices}."
+    return f"This {likely}{fits}; a step takes at least {bound}: {step}, on {devices}."
 
 
 def lhts_verdict(document: Document) -> Verdict:

@@ -83,12 +83,12 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
 
 def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
     """Prints the verdict of a comparison, its table and its conventions; `where` is a few words on the data."""
-    tests = (
+    legend = (
         "Log loss, Brier: of the prediction being correct. "
         f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
         "Holm's method for the rows compared."
     )
-    notes = [*failures(held_out), tests, conventions(held_out)]
+    notes = [*failures(held_out), legend, conventions(held_out)]
     print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
 
 
