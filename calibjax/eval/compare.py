@@ -23,7 +23,7 @@ from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, par
 from calibjax.recalibrate.contract import class_count, select
 from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.options import Bins, check_value
 
 _Errors = Literal["ece", "debiased_ece", "adaptive_ece", "smooth_ece", "mce"]
@@ -151,7 +151,7 @@ def _run(compared: Mapping[str, Contender], context: RunContext) -> tuple[dict[s
             count = parameter_count(state) if weights is None else sum(map(np.size, jax.tree.leaves(weights)))
             results[name] = Result(outcome, seconds, count, state)
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+            failed[name] = f"{type(error).__name__}: {first_line(error)}"
     return results, failed
 
 
@@ -187,44 +187,50 @@ def comparison_json(
     pool = functools.partial(metrics.pooled_sums, groups=groups, bins=bins, closed=closed, seed=seed)
     rows, sums, draws = {}, {}, {}
     for name, result in results.items():
-        c, y = result.outcome.confidence, result.outcome.correct
-        ruled_out_and_right = (c <= 0) & (y > 0)
-        certain_and_wrong = (c >= 1) & (y < 1)
-        sums[name] = pool(c, y)
+        confidence, correct = result.outcome.confidence, result.outcome.correct
+        ruled_out_and_right = (confidence <= 0) & (correct > 0)
+        certain_and_wrong = (confidence >= 1) & (correct < 1)
+        sums[name] = pool(confidence, correct)
         drawn = draws_of(sums[name], seed)
         draws[name] = {"brier": drawn["brier"], "log_loss": drawn["nll"]}
         nll = None
         if result.outcome.log_prob is not None:
-            likelihood = pool(c, y, log_prob=result.outcome.log_prob)
+            likelihood = pool(confidence, correct, log_prob=result.outcome.log_prob)
             nll = finite_or_none(metrics.summarise(likelihood)["nll"])
             draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
         unknown = base.choice is None or result.outcome.choice is None
         row: dict[str, Any] = metrics.summarise(sums[name])
         log_loss = row.pop("nll")
+        adaptive_ece = metrics.adaptive_calibration_error(confidence, correct, bins=bins)
+        curve = metrics.reliability_curve(confidence, correct, groups=groups, seed=seed)
         rows[name] = row | {
             "nll": nll,
             "log_loss": finite_or_none(log_loss),
             "certain_and_wrong": int((ruled_out_and_right | certain_and_wrong).sum()),
             **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
-            "adaptive_ece": finite_or_none(float(metrics.adaptive_calibration_error(c, y, bins=bins))),
-            "smooth_ece": finite_or_none(float(metrics.smooth_ece(c, y))),
-            "auroc": finite_or_none(float(metrics.auroc(c, y))),
+            "adaptive_ece": finite_or_none(float(adaptive_ece)),
+            "smooth_ece": finite_or_none(float(metrics.smooth_ece(confidence, correct))),
+            "auroc": finite_or_none(float(metrics.auroc(confidence, correct))),
             "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
             "reliability": reliability_json(metrics.total(sums[name]), drawn["bins"]),
-            "curve": curve_json(metrics.reliability_curve(c, y, groups=groups, seed=seed)),
+            "curve": curve_json(curve),
         }
     for name, row in rows.items():
         for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
-            if other in rows:
-                pair, both = (sums[name], sums[other]), (draws[name], draws[other])
-                row[field] = {} if name == other else differences_of((row, rows[other]), pair, both, COMPARED[1:], seed)
+            if other not in rows:
+                continue
+            row[field] = {}
+            if name != other:
+                pair = sums[name], sums[other]
+                pair_draws = draws[name], draws[other]
+                row[field] = differences_of((row, rows[other]), pair, pair_draws, COMPARED[1:], seed)
     for key in COMPARED:  # corrected for all rows that are compared in the same figure
-        tests = {name: row.get("against", {}).get(key) for name, row in rows.items()}
-        p_values = {name: test["p_value"] for name, test in tests.items() if test is not None}
+        differences = {name: row.get("against", {}).get(key) for name, row in rows.items()}
+        p_values = {name: x["p_value"] for name, x in differences.items() if x is not None}
         for name, corrected in metrics.holm(p_values).items():
-            tests[name]["holm_p"] = corrected
+            differences[name]["holm_p"] = corrected
     unconverged = not_converged(results)
 
     def order(name: str) -> tuple[bool, bool, float]:

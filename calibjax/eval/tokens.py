@@ -60,6 +60,17 @@ class MethodResult(NamedTuple):
     tokens: TokenOutputs | None
 
 
+class _MethodOutputs(NamedTuple):
+    """What one method gives for each token, `[S, T]`; `valid`: the tokens that count."""
+
+    confidence: Any
+    correct: Any
+    log_prob: Any
+    argmax: Any
+    valid: Any
+    log_scale: Any
+
+
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
@@ -75,20 +86,20 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
     heads = [config and (config, arrays) for config, arrays in zip(head_configs, head_arrays, strict=True)]
-    read = {statistic for config in head_configs if config for statistic in config.statistics}
+    needed_statistics = {statistic for config in head_configs if config for statistic in config.statistics}
 
     def log_scale_of(head, tokens, base=None):
         config, arrays = head
         return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
-    given = [
+    known_log_scales = [
         log_scale_of(head, shared) if head and (head[0].attends or head[0].pooling == "sequence") else None
         for head in heads
     ]
 
-    def outputs(block):
-        """Per method: confidence, correct, log-probability and argmax, which tokens count, and log scale."""
+    def method_outputs(block):
+        """The `_MethodOutputs` of every method, for tokens and their log scales, None where not yet known."""
         tokens, log_scales = block
         if compact and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
@@ -98,9 +109,9 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
         base: Any = None
-        if read or None in heads:
-            base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *read})))
-        results = []
+        if needed_statistics or None in heads:
+            base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
+        per_method = []
         for head, log_scale in zip(heads, log_scales, strict=True):
             if head is None:
                 stats, log_scale = base, zeros
@@ -108,17 +119,25 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
                 if log_scale is None:
                     log_scale = log_scale_of(head, tokens, base)
                 stats = stats_of(log_scale, statistics=_STATISTICS)
-            numbers = (stats.confidence(), stats.require("correct"), stats.log_prob(), stats.require("argmax"))
-            results.append((*numbers, stats.valid, log_scale))
-        return results
+            outputs = _MethodOutputs(
+                confidence=stats.confidence(),
+                correct=stats.require("correct"),
+                log_prob=stats.log_prob(),
+                argmax=stats.require("argmax"),
+                valid=stats.valid,
+                log_scale=log_scale,
+            )
+            per_method.append(outputs)
+        return per_method
 
+    inputs = (shared, known_log_scales)
     results = []
-    per_method = _in_blocks(outputs, (shared, given)) if compact else outputs((shared, given))
-    for confidence, correct, log_prob, argmax, valid, log_scale in per_method:
+    for outputs in _in_blocks(method_outputs, inputs) if compact else method_outputs(inputs):
+        confidence, correct, valid = outputs.confidence, outputs.correct, outputs.valid
         binning = {"bins": bins, "closed": closed, "where": valid}
-        sums = metrics.calibration_sums(confidence, correct, log_prob=log_prob, **binning)
-        temperature: Any = jnp.exp(-log_scale)
-        tokens = TokenOutputs(confidence, argmax, temperature, log_prob)
+        sums = metrics.calibration_sums(confidence, correct, log_prob=outputs.log_prob, **binning)
+        temperature: Any = jnp.exp(-outputs.log_scale)
+        tokens = TokenOutputs(confidence, outputs.argmax, temperature, outputs.log_prob)
         results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
 
@@ -179,7 +198,8 @@ def evaluate_tokens(
             sums = metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
             histograms[name] += np.histogram(inside, TEMPERATURE_EDGES)[0]
-            np.add.at(grids[name], (first + np.arange(real)) % groups, np.asarray(grid[:real], np.float64))
+            group = (first + np.arange(real)) % groups
+            np.add.at(grids[name], group, np.asarray(grid[:real], np.float64))
             tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
             parts[name].append((sums, TokenOutputs(*(x[:real] for x in tokens)) if keep_tokens else None))
         first += real
@@ -218,8 +238,8 @@ def results_json(
         for field, other in (("against", "temperature"), ("against_uncalibrated", next(iter(results)))):
             if other in results and name != other:
                 pair = results[name].sums, results[other].sums
-                both = draws[name], draws[other]
-                row[field] = differences_of((row, methods[other]), pair, both, ("nll", "brier"), seed)
+                pair_draws = draws[name], draws[other]
+                row[field] = differences_of((row, methods[other]), pair, pair_draws, ("nll", "brier"), seed)
     first = next(iter(results.values()))
     return {"tokens": int(metrics.total(first.sums).points), "methods": methods}
 
@@ -299,9 +319,12 @@ def evaluate(
     document = results_json(results, closed=closed, seed=context.seed)
     figures = {}
     for name, row in document["methods"].items():
-        ends = {"ece": row["ece"], **row["intervals"]}
-        values = {"ece": row["ece"]["value"], "nll": row["nll"], "brier": row["brier"]}
-        figures[name] = {key: metrics.Interval(x, ends[key]["low"], ends[key]["high"]) for key, x in values.items()}
+        ece, nll, brier = row["ece"], row["intervals"]["nll"], row["intervals"]["brier"]
+        figures[name] = {
+            "ece": metrics.Interval(ece["value"], ece["low"], ece["high"]),
+            "nll": metrics.Interval(row["nll"], nll["low"], nll["high"]),
+            "brier": metrics.Interval(row["brier"], brier["low"], brier["high"]),
+        }
     return Evaluation(document["tokens"], figures, document)
 
 
