@@ -79,7 +79,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
         print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
 
     typed = command_line.set(resume)
-    _quiet_loops()
+    _silence_late_errors()
     try:
         with signals.handled(report):
             code = work()
@@ -116,7 +116,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     return code
 
 
-def _quiet_loops() -> None:
+def _silence_late_errors() -> None:
     """Silences the messages of TensorStore's threads about writes that Orbax has given up.
 
     They may come after the command has ended, so the hook and the filter stay. The exception of a signal that is raised
@@ -197,7 +197,7 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
-    from calibjax.commands.common import attention_context, leaving_nothing
+    from calibjax.commands.common import attention_context, removing_empty_out
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
@@ -213,7 +213,7 @@ def _execute(options: Any, run: Run) -> int:
             if is_printing:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
-        with leaving_nothing(out), attention_context(options):
+        with removing_empty_out(out), attention_context(options):
             try:
                 document = run(options, log)
             finally:

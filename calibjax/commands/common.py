@@ -416,7 +416,7 @@ def begin(command: str, options: Any, log: Log) -> RunContext:
 
 
 def split_text(
-    sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder" = "sequential", seed: int = 0
+    sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
     """`split_sequences`, with at least two held out; logs how much of that part is in the fitting part as well."""
     from calibjax.data import split_sequences
@@ -462,7 +462,7 @@ def check_sources(options: Any) -> None:
 
 
 @contextlib.contextmanager
-def leaving_nothing(out: Path | None) -> Iterator[None]:
+def removing_empty_out(out: Path | None) -> Iterator[None]:
     """Removes the directories, run.json and run.yaml that a run made, if it ends by a `UserError` without results."""
     if out is None:
         yield

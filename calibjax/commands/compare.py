@@ -96,8 +96,8 @@ def run(options: CompareOptions, log: Log = print) -> Document:
 
             fits = directory.enter_context(context.with_directory()).within("fit")
             inputs = from_model(options, names, fits, include_large=named)
-        figures: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
-        comparison = run_comparison(inputs, **figures, context=context)
+        settings: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "sort": options.sort}
+        comparison = run_comparison(inputs, **settings, context=context)
     document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}
     files = []
     if options.out is not None and is_first():

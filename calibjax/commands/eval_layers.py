@@ -69,7 +69,7 @@ def _read(
     rows = options.text.open(options.data, options.split)
     if not is_multiple_choice(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
-        return common.split_text(sequences, 0.5, log), "tokens", {}
+        return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     questions = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.max_sequences, seed=options.seed
     )
@@ -81,7 +81,7 @@ def _read(
     log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")
     # Questions of one subject stand together in most files: the halves should be alike.
     order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
-    halves = common.split_text(questions.sequences.take(order), 0.5, log)
+    halves = common.split_text(questions.sequences.take(order), 0.5, log, order="sequential")
     letters = questions.letters if options.letters_only else None
     subjects = tuple(questions.subjects[index] for index in order)
     return halves, "questions", {"letters": letters, "subjects": subjects}

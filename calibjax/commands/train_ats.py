@@ -91,12 +91,12 @@ def evaluate_fit(
     `identity`: the run's. Returns the contents of metrics.json, and the results by set.
     """
     heads = {"uncalibrated": FittedHead.constant(lm), "temperature": fitted.temperature, "ats": fitted.head}
-    figures: dict[str, Any] = {"bins": binning.bins, "closed": binning.closed, "keep_tokens": keep_tokens}
+    settings: dict[str, Any] = {"bins": binning.bins, "closed": binning.closed, "keep_tokens": keep_tokens}
     results = {}
     with jax.set_mesh(context.mesh):
         for name, sequences in sets.items():
             titled = context.titled(f"evaluating {name.replace('_', ' ')}")
-            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=batch_size, context=titled, **figures)
+            results[name] = evaluate_tokens(lm, sequences, heads, batch_size=batch_size, context=titled, **settings)
         sample = token_sample(lm, sets["held_out"], heads["uncalibrated"], fitted.head, batch_size=batch_size)
     if is_first():
         write_file(context.require_directory() / "tokens.json", json.dumps(sample) + "\n")

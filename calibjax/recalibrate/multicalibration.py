@@ -52,14 +52,15 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     patches = []
     margin = np.float32(1 / (len(confidence) + 2))
     while len(patches) < _MOST_PATCHES:
-        # The cells of every category, then the cells of all predictions.
+        # Each prediction is in two cells: one of its category, and one of all predictions.
         level = np.asarray(_bin(q, bins))
         cells = np.concatenate([category_of * bins + level, groups * bins + level])
-        rows = np.concatenate([q, q]).astype(np.float64)
+        expected = np.concatenate([q, q]).astype(np.float64)
+        observed = np.concatenate([correct, correct])
         size = (groups + 1) * bins
         count = np.bincount(cells, minlength=size)
-        residual = np.bincount(cells, weights=np.concatenate([correct, correct]) - rows, minlength=size)
-        chance = np.sqrt(np.bincount(cells, weights=rows * (1 - rows), minlength=size))
+        residual = np.bincount(cells, weights=observed - expected, minlength=size)
+        chance = np.sqrt(np.bincount(cells, weights=expected * (1 - expected), minlength=size))
         least = np.maximum(_DEVIATIONS * chance, 1e-3)
         gain = np.where(np.abs(residual) > least, residual**2 / np.maximum(count, 1), 0)
         worst = int(np.argmax(gain))

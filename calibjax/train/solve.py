@@ -139,7 +139,7 @@ def solve(
     penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
     hessian = design.curvature + np.diag(penalty + ridge)
-    first = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
+    x0 = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
     hyper = {} if trial.alpha is None else {"alpha": jnp.float32(trial.alpha)}
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -148,7 +148,7 @@ def solve(
         value = np.asarray(sums, np.float64).sum() / count + 0.5 * (penalty * x) @ x
         return value, np.asarray(slope, np.float64) / count + penalty * x
 
-    return preconditioned_lbfgs(objective, first, hessian, **_LBFGS).x
+    return preconditioned_lbfgs(objective, x0, hessian, **_LBFGS).x
 
 
 def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N"]:
