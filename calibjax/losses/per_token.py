@@ -43,7 +43,9 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""]) -> Float[
 
     Reads `log_normalizer`, `target_logit` and `mean_logit`.
     """
-    return _masked(-(1.0 - beta) * stats.log_prob() + beta * _uniform_cross_entropy(stats), stats)
+    hard = -stats.log_prob()
+    smooth = _uniform_cross_entropy(stats)
+    return _masked((1.0 - beta) * hard + beta * smooth, stats)
 
 
 def selective_smoothing(
@@ -85,7 +87,9 @@ def selective_smoothing(
         right_weight, wrong_weight = _balanced_weights(alpha, n, n_right, n_known - n_right)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
     wrong = stats._replace(mean_logit=jnp.where(right, 0.0, stats.require("mean_logit")))
-    loss = jnp.where(right, -right_weight * stats.log_prob(), wrong_weight * _uniform_cross_entropy(wrong))
+    loss_if_right = -right_weight * stats.log_prob()
+    loss_if_wrong = wrong_weight * _uniform_cross_entropy(wrong)
+    loss = jnp.where(right, loss_if_right, loss_if_wrong)
     return jnp.where(counts, loss, 0.0)
 
 

@@ -48,7 +48,9 @@ def auroc(confidence, correct, *, where=None):
     b = _blocks(data.confidence, data.correct, data.weight)
     wrong_in_block = b.weight - b.value
     right, wrong = jnp.sum(b.value), jnp.sum(wrong_in_block)
-    return data.nan_unless_usable(jnp.sum(wrong_in_block / wrong * (b.value_before + b.value / 2) / right))
+    right_above = b.value_before + b.value / 2
+    area = jnp.sum(wrong_in_block / wrong * right_above / right)
+    return data.nan_unless_usable(area)
 
 
 def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
