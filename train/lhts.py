@@ -13,6 +13,7 @@ are sharded over the devices. A killed run resumes at its last checkpoint; other
 
 import dataclasses
 import functools
+import itertools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -99,17 +100,14 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
     with ocp.CheckpointManager(directory.absolute(), options=policy) as manager:
         last_step = manager.latest_step() or 0
         if last_step:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(state), loader=ocp.args.JsonRestore())
-            restored = manager.restore(last_step, args=items)
-            state = restored.state
-            loader.set_state(restored.loader)
-        for number, batch in enumerate(loader, start=last_step + 1):
+            state = manager.restore(last_step, args=ocp.args.StandardRestore(state))
+        remaining = itertools.islice(loader, last_step, None)  # batches depend on the seed and their number alone
+        for number, batch in enumerate(remaining, start=last_step + 1):
             state, value = step(state, scorer.params, batch)
             if number % 10 == 0 or number == options.steps:
                 print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
-            position = ocp.args.JsonSave(loader.get_state())
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), loader=position)
-            manager.save(number, args=items, force=number == options.steps)  # every `save_every` steps, and the last
+            is_last = number == options.steps
+            manager.save(number, args=ocp.args.StandardSave(state), force=is_last)  # and every `save_every` steps
     return scorer.with_params(state[0])
 
 
