@@ -125,7 +125,7 @@ TABLE = {
     "metrics/errors.py": [("/ (several - 1)", "/ several", "metrics/test_laws.py -k formulas")],
     "metrics/ranking.py": [("b.value_before + b.value / 2", "b.value_before + b.value", LAWS)],
     "metrics/local.py": [("/ jnp.maximum(n_b - 2, 1.0)", "/ jnp.maximum(n_b - 1, 1.0)", f"{LAWS} or grouping")],
-    "metrics/_points.py": [("~counts_unknown", "~jnp.any(~known)", LAWS)],
+    "metrics/_points.py": [("~some_unknown", "~jnp.any(~known)", LAWS)],
     "metrics/intervals.py": [
         ("(groups / max(groups - 1, 1))", "1.0", "metrics/test_intervals.py -k folded_normal"),
         ("(below + ties / 2) /", "(below + ties) /", "metrics/test_bootstrap.py -k comparison"),

@@ -58,8 +58,8 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
     confidence, correct = (jnp.where(known, _clipped(x), 0.0) for x in (confidence, correct))
     weights_are_valid = jnp.all(_allowed(weight, counts))
-    counts_unknown = jnp.any((weight > 0) & ~known)
-    usable = jnp.any(weight > 0) & weights_are_valid & ~counts_unknown
+    some_unknown = jnp.any((weight > 0) & ~known)
+    usable = jnp.any(weight > 0) & weights_are_valid & ~some_unknown
     return Points(confidence, correct, weight, usable)
 
 

@@ -366,6 +366,7 @@ class _Caches(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch) -> _Caches:
+    """Runs the model and the heads that attend on one prefix in each row."""
     segment_ids = batch["segment_ids"]
     hidden, cache = decoder.extend(
         model_config, frozen.params, batch["tokens"], None, segment_ids=segment_ids, dtype=dtype
