@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from calibjax.kernels import VocabSharding, explain, linear_cross_entropy
-from calibjax.kernels.pallas_gpu import schedule
+from calibjax.kernels.pallas_gpu import backward, schedule
 from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.runtime.sharding import make_mesh
 
@@ -97,7 +97,7 @@ def test_what_it_cannot_run(kind, change, options, reason):
     ("argnums", "reduction", "softcap", "again", "products"),
     [
         ((0,), "mean", 30.0, 0, 1),  # gradients formed block by block
-        ((0, 1), "mean", None, 0, 2),
+        ((0, 1), "mean", None, 0, 3),  # dW of exponentials; where a token has several references, dh and dW of dz
         ((0,), "none", None, 1, 1),
         ((0, 1), "none", None, 1, 2),
     ],
@@ -114,6 +114,40 @@ def test_logits_computed_again(gpu, argnums, reduction, softcap, again, products
     assert "calibjax_statistics" in program
     assert ("calibjax_dz" in program) == bool(again)
     assert len(re.findall(r":f32\[128,64\] = dot_general", program)) == products
+
+
+@pytest.mark.parametrize(
+    ("far", "forms_dz"), [(0.0, False), (25.0, False), pytest.param(200.0, True, marks=pytest.mark.slow)]
+)
+def test_exponentials_relative_to_the_target(gpu, far, forms_dz, monkeypatch):
+    """dz is formed only where a target is so improbable, by `far` nats, that exponentials relative to it overflow."""
+    rng = np.random.default_rng(0)
+    tokens, vocab_size, width = 140, 200, 64
+    weights = jnp.asarray(rng.normal(size=(vocab_size, width)) / 8, jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, vocab_size - 1, tokens), jnp.int32).at[5].set(-100)
+    last = np.float32(weights[-1])
+    hidden = rng.normal(size=(tokens, width)).astype(np.float32)
+    hidden[3] += far * last / (last @ last)
+    hidden[7] += 30 * np.float32(weights[targets[7]])  # a token of whose target the model is certain
+    hidden[5] = np.nan
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+
+    def gradients(hidden, weights, **options):
+        def loss(h, w):
+            return linear_cross_entropy(h, w, targets, label_smoothing=0.1, reduction="mean", **options)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, weights)
+
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(x, jnp.float64) for x in (hidden, weights))
+        want = jax.tree.map(np.asarray, gradients(*wide, implementation="reference"))
+    found = gradients(hidden, weights, implementation=gpu)
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
+    for got, expected in zip(found[1], want[1], strict=True):
+        assert np.abs(np.float64(got) - expected).max() <= 2.0**-7 * np.abs(expected).max()
+        assert got.dtype == jnp.bfloat16
+    monkeypatch.setattr(backward, "_dz_of_saved", lambda *_: jnp.full((256, 256), jnp.nan))
+    assert np.isnan(np.float32(gradients(hidden, weights, implementation=gpu)[1][0])).any() == forms_dz
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C];
 dzᵀ·h. dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from calibjax.kernels import chunked
 from calibjax.kernels.contract import Cotangents, Gradients, Inputs, Options, Refs, dz_of_logits, padded, token_values
@@ -22,6 +23,7 @@ from calibjax.kernels.platforms import platform
 from calibjax.runtime.arrays import round_up
 
 _SLICE = 32  # columns of a tile of logits that the arithmetic takes at a time: with more, registers spill
+_HIGHEST = 2.0**80  # one-hot over c: their sum with an exponential is far from overflow in bfloat16
 _STAGED = (plgpu.TilingTransform((8, _SLICE)), plgpu.SwizzleTransform(2 * _SLICE))
 
 
@@ -103,6 +105,66 @@ def _dz_of_saved(
     return dz_of_logits(options, z, value, lambda k: column == ids[k][:, None], p)
 
 
+def _put_one_hots(
+    saved: Exponentials, values: dict[str, Array], ids: list[Array], vocab_size: int
+) -> tuple[Exponentials, Float[Array, " M"], Bool[Array, ""]]:
+    """E and c such that dz = c E + uniform, and whether they are: c = softmax·exp(s·reference − lse).
+
+    A one-hot adds its g over c to the exponential of its column. Not so where a token has several references, or where
+    g is too large. Two more rows of E are 1, for `_of_exponentials`.
+    """
+    assert saved.common is not None
+    exponentials, length = saved.values, saved.references.shape[1]
+    common = padded(saved.common * saved.power, length)
+    c = values["softmax"] * jnp.exp2(common - values["log_normalizer"])
+    holds = (c == 0.0) | jnp.all(saved.references == padded(saved.common, length)[None, :], axis=0)
+    tokens = jnp.arange(length)
+    for k, column in enumerate(ids):
+        inside = (column >= 0) & (column < vocab_size)
+        g = jnp.where(inside, values[f"g{k}"], 0.0)
+        holds = holds & (jnp.abs(g) <= _HIGHEST * jnp.abs(c))
+        at = exponentials.at[tokens, jnp.where(inside, column, exponentials.shape[1])]
+        height = at.get(mode="fill", fill_value=0.0) + g / jnp.where(c == 0.0, 1.0, c)
+        exponentials = at.set(height.astype(exponentials.dtype), mode="drop", unique_indices=True)
+    more = jnp.zeros((exponentials.shape[0] - length, exponentials.shape[1]), exponentials.dtype).at[:2].set(1.0)
+    exponentials = jax.lax.dynamic_update_slice_in_dim(exponentials, more, length, axis=0)
+    return saved._replace(values=exponentials), c, jnp.all(holds)
+
+
+def _of_exponentials(
+    options: Options,
+    exponentials: Float[Array, "M+8 C"],
+    c: Float[Array, " M"],
+    uniform: Float[Array, " M"] | None,
+    hidden: Float[Array, "M D"],
+    unembedding: Float[Array, "V D"],
+    wanted: frozenset[str],
+    carry: Gradients | None,
+) -> Gradients:
+    """The gradients where dz = c E + uniform: dh = c (E W) + uniform ΣW and dW = Eᵀ (c h) + Σ uniform h.
+
+    The last sum is in the product: two rows of E are 1, and meet its leading and its other digits. `carry` is added to.
+    """
+    length, width = hidden.shape
+    d_hidden = d_weights = None
+    if "hidden" in wanted:
+        rows = padded(unembedding, exponentials.shape[1])
+        d_hidden = c[:, None] * options.product(exponentials, rows, (1, 0))[:length]
+        if uniform is not None:
+            d_hidden = d_hidden + uniform[:, None] * jnp.sum(unembedding, axis=0, dtype=jnp.float32)[None, :]
+    if "unembedding" in wanted:
+        total = jnp.zeros((width,))
+        if uniform is not None:
+            total = jnp.matmul(uniform, hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        leading = total.astype(hidden.dtype)
+        everywhere = jnp.stack([leading, (total - leading).astype(hidden.dtype)])
+        scaled = (c[:, None] * hidden).astype(hidden.dtype)
+        scaled = jnp.concatenate([scaled, padded(everywhere, exponentials.shape[0] - length)])
+        d_weights = options.product(exponentials, scaled, (0, 0))[: unembedding.shape[0]]
+        d_weights = d_weights.astype(hidden.dtype) if carry is None else carry.unembedding + d_weights
+    return Gradients(d_hidden, d_weights)
+
+
 def gradients(
     options: Options,
     wanted: frozenset[str],
@@ -114,7 +176,8 @@ def gradients(
 ) -> Gradients:
     """Computes the wanted gradients: float32 dh [N, D] and db [V], dW [V, D] in the dtype of the unembedding.
 
-    From saved exponentials no logits are computed again. db is the sum of dz as it was rounded for the products.
+    From saved exponentials no logits are computed again, and where each token has one reference dz is not formed. db is
+    the sum of dz as it was rounded for the products.
     """
     hidden, unembedding, bias = inputs.masked()[:3]
     tokens, saved = hidden.shape[0], cotangents.saved
@@ -136,10 +199,27 @@ def gradients(
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
-    carry = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into)
-    width = chunk_size(tokens, unembedding.shape[0], blocks, saved is not None)
-    whole, left = divmod(unembedding.shape[0], width)
-    if left:  # first: after the loop XLA would copy its result before it adds to it
-        carry = step(carry, whole * width, left)
-    total = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
+    first = functools.partial(chunked.first_gradients, inputs._replace(hidden=hidden), wanted, into)
+
+    def by_chunks(carry: Gradients | None) -> Gradients:
+        width = chunk_size(tokens, unembedding.shape[0], blocks, saved is not None and saved.common is None)
+        whole, left = divmod(unembedding.shape[0], width)
+        carry = carry or first()
+        if left:  # first: after the loop XLA would copy its result before it adds to it
+            carry = step(carry, whole * width, left)
+        return jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
+
+    if saved is None or saved.common is None or "softmax" not in values or {"centred", "bias"} & {*values, *wanted}:
+        total = by_chunks(None)
+    else:
+        saved, c, holds = _put_one_hots(saved, values, ids, unembedding.shape[0])
+        of_exponentials = functools.partial(
+            _of_exponentials, options, saved.values, c, values.get("uniform"), hidden, unembedding, wanted
+        )
+        if into is None:
+            total = jax.lax.cond(holds, of_exponentials, by_chunks, None)
+        else:  # the same by loops of one step or none: `jax.lax.cond` would copy what is added to
+            total = first()
+            for once, run in ((holds, of_exponentials), (~holds, by_chunks)):
+                total = jax.lax.fori_loop(0, once.astype(jnp.int32), lambda _, carry, run=run: run(carry), total)
     return total if total.hidden is None else total._replace(hidden=total.hidden[:tokens])

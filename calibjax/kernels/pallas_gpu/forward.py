@@ -6,7 +6,8 @@ per token and piece of the vocabulary leave the chip; the pieces are merged by `
 logits of 0, which add nothing to Σz and are masked in the other statistics.
 
 The exponentials can be saved in 16 bits, for later products that then need no logits (`Exponentials`), as on TPUs
-(`pallas_tpu.backward`). At a one-hot, p and z come from the statistics.
+(`pallas_tpu.backward`). At a one-hot, p and z come from the statistics. Where a loss saves them, they are relative to
+the target's logit: one reference for the whole vocabulary, so that the products can take them as they are.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ _NO_COLUMN = 2**30
 # A thread has the same 2 of every 8 columns (wgmma): statistics of such parts, which are merged only at the end of a
 # unit, need nothing from other threads.
 _PART = 8
+_RISE = 60.0  # a given reference stays until an exponential would exceed 2^60: sums of these are far from overflow
+_MORE = 8  # rows after those of the tokens, for `backward`: two, and six for whole tiles of the products
 
 
 def _states(needed: frozenset[str], shared: bool) -> tuple[str, ...]:
@@ -53,17 +56,22 @@ def _wide(x: Array, width: int = _PART) -> Array:
 
 
 def _rebase(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
-    """The state with its sums relative to a reference that is higher by −`delta`."""
-    return state | stats.rebase_sums(state, jnp.maximum(delta, FLOOR), jnp.exp2(delta * _wide(scale)))
+    """The state with its sums relative to a reference that is higher by −`delta`.
+
+    It may be lower, by so much that the sums are 0 and beside those of the target's piece nothing.
+    """
+    power = jnp.minimum(delta * _wide(scale), 126.0)
+    return state | stats.rebase_sums(state, jnp.maximum(delta, FLOOR), jnp.exp2(power))
 
 
 def _fold(
-    state: dict[str, Array], z: list[Array], raw: Array, scale: Array, start: Array
+    state: dict[str, Array], z: list[Array], raw: Array, scale: Array, start: Array, rise: float = 0.0
 ) -> tuple[dict[str, Array], list[Array]]:
     """The state after more logits, and their exponentials, relative to `best` or `shared` of that state.
 
     `state`: name -> [64, 8], "shared" [64]; see `_states`. `z`: logits of adjacent columns [64, multiple of 8] from
     `start` on, `FLOOR` where there is no column; `raw` [64, columns] is what `total` adds. `scale` [64]: s·log₂e.
+    `shared` follows the largest logit where its exponential would exceed 2^`rise`.
     """
     new = dict(state)
     for i, part in enumerate(part for x in z for part in _parts(x)):
@@ -72,7 +80,9 @@ def _fold(
         new["best"] = jnp.maximum(new["best"], part)
     name = "shared" if "shared" in state else "best"
     if name == "shared":
-        new[name] = jnp.max(new["best"], axis=1)
+        best = jnp.max(new["best"], axis=1)
+        follows = (best - state[name]) * scale > rise
+        new[name] = jnp.where(follows, best, state[name])
     new = _rebase(new, _wide(state[name]) - _wide(new[name]), scale)
     exponentials = []
     for x in z:
@@ -110,12 +120,15 @@ class Exponentials(NamedTuple):
             needed but its exponential underflows, the negative slope may be stored instead: (z/cap)² − 1.
         references: float32, one for each slice of `SLICE` columns and token.
         power: float32 [N], s·log₂e in these units.
+        common: float32 [N], each token's only reference where no exponential exceeds 2^60: its target's logit; or None.
+            The last rows of `values` then belong to no token, and hold anything.
         known: pairs of ids int32 [N] and z float32 [N], of columns with a one-hot; ids outside [0, V) match nothing.
     """
 
     values: Float[Array, "M C"]
     references: Float[Array, "S M"]
     power: Float[Array, " N"]
+    common: Float[Array, " N"] | None
     known: tuple[tuple[Int[Array, " N"], Float[Array, " N"]], ...]
 
     def read(
@@ -127,8 +140,8 @@ class Exponentials(NamedTuple):
         2⁻⁸. `log_normalizer`: lse·log₂e, inf for tokens that do not count.
         """
 
-        length = self.values.shape[0]
-        values = jax.lax.dynamic_slice_in_dim(self.values, start, count, axis=1).astype(jnp.float32)
+        length = self.references.shape[1]
+        values = jax.lax.dynamic_slice_in_dim(self.values, start, count, axis=1)[:length].astype(jnp.float32)
         references = jax.lax.dynamic_slice_in_dim(self.references, start // SLICE, count // SLICE).T
         power = padded(self.power, length, 1.0)[:, None]
 
@@ -155,12 +168,14 @@ def _run(
     save: bool,
     inputs: Inputs,
     power: Array,
+    common: Array | None,
     schedule: Schedule,
     interpret: Any,
 ) -> tuple[dict[str, Array], Array | None, Array | None]:
     """Runs the kernel: the states of every piece of the vocabulary [P, N], in units of the soft-cap.
 
-    With `save` follow the exponentials, bfloat16 with N and V padded to whole tiles, and their references.
+    With `save` follow the exponentials, bfloat16 with N and V padded to whole tiles, and their references, which start
+    at `common`.
     """
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
@@ -168,6 +183,8 @@ def _run(
     names = _states(needed, shared=save)
     floats = tuple(name for name in names if name not in ("argmax", "shared"))
     arguments = {"power": padded(power, length)}
+    if common is not None:
+        arguments["common"] = padded(common, length)
     if bias is not None:
         arguments["bias"] = jnp.pad(bias, (0, -vocab_size % columns))
     results = {"floats": jax.ShapeDtypeStruct((schedule.pieces, len(floats), length), jnp.float32)}
@@ -180,7 +197,8 @@ def _run(
     if save:
         width = schedule.vocab_tiles * columns
         results["references"] = jax.ShapeDtypeStruct((width // SLICE, length), jnp.float32)
-        results["exponentials"] = jax.ShapeDtypeStruct((length, width), jnp.bfloat16)
+        rows = length if common is None else length + _MORE
+        results["exponentials"] = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
         scratch["staging"] = plgpu.SMEM((WARPGROUPS, staged, ROWS, SLICE), jnp.bfloat16, transforms=TRANSFORMS)
 
     def statistics(refs: Refs, rows, piece, tiles):
@@ -202,13 +220,17 @@ def _run(
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset)
+                rise = 0.0 if common is None else _RISE
+                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, rise)
                 if save:
                     e = e[0] if options.softcap is None else jnp.where(e[0] >= SMALLEST_SAVED, e[0], raw * raw - 1.0)
                     write(e, state["shared"], first, offset)
             return [state[name] for name in names]
 
-        state = dict(zip(names, tiles(fold, [_initial(name) for name in names]), strict=True))
+        initial = {name: _initial(name) for name in names}
+        if common is not None:
+            initial["shared"] = plgpu.load(refs.common, rows, optimized=False)
+        state = dict(zip(names, tiles(fold, list(initial.values())), strict=True))
         if save:
             plgpu.wait_smem_to_gmem(0)
         state = _merged_parts(state, scale)
@@ -254,15 +276,20 @@ def moments(
     scale, targets, unit = inputs.scale, inputs.targets, softcap_unit(options.softcap)
     power = scale * (LOG2_E * unit)
     inputs = inputs.masked() if save else inputs  # NaN would be saved
-    states, exponentials, references = _run(options, needed, save, inputs, power, schedule, interpret)
+    target = common = None
+    if targets is not None and (save or "target" in needed):
+        target = _target_logits(options.softcap, inputs, targets)
+        # Σ e (z − reference) would lose digits where the target is improbable; a soft-cap and float16 need dz.
+        if save and options.softcap is None and "first" not in needed and inputs.hidden.dtype == jnp.bfloat16:
+            inside = (targets >= 0) & (targets < inputs.unembedding.shape[0])
+            common = jnp.where(inside, jnp.maximum(target, FLOOR), FLOOR)
+    states, exponentials, references = _run(options, needed, save, inputs, power, common, schedule, interpret)
     names = {"best": "max_logit"}
     powers = {"best": 1, "first": 1, "second": 2, "total": 1}
     pieces = {names.get(name, name): x * unit ** powers[name] if name in powers else x for name, x in states.items()}
-    merged = _merged(Moments(**{"argmax": None, **pieces}), scale)
-    if targets is not None and (save or "target" in needed):
-        merged = merged._replace(target=_target_logits(options.softcap, inputs, targets))
+    merged = _merged(Moments(**{"argmax": None, **pieces}), scale)._replace(target=target)
     if exponentials is None or references is None:
         return merged, None
     known = ((targets, merged.target), (merged.argmax, merged.max_logit))
     pairs = tuple((ids, z / unit) for ids, z in known if ids is not None and z is not None)
-    return merged, Exponentials(exponentials, references, power, pairs)
+    return merged, Exponentials(exponentials, references, power, common, pairs)
