@@ -5,7 +5,6 @@ them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C];
 dzᵀ·h. dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -111,7 +110,7 @@ def _put_one_hots(
     """E and c such that dz = c E + uniform, and whether they are: c = softmax·exp(s·reference − lse).
 
     A one-hot adds its g over c to the exponential of its column. Not so where a token has several references, or where
-    g is too large. Two more rows of E are 1, for `_of_exponentials`.
+    g is too large; then c is 0. The rows after the tokens become two of 1 and six of 0, for `_of_exponentials`.
     """
     assert saved.common is not None
     exponentials, length = saved.values, saved.references.shape[1]
@@ -122,13 +121,15 @@ def _put_one_hots(
     for k, column in enumerate(ids):
         inside = (column >= 0) & (column < vocab_size)
         g = jnp.where(inside, values[f"g{k}"], 0.0)
-        holds = holds & (jnp.abs(g) <= _HIGHEST * jnp.abs(c))
+        ratio = jnp.where(g == 0.0, 0.0, g / c)
+        holds = holds & (jnp.abs(ratio) <= _HIGHEST)
         at = exponentials.at[tokens, jnp.where(inside, column, exponentials.shape[1])]
-        height = at.get(mode="fill", fill_value=0.0) + g / jnp.where(c == 0.0, 1.0, c)
+        height = at.get(mode="fill", fill_value=0.0) + jnp.clip(ratio, -_HIGHEST, _HIGHEST)
         exponentials = at.set(height.astype(exponentials.dtype), mode="drop", unique_indices=True)
     more = jnp.zeros((exponentials.shape[0] - length, exponentials.shape[1]), exponentials.dtype).at[:2].set(1.0)
     exponentials = jax.lax.dynamic_update_slice_in_dim(exponentials, more, length, axis=0)
-    return saved._replace(values=exponentials), c, jnp.all(holds)
+    holds = jnp.all(holds)
+    return saved._replace(values=exponentials), jnp.where(holds, c, 0.0), holds
 
 
 def _of_exponentials(
@@ -139,29 +140,33 @@ def _of_exponentials(
     hidden: Float[Array, "M D"],
     unembedding: Float[Array, "V D"],
     wanted: frozenset[str],
-    carry: Gradients | None,
+    into: Gradients | None,
 ) -> Gradients:
     """The gradients where dz = c E + uniform: dh = c (E W) + uniform ΣW and dW = Eᵀ (c h) + Σ uniform h.
 
-    The last sum is in the product: two rows of E are 1, and meet its leading and its other digits. `carry` is added to.
+    The products have both sums: two more rows of E are 1. They meet the leading and the other digits of Σ uniform h.
     """
-    length, width = hidden.shape
+    length, dtype = hidden.shape[0], hidden.dtype
     d_hidden = d_weights = None
     if "hidden" in wanted:
-        rows = padded(unembedding, exponentials.shape[1])
-        d_hidden = c[:, None] * options.product(exponentials, rows, (1, 0))[:length]
+        product = options.product(exponentials, padded(unembedding, exponentials.shape[1]), (1, 0))
+        d_hidden = c[:, None] * product[:length]
         if uniform is not None:
-            d_hidden = d_hidden + uniform[:, None] * jnp.sum(unembedding, axis=0, dtype=jnp.float32)[None, :]
+            d_hidden = d_hidden + uniform[:, None] * product[length][None, :]
     if "unembedding" in wanted:
-        total = jnp.zeros((width,))
+        total = jnp.zeros(hidden.shape[1])
         if uniform is not None:
-            total = jnp.matmul(uniform, hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        leading = total.astype(hidden.dtype)
-        everywhere = jnp.stack([leading, (total - leading).astype(hidden.dtype)])
-        scaled = (c[:, None] * hidden).astype(hidden.dtype)
+            total = jnp.sum(uniform[:, None] * hidden.astype(jnp.float32), axis=0)
+        leading = total.astype(dtype)
+        everywhere = jnp.stack([leading, (total - leading).astype(dtype)])
+        scaled = (c[:, None] * hidden).astype(dtype)
         scaled = jnp.concatenate([scaled, padded(everywhere, exponentials.shape[0] - length)])
-        d_weights = options.product(exponentials, scaled, (0, 0))[: unembedding.shape[0]]
-        d_weights = d_weights.astype(hidden.dtype) if carry is None else carry.unembedding + d_weights
+        # In the dtype of the result: XLA would write float32 to memory, and round it in another kernel.
+        result = dtype if into is None else jnp.float32
+        d_weights = jax.lax.dot_general(
+            exponentials, scaled, (((0,), (0,)), ((), ())), options.precision, preferred_element_type=result
+        )[: unembedding.shape[0]]
+        d_weights = d_weights if into is None else into.unembedding + d_weights
     return Gradients(d_hidden, d_weights)
 
 
@@ -199,27 +204,20 @@ def gradients(
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
-    first = functools.partial(chunked.first_gradients, inputs._replace(hidden=hidden), wanted, into)
-
-    def by_chunks(carry: Gradients | None) -> Gradients:
-        width = chunk_size(tokens, unembedding.shape[0], blocks, saved is not None and saved.common is None)
-        whole, left = divmod(unembedding.shape[0], width)
-        carry = carry or first()
-        if left:  # first: after the loop XLA would copy its result before it adds to it
-            carry = step(carry, whole * width, left)
-        return jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * width, width), carry) if whole else carry
-
     if saved is None or saved.common is None or "softmax" not in values or {"centred", "bias"} & {*values, *wanted}:
-        total = by_chunks(None)
+        total, done = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into), False
     else:
-        saved, c, holds = _put_one_hots(saved, values, ids, unembedding.shape[0])
-        of_exponentials = functools.partial(
-            _of_exponentials, options, saved.values, c, values.get("uniform"), hidden, unembedding, wanted
-        )
-        if into is None:
-            total = jax.lax.cond(holds, of_exponentials, by_chunks, None)
-        else:  # the same by loops of one step or none: `jax.lax.cond` would copy what is added to
-            total = first()
-            for once, run in ((holds, of_exponentials), (~holds, by_chunks)):
-                total = jax.lax.fori_loop(0, once.astype(jnp.int32), lambda _, carry, run=run: run(carry), total)
+        saved, c, done = _put_one_hots(saved, values, ids, unembedding.shape[0])
+        uniform = jnp.where(done, values["uniform"], 0.0) if "uniform" in values else None
+        total = _of_exponentials(options, saved.values, c, uniform, hidden, unembedding, wanted, into)
+
+    def unless_done(times: int) -> Array | int:
+        return times if done is False else jnp.where(done, 0, times)
+
+    width = chunk_size(tokens, unembedding.shape[0], blocks, saved is not None and saved.common is None)
+    whole, left = divmod(unembedding.shape[0], width)
+    if left:  # first: after the loop XLA would copy its result before it adds to it
+        total = jax.lax.fori_loop(0, unless_done(1), lambda _, carry: step(carry, whole * width, left), total)
+    if whole:
+        total = jax.lax.fori_loop(0, unless_done(whole), lambda i, carry: step(carry, i * width, width), total)
     return total if total.hidden is None else total._replace(hidden=total.hidden[:tokens])
