@@ -197,7 +197,7 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
-    from calibjax.commands.common import attention_context, removing_empty_out
+    from calibjax.commands.common import removing_empty_out
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure
@@ -213,7 +213,7 @@ def _execute(options: Any, run: Run) -> int:
             if is_printing:
                 print(printable(line), file=sys.stderr if as_json else sys.stdout, flush=True)
 
-        with removing_empty_out(out), attention_context(options):
+        with removing_empty_out(out):
             try:
                 document = run(options, log)
             finally:

@@ -341,18 +341,6 @@ class EvalDataOptions:
     eval_data: tuple[str, ...] = presentation(())
 
 
-def attention_context(options: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context in which attention is cuDNN's, if the options of a command choose it."""
-    devices: DeviceOptions | None = getattr(options, "devices", None)
-    if devices is None or not devices.cudnn_attention:
-        return contextlib.nullcontext()
-    from calibjax.nn.attention import cudnn_attention
-
-    if getattr(options, "dtype", None) == "float32":
-        raise UserError("--cudnn-attention: cuDNN takes no float32; give --dtype bfloat16, or leave it out.")
-    return cudnn_attention(True)
-
-
 def load_placed(
     path: str | Path,
     mesh: Mesh,
@@ -368,11 +356,10 @@ def load_placed(
     `stored` is the dtype of the weights in memory, by default `dtype`.
 
     Raises:
-        UserError: as `load_model`; or cuDNN has no attention for this model, within `attention_context`.
+        UserError: as `load_model`.
     """
     from calibjax.models import load_model
     from calibjax.models.load import stored_dtype
-    from calibjax.nn.attention import cudnn_attention, cudnn_takes
 
     with about("--model"):
         if dtype is None:
@@ -383,10 +370,6 @@ def load_placed(
         if lm.has_tokenizer:
             _ = lm.tokenizer  # refused now, not when a run first uses it
     lm = dataclasses.replace(lm, dtype=jnp.dtype(dtype))
-    if cudnn_attention.value and not cudnn_takes(lm.config.head_dim, dtype, lm.config.attention_softcap):
-        expected = "expected heads of at most 128 channels, a multiple of 8, and no soft-cap on attention"
-        got = f"{lm.config.head_dim} and soft-cap {lm.config.attention_softcap}"
-        raise UserError(f"--cudnn-attention: {expected}; this model has {got}; leave it out.")
     if log is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         log(f"model: {lm!r}, on {mesh.size} device(s): {axes}")

@@ -3,15 +3,14 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
@@ -27,9 +26,6 @@ KeysValues = tuple[Float[Array, "*L B K S H"], Float[Array, "*L B K S H"]]
 
 Past = tuple[KeysValues, ...]
 """Keys and values of the columns that several rows share, if any, then of each row's own, which take new tokens."""
-
-cudnn_attention = jax.make_user_context(False)
-"""`with cudnn_attention(True):` makes GPU programs traced within use cuDNN's attention; see `attend`."""
 
 
 @jax.tree_util.register_dataclass
@@ -85,10 +81,8 @@ def attend(
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
-    `splash_attend` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
-    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]`. If `cudnn_attention` is set, cuDNN
-    is used for inputs that it supports. It stores no logits, but its backward pass has no fixed order of sums unless
-    XLA's flag `--xla_gpu_deterministic_ops` is set.
+    `splash_attend` on TPUs; `cudnn_attend` on GPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap,
+    sinks or trees; otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]`.
 
     Args:
         query, key, value: Q query heads and K heads of keys and values, of width H; K divides Q.
@@ -99,24 +93,26 @@ def attend(
     name = platform().name
     if name == "tpu" and visible.until is None and suits_splash(query, key):
         return splash_attend(query, key, value, visible, scale=scale, softcap=softcap, sinks=sinks)
+    plain = softcap is None and sinks is None and visible.until is None
+    if name == "gpu" and plain and suits_cudnn(query, key):
+        return cudnn_attend(query, key, value, visible, scale=scale)
     time = query.shape[1]
     mask = visible.mask(time, time)
-    if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
+    if name == "cpu" or not plain:
         past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
         mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
         return attend_by_blocks(query, past, mask, scale=scale, softcap=softcap, sinks=sinks)
-    suits_cudnn = time % 2 == 0 and cudnn_takes(query.shape[3], query.dtype, None)
-    implementation = "cudnn" if name == "gpu" and cudnn_attention.value and suits_cudnn else "xla"
-    # JAX's attention promotes dtypes internally, which fails under strict promotion.
+    return _attend_of_jax(query, key, value, mask, scale, "xla")
+
+
+def _attend_of_jax(
+    query: Array, key: Array, value: Array, mask: Array | None, scale: float, implementation: Literal["xla", "cudnn"]
+) -> Array:
+    # It promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, is_causal=mask is None, scale=scale, implementation=implementation
         )
-
-
-def cudnn_takes(head_dim: int, dtype: DTypeLike, softcap: float | None) -> bool:
-    """Whether cuDNN supports such heads: at most 128 channels, a multiple of 8, in 16 bits, without soft-cap."""
-    return head_dim <= 128 and head_dim % 8 == 0 and jnp.dtype(dtype).name in ("bfloat16", "float16") and not softcap
 
 
 def attend_by_blocks(
@@ -215,19 +211,71 @@ def suits_splash(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -
     It takes whole sequences in blocks of at least 256 tokens, in bfloat16, or float32 with default matmul precision
     (which the kernel's gradient ignores), with rows and heads that the devices of the mesh divide.
     """
-    batch, length, heads, width = query.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    rows, columns = 1, 1
+    _, length, _, width = query.shape
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    if set(AXES) <= set(mesh.axis_names):
-        rows, columns = batch_shards(mesh), mesh.shape[_HEADS]
     return (
         length % _SPLASH_BLOCKS[-1] == 0
         and width % 16 == 0
         and (query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None))
-        and mesh.size in (0, rows * columns)
-        and batch % rows == heads % columns == key.shape[2] % columns == 0
+        and _devices_divide(query, key)
     )
+
+
+def _devices_divide(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:
+    """Whether every device of the current mesh has as many rows and heads as the others."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, columns = 1, 1
+    if set(AXES) <= set(mesh.axis_names):
+        rows, columns = batch_shards(mesh), mesh.shape[_HEADS]
+    divided = query.shape[0] % rows == query.shape[2] % columns == key.shape[2] % columns == 0
+    return mesh.size in (0, rows * columns) and divided
+
+
+def suits_cudnn(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:
+    """Whether cuDNN's attention takes these shapes: 16 bits, heads of 8 to 128 channels in eights, T even.
+
+    It runs on NVIDIA GPUs from Ampere on, which have to be attached: JAX looks at them while it lowers.
+    """
+    _, length, _, width = query.shape
+    suits = query.dtype.itemsize == 2 and length % 2 == 0 and width <= 128 and width % 8 == 0
+    return suits and _devices_divide(query, key) and _has_cudnn_attention()
+
+
+def _has_cudnn_attention() -> bool:
+    try:
+        return float(jax.local_devices(backend="cuda")[0].compute_capability) >= 8.0
+    except RuntimeError:
+        return False
+
+
+def cudnn_attend(
+    query: Float[Array, "B T Q H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    visible: AttentionMask,
+    *,
+    scale: float,
+) -> Float[Array, "B T Q H"]:
+    """`attend` without stored logits, for shapes that `suits_cudnn` accepts: cuDNN's attention.
+
+    Its backward pass has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is set.
+    """
+
+    def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, _: Any) -> Array:
+        own = dataclasses.replace(visible, segment_ids=segment_ids, kind=kind)
+        return _attend_of_jax(query, key, value, own.mask(query.shape[1], query.shape[1]), scale, "cudnn")
+
+    return _on_devices(on_device, query, key, value, visible, None)
+
+
+def _on_devices(run: Callable[..., Array], query: Any, key: Any, value: Any, visible: AttentionMask, sinks: Any) -> Any:
+    """`run(query, key, value, segment_ids, kind, sinks)` with each device's rows and heads, on the current mesh."""
+    arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
+    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return run(*arguments)
+    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
+    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
+    return jax.shard_map(run, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
 def splash_attend(
@@ -254,12 +302,7 @@ def splash_attend(
         mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
         return jnp.swapaxes(mixed, 1, 2)
 
-    arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
-    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
-        return on_device(*arguments)
-    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
-    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
-    return jax.shard_map(on_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
+    return _on_devices(on_device, query, key, value, visible, sinks)
 
 
 def _over_rows(window: int | None, softcap: float | None, query, key, value, segment_ids, sinks) -> Array:

@@ -30,9 +30,6 @@ class DeviceOptions:
         processes: number of processes of the job.
         process_id: number of this process, from 0.
         heartbeat_timeout: seconds after which all processes end when one of them does not answer.
-        cudnn_attention: on NVIDIA GPUs, attention of bfloat16 and float16 models by cuDNN, which does not hold its
-            logits. Experimental; without XLA_FLAGS=--xla_gpu_deterministic_ops=true fine-tuning does not resume with
-            the same bits.
     """
 
     mesh: str | None = None
@@ -41,7 +38,6 @@ class DeviceOptions:
     processes: Count | None = None
     process_id: Annotated[int, Range(0, INT_MAX)] | None = None
     heartbeat_timeout: Count = 100
-    cudnn_attention: bool = False
 
     def join(self) -> None:
         """Joins the other processes, if any are named. Must be called before any other use of JAX."""
@@ -67,10 +63,7 @@ class DeviceOptions:
 
     def make_mesh(self) -> Mesh:
         """Makes the mesh of all devices of all processes; for errors see `mesh_shape`."""
-        mesh = make_mesh(mesh_shape(self.mesh, jax.device_count()))
-        if self.cudnn_attention and (kind := mesh.devices.flat[0].platform) not in ("gpu", "cuda"):
-            raise UserError(f"--cudnn-attention: expected NVIDIA GPUs, found devices of kind {kind}; leave it out.")
-        return mesh
+        return make_mesh(mesh_shape(self.mesh, jax.device_count()))
 
 
 def is_first() -> bool:

@@ -267,7 +267,6 @@ BAD = [
     (ATS, ["--mesh", "data=3"], "--mesh data=3: needs 3 devices"),
     (ATS, ["--mesh", "rows=8"], "--mesh rows=8: expected sizes of data, fsdp, tensor"),
     (ATS, ["--processes", "2"], "--coordinator, --process-id: missing; give all of"),
-    (ATS, ["--cudnn-attention", "--dtype", "float32"], "--cudnn-attention: cuDNN takes no float32"),
     (SFT, ["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads (train ats) only"),
     (SFT, ["--loss", "focal", "--z-loss", "1"], "--z-loss: expected 0 with loss focal, got 1.0"),
     (SFT, ["--loss", "top-k-smoothing"], "--loss top-k-smoothing: it has no sharded form"),

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import types
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny import make_lm
 
-from calibjax.commands import common as runs
 from calibjax.commands.plan import flops
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
@@ -24,8 +22,6 @@ from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
 from calibjax.nn.attention import AttentionMask
 from calibjax.runtime.compilers import with_compiler
-from calibjax.runtime.distributed import DeviceOptions
-from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import AXES, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -213,17 +209,20 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "time", "packed", "asked", "found"),
+    ("dtype", "time", "packed", "there", "divided", "found"),
     [
-        ("bfloat16", 64, True, True, True),
-        ("bfloat16", 64, False, False, False),
-        ("bfloat16", 63, False, True, False),
-        ("float32", 64, False, True, False),
+        ("bfloat16", 64, True, True, (1, 1, 1), True),
+        ("bfloat16", 64, True, True, (1, 2, 2), True),
+        ("bfloat16", 64, False, True, (1, 1, 4), False),  # two heads of keys
+        ("bfloat16", 64, False, False, (1, 1, 1), False),
+        ("bfloat16", 63, False, True, (1, 1, 1), False),
+        ("float32", 64, False, True, (1, 1, 1), False),
     ],
 )
-def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, packed, asked, found, monkeypatch):
+def test_cudnn_where_it_is_there_and_suits(dtype, time, packed, there, divided, found, monkeypatch):
     """Lowered for a GPU that is not there, forward and backward: JAX's checks of its shapes take it."""
     monkeypatch.setattr(attention, "platform", lambda: Platform("gpu", "NVIDIA H100"))
+    monkeypatch.setattr(attention, "_has_cudnn_attention", lambda: there)
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
@@ -233,19 +232,11 @@ def test_cudnn_where_it_is_asked_for_and_suits(dtype, time, packed, asked, found
 
     query, key = (jax.ShapeDtypeStruct((2, time, heads, 64), dtype) for heads in (8, 2))
     segment_ids = jax.ShapeDtypeStruct((2, time), jnp.int32) if packed else None
-    with attention.cudnn_attention(asked):
+    with jax.set_mesh(make_mesh(divided, jax.devices()[: math.prod(divided)])):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, segment_ids)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kinds = ("__cudnn$fmha" in text, "Backward" in text)
     assert kinds == (found, found)
-
-
-def test_a_command_has_the_attention_that_it_asks_for():
-    for option, context in ((True, False), (False, True), (False, False)):
-        run = types.SimpleNamespace(devices=DeviceOptions(cudnn_attention=option), dtype="bfloat16")
-        with attention.cudnn_attention(context), runs.attention_context(run):
-            assert attention.cudnn_attention.value == (option or context)
-        assert not attention.cudnn_attention.value
 
 
 def test_operations_of_the_kernel_are_counted():
@@ -260,16 +251,6 @@ def test_operations_of_the_kernel_are_counted():
 
     assert count(None) == dense
     assert count(512) == dense / 2  # two blocks of four
-
-
-def test_what_cudnn_does_not_take_is_refused(monkeypatch):
-    mesh = make_mesh((1, 1, 1), jax.devices()[:1])
-    with attention.cudnn_attention(True):
-        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm())
-        runs.load_placed("m", mesh, "bfloat16")
-        monkeypatch.setattr("calibjax.models.load_model", lambda *_, **__: make_lm(attention_softcap=3.0))
-        with pytest.raises(UserError, match=r"no soft-cap on attention; this model has 8 and soft-cap 3\.0"):
-            runs.load_placed("m", mesh, "bfloat16")
 
 
 def compile_step():

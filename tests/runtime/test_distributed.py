@@ -242,11 +242,6 @@ def test_options_that_do_not_fit(options, message):
         DeviceOptions(**options).join()
 
 
-def test_cudnn_needs_a_gpu():
-    with pytest.raises(UserError, match="--cudnn-attention: expected NVIDIA GPUs, found devices of kind cpu"):
-        DeviceOptions(cudnn_attention=True).make_mesh()
-
-
 @pytest.mark.parametrize("command", ["eval tasks", "eval bounds"])
 def test_commands_join_before_anything_else(command, monkeypatch, capsys, tmp_path):
     given = {}

@@ -162,11 +162,12 @@ def _of_exponentials(
         scaled = (c[:, None] * hidden).astype(dtype)
         scaled = jnp.concatenate([scaled, padded(everywhere, exponentials.shape[0] - length)])
         # In the dtype of the result: XLA would write float32 to memory, and round it in another kernel.
-        result = dtype if into is None else jnp.float32
+        earlier = None if into is None else into.unembedding
+        result = dtype if earlier is None else jnp.float32
         d_weights = jax.lax.dot_general(
             exponentials, scaled, (((0,), (0,)), ((), ())), options.precision, preferred_element_type=result
         )[: unembedding.shape[0]]
-        d_weights = d_weights if into is None else into.unembedding + d_weights
+        d_weights = d_weights if earlier is None else earlier + d_weights
     return Gradients(d_hidden, d_weights)
 
 
