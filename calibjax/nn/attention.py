@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +81,8 @@ def attend(
     """Grouped-query attention: `softmax(softcap(scale * query key^T))` over visible columns, times `value`.
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
-    `splash_attend` on TPUs; `cudnn_attend` on GPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap,
-    sinks or trees; otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]`.
+    `splash_attend` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
+    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]` where not `suits_cudnn`.
 
     Args:
         query, key, value: Q query heads and K heads of keys and values, of width H; K divides Q.
@@ -93,22 +93,14 @@ def attend(
     name = platform().name
     if name == "tpu" and visible.until is None and suits_splash(query, key):
         return splash_attend(query, key, value, visible, scale=scale, softcap=softcap, sinks=sinks)
-    plain = softcap is None and sinks is None and visible.until is None
-    if name == "gpu" and plain and suits_cudnn(query, key):
-        return cudnn_attend(query, key, value, visible, scale=scale)
     time = query.shape[1]
     mask = visible.mask(time, time)
-    if name == "cpu" or not plain:
+    if name == "cpu" or softcap is not None or sinks is not None or visible.until is not None:
         past = [(jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2))]
         mask = jnp.tri(time, dtype=bool)[None, None] if mask is None else mask
         return attend_by_blocks(query, past, mask, scale=scale, softcap=softcap, sinks=sinks)
-    return _attend_of_jax(query, key, value, mask, scale, "xla")
-
-
-def _attend_of_jax(
-    query: Array, key: Array, value: Array, mask: Array | None, scale: float, implementation: Literal["xla", "cudnn"]
-) -> Array:
-    # It promotes dtypes internally, which fails under strict promotion.
+    implementation = "cudnn" if name == "gpu" and suits_cudnn(query, key) else "xla"
+    # JAX's attention promotes dtypes internally, which fails under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query, key, value, mask=mask, is_causal=mask is None, scale=scale, implementation=implementation
@@ -232,9 +224,10 @@ def _devices_divide(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]
 
 
 def suits_cudnn(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:
-    """Whether cuDNN's attention takes these shapes: 16 bits, heads of 8 to 128 channels in eights, T even.
+    """Whether cuDNN's attention, which stores no logits, takes these shapes on the current mesh.
 
-    It runs on NVIDIA GPUs from Ampere on, which have to be attached: JAX looks at them while it lowers.
+    That is 16 bits, heads of at most 128 channels in eights, and an even T. The order of sums of its backward pass is
+    fixed only by XLA's flag `--xla_gpu_deterministic_ops`.
     """
     _, length, _, width = query.shape
     suits = query.dtype.itemsize == 2 and length % 2 == 0 and width <= 128 and width % 8 == 0
@@ -242,40 +235,11 @@ def suits_cudnn(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) ->
 
 
 def _has_cudnn_attention() -> bool:
+    """NVIDIA GPUs from Ampere on, attached: JAX looks at them while it lowers."""
     try:
         return float(jax.local_devices(backend="cuda")[0].compute_capability) >= 8.0
     except RuntimeError:
         return False
-
-
-def cudnn_attend(
-    query: Float[Array, "B T Q H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
-    visible: AttentionMask,
-    *,
-    scale: float,
-) -> Float[Array, "B T Q H"]:
-    """`attend` without stored logits, for shapes that `suits_cudnn` accepts: cuDNN's attention.
-
-    Its backward pass has no fixed order of sums unless XLA's flag `--xla_gpu_deterministic_ops` is set.
-    """
-
-    def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, _: Any) -> Array:
-        own = dataclasses.replace(visible, segment_ids=segment_ids, kind=kind)
-        return _attend_of_jax(query, key, value, own.mask(query.shape[1], query.shape[1]), scale, "cudnn")
-
-    return _on_devices(on_device, query, key, value, visible, None)
-
-
-def _on_devices(run: Callable[..., Array], query: Any, key: Any, value: Any, visible: AttentionMask, sinks: Any) -> Any:
-    """`run(query, key, value, segment_ids, kind, sinks)` with each device's rows and heads, on the current mesh."""
-    arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
-    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
-        return run(*arguments)
-    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
-    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
-    return jax.shard_map(run, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
 def splash_attend(
@@ -302,7 +266,12 @@ def splash_attend(
         mixed = branches[0](*arguments) if kind is None else jax.lax.switch(kind, branches, *arguments)
         return jnp.swapaxes(mixed, 1, 2)
 
-    return _on_devices(on_device, query, key, value, visible, sinks)
+    arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
+    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return on_device(*arguments)
+    divided: Any = PartitionSpec(_ROWS, None, _HEADS)
+    specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=divided, check_vma=False)(*arguments)
 
 
 def _over_rows(window: int | None, softcap: float | None, query, key, value, segment_ids, sinks) -> Array:
