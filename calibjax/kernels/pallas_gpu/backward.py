@@ -2,7 +2,8 @@
 
 For each chunk of C columns of the vocabulary a kernel computes the logits again, tile by tile in registers, and dz from
 them (`contract.dz_of_logits`), rounded to the inputs' dtype and written [N, C]; then XLA forms dh += dz·W_c and dW_c =
-dzᵀ·h. dz serves both, no logit leaves the chip in float32, and nothing is added by atomics.
+dzᵀ·h. dz serves both, no logit leaves the chip in float32, and nothing is added by atomics. Where a loss has saved
+exponentials relative to one logit of each token, the two products take these, and no dz is formed (`_of_exponentials`).
 """
 
 from typing import Any
