@@ -1,6 +1,7 @@
 """The Hopper kernels: their schedule, where they run, soft-capped form, chunks, and what the compiler makes of them."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import re
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from calibjax.kernels import VocabSharding, explain, linear_cross_entropy
+from calibjax.kernels import VocabSharding, cross_entropy, explain, linear_cross_entropy, vocab_stats
 from calibjax.kernels.pallas_gpu import backward, schedule
 from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.runtime.sharding import make_mesh
 
 gpu = interpreted_gpu.gpu
 pytestmark = pytest.mark.usefixtures("quick_compile")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 STATS = "vocab_stats pallas_gpu"
 FOLDER = str(Path(__file__).parents[2] / "kernels")
 H100 = "NVIDIA H100 80GB HBM3"
@@ -117,10 +119,12 @@ def test_logits_computed_again(gpu, argnums, reduction, softcap, again, products
 
 
 @pytest.mark.parametrize(
-    ("far", "forms_dz"), [(0.0, False), (25.0, False), pytest.param(200.0, True, marks=pytest.mark.slow)]
+    ("far", "block", "forms_dz"),
+    [(25.0, 140, False), slow(0.0, 70, False), slow(200.0, 140, True), slow(200.0, 70, True)],
 )
-def test_exponentials_relative_to_the_target(gpu, far, forms_dz, monkeypatch):
+def test_exponentials_relative_to_the_target(gpu, far, block, forms_dz, monkeypatch):
     """dz is formed only where a target is so improbable, by `far` nats, that exponentials relative to it overflow."""
+    monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: block)
     rng = np.random.default_rng(0)
     tokens, vocab_size, width = 140, 200, 64
     weights = jnp.asarray(rng.normal(size=(vocab_size, width)) / 8, jnp.bfloat16)
@@ -146,8 +150,34 @@ def test_exponentials_relative_to_the_target(gpu, far, forms_dz, monkeypatch):
     for got, expected in zip(found[1], want[1], strict=True):
         assert np.abs(np.float64(got) - expected).max() <= 2.0**-7 * np.abs(expected).max()
         assert got.dtype == jnp.bfloat16
-    monkeypatch.setattr(backward, "_dz_of_saved", lambda *_: jnp.full((256, 256), jnp.nan))
+
+    def no_dz(options, saved, values, ids, start, count):
+        return jnp.full((saved.references.shape[1], count), jnp.nan)
+
+    monkeypatch.setattr(backward, "_dz_of_saved", no_dz)
     assert np.isnan(np.float32(gradients(hidden, weights, implementation=gpu)[1][0])).any() == forms_dz
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unused", [0.0, 1e-30], ids=str)
+def test_a_one_hot_that_no_exponential_carries(gpu, unused):
+    """A token of whose statistics the target's logit alone is differentiated, or as good as alone."""
+    rng = np.random.default_rng(1)
+    hidden, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((20, 64), (100, 64)))
+    targets = jnp.asarray(rng.integers(0, 100, 20), jnp.int32)
+    factor = jnp.where(jnp.arange(20) < 3, unused, 1.0)
+
+    def gradients(hidden, weights, **options):
+        def loss(h, w):
+            got = vocab_stats(h, w, targets, statistics=["log_normalizer", "target_logit"], **options)
+            return jnp.sum(factor * got.log_normalizer - got.target_logit)
+
+        return jax.grad(loss, (0, 1))(hidden, weights)
+
+    with jax.enable_x64(True):
+        want = gradients(*(jnp.asarray(x, jnp.float64) for x in (hidden, weights)), implementation="reference")
+    for got, expected in zip(gradients(hidden, weights, implementation=gpu, save_logits=True), want, strict=True):
+        assert np.abs(np.float64(got) - np.asarray(expected)).max() <= 2.0**-7 * np.abs(expected).max()
 
 
 @pytest.mark.slow
