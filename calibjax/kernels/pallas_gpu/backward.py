@@ -111,7 +111,7 @@ def _put_one_hots(
     """E and c such that dz = c E + uniform, and whether they are: c = softmax·exp(s·reference − lse).
 
     A one-hot adds its g over c to the exponential of its column. Not so where a token has several references, or where
-    g is too large; then c is 0. The rows after the tokens become two of 1 and six of 0, for `_of_exponentials`.
+    g is too large; then c is 0. The rows after the tokens become one of 1 and others of 0, for `_of_exponentials`.
     """
     assert saved.common is not None
     exponentials, length = saved.values, saved.references.shape[1]
@@ -125,9 +125,9 @@ def _put_one_hots(
         ratio = jnp.where(g == 0.0, 0.0, g / c)
         holds = holds & (jnp.abs(ratio) <= _HIGHEST)
         at = exponentials.at[tokens, jnp.where(inside, column, exponentials.shape[1])]
-        height = at.get(mode="fill", fill_value=0.0) + jnp.clip(ratio, -_HIGHEST, _HIGHEST)
+        height = at.get(mode="fill", fill_value=0.0).astype(jnp.float32) + jnp.clip(ratio, -_HIGHEST, _HIGHEST)
         exponentials = at.set(height.astype(exponentials.dtype), mode="drop", unique_indices=True)
-    more = jnp.zeros((exponentials.shape[0] - length, exponentials.shape[1]), exponentials.dtype).at[:2].set(1.0)
+    more = jnp.zeros((exponentials.shape[0] - length, exponentials.shape[1]), exponentials.dtype).at[0].set(1.0)
     exponentials = jax.lax.dynamic_update_slice_in_dim(exponentials, more, length, axis=0)
     holds = jnp.all(holds)
     return saved._replace(values=exponentials), jnp.where(holds, c, 0.0), holds
@@ -145,7 +145,7 @@ def _of_exponentials(
 ) -> Gradients:
     """The gradients where dz = c E + uniform: dh = c (E W) + uniform ΣW and dW = Eᵀ (c h) + Σ uniform h.
 
-    The products have both sums: two more rows of E are 1. They meet the leading and the other digits of Σ uniform h.
+    The products have both sums, ΣW and Σ uniform h: one more row of E is 1.
     """
     length, dtype = hidden.shape[0], hidden.dtype
     d_hidden = d_weights = None
@@ -155,13 +155,12 @@ def _of_exponentials(
         if uniform is not None:
             d_hidden = d_hidden + uniform[:, None] * product[length][None, :]
     if "unembedding" in wanted:
-        total = jnp.zeros(hidden.shape[1])
+        wide = hidden.astype(jnp.float32)
+        everywhere = jnp.zeros((1, hidden.shape[1]))
         if uniform is not None:
-            total = jnp.sum(uniform[:, None] * hidden.astype(jnp.float32), axis=0)
-        leading = total.astype(dtype)
-        everywhere = jnp.stack([leading, (total - leading).astype(dtype)])
-        scaled = (c[:, None] * hidden).astype(dtype)
-        scaled = jnp.concatenate([scaled, padded(everywhere, exponentials.shape[0] - length)])
+            everywhere = jnp.sum(uniform[:, None] * wide, axis=0, keepdims=True)
+        more = padded(everywhere, exponentials.shape[0] - length)
+        scaled = jnp.concatenate([c[:, None] * wide, more]).astype(dtype)
         # In the dtype of the result: XLA would write float32 to memory, and round it in another kernel.
         earlier = None if into is None else into.unembedding
         result = dtype if earlier is None else jnp.float32

@@ -30,7 +30,7 @@ _NO_COLUMN = 2**30
 # unit, need nothing from other threads.
 _PART = 8
 _RISE = 60.0  # a given reference stays until an exponential would exceed 2^60: sums of these are far from overflow
-_MORE = 8  # rows after those of the tokens, for `backward`: two, and six for whole tiles of the products
+_MORE = 8  # rows after those of the tokens, for `backward`: one, and seven for whole tiles of the products
 
 
 def _states(needed: frozenset[str], shared: bool) -> tuple[str, ...]:
