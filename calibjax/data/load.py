@@ -1,6 +1,6 @@
 """Sequences of a text in one call: of rows, with a description; or of a file or token ids for a model."""
 
-import dataclasses
+import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,26 +34,6 @@ def choose_seq_len(
     return length if max_positions is None else min(length, max_positions)
 
 
-@dataclasses.dataclass
-class _Counts:
-    """What was read: rows, those with a token to predict and those that were cut; tokens to predict, those cut off."""
-
-    rows: int = 0
-    rows_with_target: int = 0
-    rows_cut: int = 0
-    targets: int = 0
-    targets_cut: int = 0
-
-    def add(self, example: Example, seq_len: int) -> None:
-        """Counts an example; one with a prompt is cut after `seq_len` tokens."""
-        used = example.loss_mask[:seq_len] if example.has_prompt else example.loss_mask
-        self.rows += 1
-        self.rows_with_target += int(used.any())
-        self.rows_cut += int(len(used) < len(example.tokens))
-        self.targets += int(example.loss_mask.sum())
-        self.targets_cut += int(example.loss_mask[len(used) :].sum())
-
-
 def load_sequences(
     rows: Rows,
     tokenizer: Tokenizer,
@@ -72,31 +52,37 @@ def load_sequences(
         template; and a line on rows that were cut, if any were.
     """
     format = recognise(rows) if format is None else format
-    counts, skipped = _Counts(), Skipped()
+    counts, skipped = collections.Counter(), Skipped()
     needed = tokens_needed(seq_len, layout, max_sequences, format.kind == "document")
 
     def examples() -> Iterator[Example]:
         for example in tokenize_rows(rows, format, tokenizer, max_tokens=needed, skipped=skipped):
-            counts.add(example, seq_len)
+            # An example with a prompt is cut after `seq_len` tokens.
+            used = example.loss_mask[:seq_len] if example.has_prompt else example.loss_mask
+            counts["rows"] += 1
+            counts["rows with a target"] += int(used.any())
+            counts["rows cut"] += int(len(used) < len(example.tokens))
+            counts["targets"] += int(example.loss_mask.sum())
+            counts["targets cut"] += int(example.loss_mask[len(used) :].sum())
             yield example
 
     sequences = make_sequences(examples(), seq_len, layout=layout, max_sequences=max_sequences)
-    rows_used, reason = counts.rows_with_target, "nothing to predict"
+    rows_used, reason = counts["rows with a target"], "nothing to predict"
     if layout == "full":
         rows_used, reason = len(np.unique(sequences.source)), "too short"
     description = (
-        f"{rows.name}: {format}, {counts.rows:,} rows read, {counts.rows - rows_used:,} of them dropped ({reason}); "
-        f"{len(sequences.source):,} sequences of {seq_len} tokens ({layout}), "
+        f"{rows.name}: {format}, {counts['rows']:,} rows read, {counts['rows'] - rows_used:,} of them dropped "
+        f"({reason}); {len(sequences.source):,} sequences of {seq_len} tokens ({layout}), "
         f"{int(sequences.where.sum()):,} tokens to predict"
     )
     if template := describe_template(format, tokenizer):
         description += f"; {template}"
     if skipped.count:
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
-    if counts.rows_cut and layout != "full":
-        fraction = counts.targets_cut / counts.targets
+    if counts["rows cut"] and layout != "full":
+        fraction = counts["targets cut"] / counts["targets"]
         description += (
-            f"\n{counts.rows_cut:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of the tokens to "
+            f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of the tokens to "
             "predict are left out, because a sequence that begins there would not hold their prompt"
         )
     return sequences, description
