@@ -60,17 +60,6 @@ class MethodResult(NamedTuple):
     tokens: TokenOutputs | None
 
 
-class _MethodOutputs(NamedTuple):
-    """What one method gives for each token, `[S, T]`; `valid`: the tokens that count."""
-
-    confidence: Any
-    correct: Any
-    log_prob: Any
-    argmax: Any
-    valid: Any
-    log_scale: Any
-
-
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
@@ -99,7 +88,7 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     ]
 
     def method_outputs(block):
-        """The `_MethodOutputs` of every method, for tokens and their log scales, None where not yet known."""
+        """The outputs of every method by name, for tokens and their log scales, None where not yet known."""
         tokens, log_scales = block
         if compact and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
@@ -119,25 +108,25 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
                 if log_scale is None:
                     log_scale = log_scale_of(head, tokens, base)
                 stats = stats_of(log_scale, statistics=_STATISTICS)
-            outputs = _MethodOutputs(
-                confidence=stats.confidence(),
-                correct=stats.require("correct"),
-                log_prob=stats.log_prob(),
-                argmax=stats.require("argmax"),
-                valid=stats.valid,
-                log_scale=log_scale,
-            )
+            outputs = {
+                "confidence": stats.confidence(),
+                "correct": stats.require("correct"),
+                "log_prob": stats.log_prob(),
+                "argmax": stats.require("argmax"),
+                "valid": stats.valid,
+                "log_scale": log_scale,
+            }
             per_method.append(outputs)
         return per_method
 
     inputs = (shared, known_log_scales)
     results = []
     for outputs in _in_blocks(method_outputs, inputs) if compact else method_outputs(inputs):
-        confidence, correct, valid = outputs.confidence, outputs.correct, outputs.valid
+        confidence, correct, valid = outputs["confidence"], outputs["correct"], outputs["valid"]
         binning = {"bins": bins, "closed": closed, "where": valid}
-        sums = metrics.calibration_sums(confidence, correct, log_prob=outputs.log_prob, **binning)
-        temperature: Any = jnp.exp(-outputs.log_scale)
-        tokens = TokenOutputs(confidence, outputs.argmax, temperature, outputs.log_prob)
+        sums = metrics.calibration_sums(confidence, correct, log_prob=outputs["log_prob"], **binning)
+        temperature: Any = jnp.exp(-outputs["log_scale"])
+        tokens = TokenOutputs(confidence, outputs["argmax"], temperature, outputs["log_prob"])
         results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
     return results
 
@@ -319,33 +308,18 @@ def evaluate(
     document = results_json(results, closed=closed, seed=context.seed)
     figures = {}
     for name, row in document["methods"].items():
-        ece, nll, brier = row["ece"], row["intervals"]["nll"], row["intervals"]["brier"]
-        figures[name] = {
-            "ece": metrics.Interval(ece["value"], ece["low"], ece["high"]),
-            "nll": metrics.Interval(row["nll"], nll["low"], nll["high"]),
-            "brier": metrics.Interval(row["brier"], brier["low"], brier["high"]),
-        }
+        ece = row["ece"]
+        figures[name] = {"ece": metrics.Interval(ece["value"], ece["low"], ece["high"])}
+        figures[name] |= {key: metrics.Interval(row[key], **row["intervals"][key]) for key in ("nll", "brier")}
     return Evaluation(document["tokens"], figures, document)
 
 
 _SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5  # of the heat map of a report
 
 
-class _SampledTokens(NamedTuple):
-    """Figures of each token under one head, `[S, T]`; of its K most likely alternatives, `[S, T, K]`."""
-
-    argmax: Any
-    confidence: Any
-    probability: Any
-    entropy: Any
-    temperature: Any
-    top_ids: Any
-    top_probability: Any
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, batch):
-    """The `_SampledTokens` of a batch, with `count` alternatives."""
+    """Figures of each token under one head, `[S, T]`; of its K = `count` most likely alternatives, `[S, T, K]`."""
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "statistics": (*_STATISTICS[:4], "expected_logit")}
@@ -354,15 +328,15 @@ def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, 
     logits = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
     top = top_logits(hidden, frozen.unembedding, count, **logits)
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
-    return _SampledTokens(
-        argmax=stats.require("argmax"),
-        confidence=stats.confidence(),
-        probability=jnp.exp(stats.log_prob()),
-        entropy=stats.entropy(),
-        temperature=jnp.exp(-log_scale),
-        top_ids=top.ids,
-        top_probability=jnp.exp(log_prob),
-    )
+    return {
+        "argmax": stats.require("argmax"),
+        "confidence": stats.confidence(),
+        "probability": jnp.exp(stats.log_prob()),
+        "entropy": stats.entropy(),
+        "temperature": jnp.exp(-log_scale),
+        "top_ids": top.ids,
+        "top_probability": jnp.exp(log_prob),
+    }
 
 
 def token_sample(
@@ -408,12 +382,12 @@ def token_sample(
             if is_scored:
                 left -= 1
                 for name in ("confidence", "probability", "entropy"):
-                    row[-1][name] = [_rounded(getattr(figures, name)[s, t]) for figures in outputs]
-                probabilities = [figures.top_probability[s, t] for figures in outputs]
-                top = zip(before_head.top_ids[s, t], *probabilities, strict=True)
+                    row[-1][name] = [_rounded(figures[name][s, t]) for figures in outputs]
+                probabilities = [figures["top_probability"][s, t] for figures in outputs]
+                top = zip(before_head["top_ids"][s, t], *probabilities, strict=True)
                 row[-1] |= {
-                    "right": bool(before_head.argmax[s, t] == target),
-                    "temperature": _rounded(after_head.temperature[s, t]),
+                    "right": bool(before_head["argmax"][s, t] == target),
+                    "temperature": _rounded(after_head["temperature"][s, t]),
                     "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
                 }
         rows.append(_whole_words(row))
