@@ -129,13 +129,11 @@ def write_export(
     return head, lm
 
 
-_NEEDS = {"onnx": ("torch", "onnx", "onnxscript"), "stablehlo": ("flatbuffers",)}
-
-
 def _check_programs(names: tuple[str, ...]) -> None:
     """Raises `UserError` where a package that writes one of `--also` is missing."""
+    needs = {"onnx": ("torch", "onnx", "onnxscript"), "stablehlo": ("flatbuffers",)}
     for name in names:
-        if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
+        if missing := [package for package in needs[name] if find_spec(package) is None]:
             raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install 'calibjax[export]'.")
 
 

@@ -12,8 +12,6 @@ from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read
 from calibjax.data.source import Row, is_text
 from calibjax.runtime.errors import UserError
 
-_REASONING = ("reasoning", "reasoning_content", "thinking")
-
 
 class Rendered(NamedTuple):
     """A text with its answers as half-open character ranges; None if the loss includes all of it."""
@@ -179,7 +177,7 @@ class _Chat:
 
 
 def _extras(message: Message) -> list[str]:
-    return [key for key in (*_REASONING, "tool_calls") if message.get(key)]
+    return [key for key in ("reasoning", "reasoning_content", "thinking", "tool_calls") if message.get(key)]
 
 
 def _missing(message: Message, written: str) -> list[str]:

@@ -19,8 +19,6 @@ from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
 
-_SEQUENCE_LENGTH = 64  # predictions in a sequence that `from_arrays` makes of `[N, D]`
-
 
 @dataclasses.dataclass(frozen=True)
 class FunctionConfig:
@@ -152,7 +150,7 @@ def from_arrays(
         raise UserError(f"targets: expected integers, got {targets.dtype}.")
     flat = values.reshape(-1, values.shape[-1])
     has_sequences = values.ndim == 3
-    length = values.shape[1] if has_sequences else min(_SEQUENCE_LENGTH, max(len(flat) // 2, 1))
+    length = values.shape[1] if has_sequences else min(64, max(len(flat) // 2, 1))
     rows = ceil_div(len(flat), length)
 
     def cut(x: np.ndarray) -> np.ndarray:

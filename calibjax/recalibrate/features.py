@@ -10,8 +10,6 @@ from jaxtyping import Array, Float, Int
 from calibjax.recalibrate.contract import FitReport, log_probs_of
 from calibjax.runtime.options import NonNegative
 
-_CANDIDATES = 48
-
 
 class ClippingState(NamedTuple):
     """c of clip(h, −c, c), float32 scalar."""
@@ -50,7 +48,7 @@ def fit_clipping(
     if largest == 0.0:  # nothing to clip
         limits = np.ones(1, np.float32)
     else:
-        limits = np.geomspace(largest, smallest, _CANDIDATES).astype(np.float32)
+        limits = np.geomspace(largest, smallest, 48).astype(np.float32)
         limits[0] = largest
     arrays = [jnp.asarray(x) for x in (features, unembedding, labels)]
     scores = [_scores(jnp.asarray(limit), *arrays) for limit in limits]

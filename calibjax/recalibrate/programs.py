@@ -14,7 +14,6 @@ from jax import export
 from calibjax.recalibrate.contract import AXES, INTEGERS
 from calibjax.recalibrate.saved import Recalibrator, named_arrays
 
-_PLATFORMS = ("cpu", "cuda", "tpu")
 _LEAST = {"n": 1, "k": 2, "d": 1, "c": 1}  # of the sizes that are free
 _FIXED = {
     **dict.fromkeys(("vector", "one_vs_rest_platt", "matrix", "structured_matrix", "dirichlet"), ("k", "intercept")),
@@ -35,7 +34,7 @@ def stablehlo_program(fitted: Recalibrator) -> bytes:
         shape = export.symbolic_shape(", ".join(map(str, axes)), scope=scope)
         specs.append(jax.ShapeDtypeStruct(shape, jnp.int32 if field in INTEGERS else jnp.float32))
     program = jax.jit(functools.partial(fitted.method.apply_arrays, fitted.state))
-    return bytes(export.export(program, platforms=_PLATFORMS)(*specs).serialize())
+    return bytes(export.export(program, platforms=("cpu", "cuda", "tpu"))(*specs).serialize())
 
 
 def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:

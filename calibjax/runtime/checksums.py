@@ -21,8 +21,6 @@ from calibjax.runtime.files import new_directory, read_json, write_file
 CHECKSUMS = "checksums.json"
 """Name of the file that `write_checksums` writes beside the files it covers."""
 
-_PARTS = 16
-
 
 def json_digest(value: Any) -> str:
     """Checksum of a JSON value; it does not depend on the order of keys."""
@@ -85,7 +83,7 @@ def _is_local(array: Any) -> bool:
 def _part_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the parts of an array; there are no parts if an axis has length 0."""
     first_cut = len(shape) - 2
-    return tuple(max(n // math.gcd(n, _PARTS) if axis >= first_cut else n, 1) for axis, n in enumerate(shape))
+    return tuple(max(n // math.gcd(n, 16) if axis >= first_cut else n, 1) for axis, n in enumerate(shape))
 
 
 def _in_whole_parts(array: Any) -> bool:

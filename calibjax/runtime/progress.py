@@ -10,9 +10,6 @@ from typing import Any
 from tqdm import tqdm as standard_tqdm
 from tqdm.auto import tqdm
 
-_EVERY = 30.0
-"""Seconds between two lines of a phase."""
-
 
 def progress_bar(
     items: Iterable[Any] | None, *, title: str, unit: str, disable: bool | None, **options: Any
@@ -73,7 +70,7 @@ class LineBar(_Timed):
 
     def __init__(self, items: Iterable[Any] | None = None, **options: Any):
         form = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}{left}{postfix}]"
-        options |= {"mininterval": _EVERY, "miniters": 1, "bar_format": form, "file": _Lines()}
+        options |= {"mininterval": 30.0, "miniters": 1, "bar_format": form, "file": _Lines()}
         super().__init__(items, **options)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:

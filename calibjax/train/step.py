@@ -164,7 +164,9 @@ def make_train_step(
         # Mean and clipping are one factor, applied by multiplication: XLA fuses it into every use of the gradients. The
         # result of a division would be stored, as a second copy of all gradients.
         weight = 1.0 / count if reduction == "mean" else jnp.ones(())
-        norm = weight * _global_norm(sums.grads)
+        # As inner products, because XLA's CPU backend would store the squares.
+        squares = [jnp.tensordot(g, g, axes=g.ndim, precision="highest") for g in jax.tree.leaves(sums.grads)]
+        norm = weight * jnp.sqrt(sum(squares))
         if clip_norm is not None:
             weight = weight * jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * weight, sums.grads)
@@ -174,8 +176,3 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, sums.carry), metrics
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _global_norm(tree: Any) -> Float[Array, ""]:
-    """√Σ g² over all leaves, as inner products, because XLA's CPU backend would store the squares."""
-    return jnp.sqrt(sum(jnp.tensordot(g, g, axes=g.ndim, precision="highest") for g in jax.tree.leaves(tree)))

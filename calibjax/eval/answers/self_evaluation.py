@@ -18,16 +18,12 @@ def read_number(reply: str) -> float | None:
         >>> [read_number(reply) for reply in (" 85%.", "0.7", "1.0", "1", "150", "maybe 80")]
         [0.85, 0.7, 1.0, 0.01, None, None]
     """
-    line = _first_line(reply)
+    lines = reply.strip().splitlines()
+    line = lines[0].strip().rstrip(".").strip() if lines else ""
     if _FRACTION.fullmatch(line):
         return float(line)
     percent = _PERCENT.fullmatch(line)
     return float(percent[1]) / 100 if percent else None
-
-
-def _first_line(reply: str) -> str:
-    lines = reply.strip().splitlines()
-    return lines[0].strip().rstrip(".").strip() if lines else ""
 
 
 class TwoWay(NamedTuple):

@@ -424,9 +424,6 @@ def limitations(document: Document) -> list[str]:
     return lines
 
 
-_METHODS = {"ats": "Adaptive Temperature Scaling (arXiv 2409.19817)", "temperature": "temperature scaling"}
-
-
 class Subject(NamedTuple):
     """What a card is about: the repository of the head, its base model (id on the Hub or None, revision or None, name,
     fingerprint), its method ("ats" or "temperature"), and a line on the head."""
@@ -453,11 +450,12 @@ def model_card(document: Document, subject: Subject) -> str:
         metadata |= {"base_model": subject.base, "base_model_relation": "adapter"}
     name = _markdown_text(subject.base or subject.name)
     base = name + (f" at revision {subject.revision}" if subject.revision else "")
+    methods = {"ats": "Adaptive Temperature Scaling (arXiv 2409.19817)", "temperature": "temperature scaling"}
     facts = {
         "Base model": f"{base}; frozen",
         "Fingerprint": f"`{subject.fingerprint}`",
         "Data": _markdown_text(data_of(run)),
-        "Method": f"{_METHODS[subject.method]}: {_markdown_text(subject.head)}",
+        "Method": f"{methods[subject.method]}: {_markdown_text(subject.head)}",
         "Loss": _markdown_text(str(run.get("fit", {}).get("candidate", "")))
         if subject.method == "ats"
         else "cross-entropy",

@@ -371,10 +371,8 @@ def svg(figure: "Figure", name: str) -> str:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", buffer.getvalue().decode())
-
-
-_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+    not_xml = "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"
+    return re.sub(not_xml, "\N{REPLACEMENT CHARACTER}", buffer.getvalue().decode())
 
 
 def image_of(figure: "Figure") -> str:

@@ -12,8 +12,6 @@ from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
-_AT_ONCE = 32  # tokens generated between checks for a stop sequence
-
 
 class Continued(NamedTuple):
     """Continuation of a context.
@@ -99,7 +97,7 @@ def _continue(
     row_seeds = [seed * count + k for seed in sampling.prompt_seeds for k in range(count)]
     open_rows, done = list(range(len(starts))), 0
     while open_rows and done < max_new_tokens:
-        step = min(_AT_ONCE, max_new_tokens - done)
+        step = min(32, max_new_tokens - done)  # tokens between two checks for a stop sequence
         inputs, seeds, samples, size = prompts, list(sampling.prompt_seeds), count, batch_size
         if done:
             inputs = [starts[row] + tokens[row] for row in open_rows]

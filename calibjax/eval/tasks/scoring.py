@@ -178,6 +178,7 @@ class Scorer:
         placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
         caches = _prefix_caches(lm.config, lm.dtype, self._configs, self._head_arrays, self._frozen, placed)
         widest = self._width(max(len(row.tokens) for group in groups for row in group.rows))
+        empty = _Row([], [], [], {})
         start, count = 0, max(len(group.rows) for group in groups)
         while start < count:
             left = [group.rows[start:] for group in groups]
@@ -191,7 +192,7 @@ class Scorer:
                 step //= 2
             parts = [rows[:step] for rows in left]
             parts += [[]] * (self._shards - len(parts))
-            rows = [row for part in parts for row in part + [_NO_ROW] * (step - len(part))]
+            rows = [row for part in parts for row in part + [empty] * (step - len(part))]
             yield from self._batch(requests, rows, (len(rows), width), top_k, caches)
             start += step
 
@@ -352,9 +353,6 @@ def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
 
 def _size(rows: Sequence[_Row]) -> int:
     return sum(len(row.tokens) for row in rows)
-
-
-_NO_ROW = _Row([], [], [], {})
 
 
 class _Caches(NamedTuple):
