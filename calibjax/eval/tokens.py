@@ -21,7 +21,7 @@ from calibjax.kernels.platforms import platform
 from calibjax.metrics.binless import GROUPS, NODES
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, frozen_arrays, stats_at, vocab_sharding
+from calibjax.models.frozen import batch_hidden, batch_log_scale, batch_stats, frozen_arrays, stats_at, vocab_options
 from calibjax.models.own import FrozenModel, check_sequences, place_model
 from calibjax.runtime.arrays import ceil_div, round_up
 from calibjax.runtime.context import RunContext
@@ -324,9 +324,7 @@ def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, 
     shared = {**batch, "hidden": hidden}
     options = {"dtype": dtype, "statistics": (*_STATISTICS[:4], "expected_logit")}
     stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, shared, **options)
-    sharding = vocab_sharding(model_config)
-    logits = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
-    top = top_logits(hidden, frozen.unembedding, count, **logits)
+    top = top_logits(hidden, frozen.unembedding, count, **vocab_options(model_config, frozen))
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]
     return {
         "argmax": stats.require("argmax"),

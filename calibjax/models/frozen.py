@@ -58,6 +58,11 @@ def vocab_sharding(config: Config) -> VocabSharding | None:
     return VocabSharding(mesh, width=("fsdp",) if divides else ())
 
 
+def vocab_options(config: Config, frozen: FrozenArrays) -> dict[str, Any]:
+    """Bias, soft-cap and sharding of the logits, as the operators on the vocabulary take them."""
+    return {"bias": frozen.bias, "softcap": config.logit_softcap, "sharding": vocab_sharding(config)}
+
+
 def batch_hidden(
     config: Config, frozen: FrozenArrays, batch: Mapping[str, Array], dtype: DTypeLike
 ) -> Float[Array, "B T D"]:
@@ -89,10 +94,8 @@ def frozen_features(
         hidden,
         frozen.unembedding.astype(dtype),
         covariance=frozen.covariance,
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
-        sharding=vocab_sharding(config),
         stats=stats,
+        **vocab_options(config, frozen),
     )
 
 
@@ -183,9 +186,7 @@ def stats_at(
         frozen.unembedding.astype(dtype),
         batch["targets"],
         scale=jnp.exp(log_scale),
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
         where=where,
         statistics=statistics,
-        sharding=vocab_sharding(config),
+        **vocab_options(config, frozen),
     )

@@ -29,7 +29,7 @@ from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
 from calibjax.kernels import VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
-from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_sharding
+from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_options
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import ceil_div, readable_size, round_up
 from calibjax.runtime.checksums import array_hash
@@ -230,10 +230,8 @@ def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
         hidden,
         frozen.unembedding.astype(dtype),
         targets[row, position],
-        bias=frozen.bias,
-        softcap=config.logit_softcap,
         top_k=top_k,
-        sharding=vocab_sharding(config),
+        **vocab_options(config, frozen),
     )
 
 

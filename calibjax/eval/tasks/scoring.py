@@ -21,7 +21,7 @@ from calibjax.models.frozen import (
     batch_log_scale,
     extend_log_scale,
     frozen_arrays,
-    vocab_sharding,
+    vocab_options,
 )
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.arrays import round_up
@@ -423,8 +423,7 @@ def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen: FrozenA
         scales = _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch)[..., 0]
     else:
         scales = log_scales[:, row, position]
-    sharding = vocab_sharding(model_config)
-    shared: Any = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "sharding": sharding}
+    shared = vocab_options(model_config, frozen)
     largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
     statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
 
