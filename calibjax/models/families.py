@@ -295,6 +295,15 @@ def _norm(source: str, target: str) -> tuple[Rule, Rule]:
     return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
 
 
+def _ends(embedding: str = "embed_tokens", norm: str = "norm", unembedding: str = "lm_head") -> tuple[Rule, ...]:
+    """Rules of the embedding, the final norm and the unembedding, by their names in files."""
+    return (
+        Rule(f"{embedding}.weight", ("embedding",)),
+        *_norm(norm, "final_norm"),
+        Rule(f"{unembedding}.weight", ("unembedding",)),
+    )
+
+
 def _norms(layer: str = "layers.{}", **targets: str) -> tuple[Rule, ...]:
     """Rules of the norms of a layer, by their names in files."""
     return tuple(rule for name, target in targets.items() for rule in _norm(f"{layer}.{name}", f"layers.{target}"))
@@ -315,11 +324,7 @@ def _linears(module: str, place: str, transpose: bool = True, **targets: str) ->
     )
 
 
-_ENDS = (
-    Rule("embed_tokens.weight", ("embedding",)),
-    *_norm("norm", "final_norm"),
-    Rule("lm_head.weight", ("unembedding",)),
-)
+_ENDS = _ends()
 _FUSED_QKV = ("layers.attention.q", "layers.attention.k", "layers.attention.v")
 _QKV = _linears("layers.{}.self_attn", "layers.attention", q_proj="q", k_proj="k", v_proj="v")
 _OUTPUT = _linear("layers.{}.self_attn.o_proj", "layers.attention.o")
@@ -380,14 +385,11 @@ def _qwen(hf: Any) -> Fields:
 
 
 _QWEN_RULES = (
-    Rule("wte.weight", ("embedding",)),
-    *_norms("h.{}", ln_1="attention_norm"),
+    *_ends("wte", "ln_f"),
+    *_norms("h.{}", ln_1="attention_norm", ln_2="mlp_norm"),
     *_linear("h.{}.attn.c_attn", *_FUSED_QKV),
     *_linear("h.{}.attn.c_proj", "layers.attention.o"),
-    *_norms("h.{}", ln_2="mlp_norm"),
     *_linears("h.{}.mlp", "layers.mlp", w1="up", w2="gate", c_proj="down"),
-    *_norm("ln_f", "final_norm"),
-    Rule("lm_head.weight", ("unembedding",)),
 )
 
 
@@ -445,13 +447,11 @@ def _phi(hf: Any) -> Fields:
 
 
 _PHI_RULES = (
-    Rule("embed_tokens.weight", ("embedding",)),
+    *_ends(norm="final_layernorm"),
     *_norms(input_layernorm="attention_norm"),
     *_QKV,
     *_linear("layers.{}.self_attn.dense", "layers.attention.o"),
     *_linears("layers.{}.mlp", "layers.mlp", fc1="up", fc2="down"),
-    *_norm("final_layernorm", "final_norm"),
-    Rule("lm_head.weight", ("unembedding",)),
     Rule("lm_head.bias", ("unembedding_bias",)),
 )
 
@@ -464,14 +464,11 @@ def _gpt_neox(hf: Any) -> Fields:
 
 
 _GPT_NEOX_RULES = (
-    Rule("embed_in.weight", ("embedding",)),
-    *_norms(input_layernorm="attention_norm"),
+    *_ends("embed_in", "final_layer_norm", "embed_out"),
+    *_PRE_NORMS,
     *_linear("layers.{}.attention.query_key_value", *_FUSED_QKV, by_head=True),
     *_linear("layers.{}.attention.dense", "layers.attention.o"),
-    *_norms(post_attention_layernorm="mlp_norm"),
     *_linears("layers.{}.mlp", "layers.mlp", dense_h_to_4h="up", dense_4h_to_h="down"),
-    *_norm("final_layer_norm", "final_norm"),
-    Rule("embed_out.weight", ("unembedding",)),
 )
 
 
@@ -494,16 +491,13 @@ def _gpt2(hf: Any) -> Fields:
 
 
 _GPT2_RULES = (
-    Rule("wte.weight", ("embedding",)),
+    *_ends("wte", "ln_f"),
     Rule("wpe.weight", ("position_embedding",)),
-    *_norms("h.{}", ln_1="attention_norm"),
+    *_norms("h.{}", ln_1="attention_norm", ln_2="mlp_norm"),
     # GPT-2's Conv1D holds `[in, out]`, with query, key and value concatenated.
     *_linear("h.{}.attn.c_attn", *_FUSED_QKV, transpose=False),
     *_linear("h.{}.attn.c_proj", "layers.attention.o", transpose=False),
-    *_norms("h.{}", ln_2="mlp_norm"),
     *_linears("h.{}.mlp", "layers.mlp", transpose=False, c_fc="up", c_proj="down"),
-    *_norm("ln_f", "final_norm"),
-    Rule("lm_head.weight", ("unembedding",)),
 )
 
 
