@@ -119,7 +119,7 @@ def read_source(
 def is_hub_id(source: str | Path) -> bool:
     """Whether `read_source` looks for a source on the hub: nothing has this path, and it has the form of an id."""
     is_path = os.path.lexists(user_path(source)) or _suffix(Path(source)) in _READERS
-    return not is_path and _HUB_ID.fullmatch(str(source)) is not None
+    return not is_path and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?", str(source)) is not None
 
 
 def _suffix(path: Path) -> str:
@@ -320,9 +320,6 @@ _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
     ".txt": ("text", _document),
 }
 _EXPECTED = f"one of {', '.join(_READERS)} (each but .parquet may end in .gz as well)"
-
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@\w[\w./-]*)?")
 
 
 def _read_hub(name: str, split: str, rows: int | None) -> Rows:

@@ -277,9 +277,6 @@ def _read_mxfp4(blocks: TensorEntry, scales: TensorEntry, index: Index) -> np.nd
     return values.reshape(*values.shape[:2], -1).astype(jnp.bfloat16).swapaxes(-1, -2)
 
 
-_ALIGNMENT = 64
-
-
 class _Chunk(NamedTuple):
     """A chunk of a piece of the parameter at `path`: its `index` in the piece, and its `number` in the model."""
 
@@ -410,6 +407,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, in
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array that JAX can use on a CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    alignment = 64
+    memory = np.empty(size + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
     return memory[start : start + size].view(dtype).reshape(shape)
