@@ -247,12 +247,10 @@ class _Fitting:
         return score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
 
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
-        """Chooses a candidate; returns its score, and all scores as JSON.
+        """Chooses a candidate as `AtsOptions` says; returns its score, and all scores as JSON.
 
-        First the head and its decay, with the first loss: the simplest whose NLL is within noise of the lowest
-        (`cross_fit.within_noise_of_best`). Then the loss: of those within noise, the one with the least calibration
-        error. If that one does not beat temperature scaling, the candidate with the lowest NLL of those that do. If
-        none does and the plan allows it, temperature scaling is chosen.
+        Where the loss with the least calibration error does not beat temperature scaling, the candidate with the lowest
+        NLL of those that do is chosen.
         """
         baseline = self.baseline
         for head in self.plan.heads:

@@ -215,11 +215,7 @@ _AUTHORS_FEATURES = {
 
 
 def _read_authors_head(directory: Path, lm: FrozenModel | None) -> FittedHead:
-    """Reads a head that the code of Adaptive Temperature Scaling wrote; its files do not name the base model.
-
-    Raises:
-        UserError: no model is given, or the head is of a kind or with an option that is not supported.
-    """
+    """Reads a head that the code of Adaptive Temperature Scaling wrote; its files do not name the base model."""
     if lm is None:
         raise UserError(f"{directory}: the authors' heads do not know their base model: give load_head(path, lm).")
     try:
