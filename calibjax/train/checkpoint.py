@@ -27,10 +27,10 @@ class Checkpoints:
     """Asynchronous Orbax checkpoints of the trained state, the position in the data and `run`, with their checksums.
 
     `run` is a JSON-able description of the run (configuration, fingerprint of the base model); a checkpoint of another
-    run is refused on restore. `keep` is the number of checkpoints that are kept, the newest ones.
+    run is refused on restore. The two newest checkpoints are kept.
     """
 
-    def __init__(self, directory: Path, run: dict[str, Any], *, keep: int = 2):
+    def __init__(self, directory: Path, run: dict[str, Any]):
         check_orbax_path(directory)
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
@@ -38,7 +38,7 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save, and failures that it raises
         self._run = json.loads(json.dumps(run))
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            max_to_keep=2, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
         try:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
