@@ -22,7 +22,7 @@ from calibjax.eval.report.terminal import print_report
 from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_orbax_path, is_temporary, read_json, write_file, writing
+from calibjax.runtime.files import check_orbax_path, is_temporary, json_text, read_json, write_file, writing
 from calibjax.runtime.locks import RUN_LOCK, lock_run
 from calibjax.runtime.options import (
     INT_MAX,
@@ -476,7 +476,7 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
             out.mkdir(parents=True, exist_ok=True)
             lock_run(out)
             if not _holds_run(out, content):
-                write_file(out / "run.json", json.dumps(content, indent=2) + "\n")
+                write_file(out / "run.json", json_text(content))
 
     on_first(claim)
 
@@ -562,7 +562,7 @@ def write_results(document: Document, out: Path) -> None:
         curves[file.parent.relative_to(out).as_posix().removeprefix("fit/")] = curve
     if curves:
         document["training"] = curves
-    write_file(out / "metrics.json", json.dumps(document, indent=2) + "\n")
+    write_file(out / "metrics.json", json_text(document))
     write_report(document, out)
 
 

@@ -1,7 +1,6 @@
 """`calibjax decide`: when to answer, so that at most a given fraction is wrong."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from calibjax.eval.report.tables import ABSENT, TextTable, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_new_file, write_file
+from calibjax.runtime.files import check_new_file, json_text, write_file
 from calibjax.runtime.options import Fraction
 
 
@@ -73,7 +72,7 @@ def run(options: DecideOptions, log: Log = print) -> Document:
         )
     document = {"table": str(options.table), **decided}
     if options.out is not None:
-        write_file(options.out, json.dumps(document, indent=2) + "\n")
+        write_file(options.out, json_text(document))
     if not options.json:
         _print(document, options)
     return document

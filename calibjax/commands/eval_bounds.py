@@ -1,7 +1,6 @@
 """`calibjax eval bounds`: the smallest entropy that a model's predictions can have."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 from calibjax.commands.common import JsonOptions, load_placed, presentation
@@ -11,7 +10,7 @@ from calibjax.eval.report.terminal import print_bounds
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_new_file, write_file
+from calibjax.runtime.files import check_new_file, json_text, write_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ def run(options: EvalBoundsOptions, log: Log = print) -> Document:
     if not is_first():
         return document
     if options.out is not None:
-        write_file(options.out, json.dumps(document, indent=2) + "\n")
+        write_file(options.out, json_text(document))
         files = f"figures in {options.out}"
     if not options.json:
         print_bounds(document, files=files)

@@ -1,7 +1,6 @@
 """`calibjax export`: a fitted head as safetensors and JSON, for PyTorch, transformers and servers."""
 
 import dataclasses
-import json
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from calibjax.recalibrate.programs import stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import read_json
+from calibjax.runtime.files import json_text, read_json
 from calibjax.runtime.options import Positional
 from calibjax.train import load_head
 from calibjax.train.saved import export_head, head_notes
@@ -110,7 +109,7 @@ def write_export(
         # Left out, transformers cuts the distribution to its 50 most likely tokens.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         config = {**(base_config if isinstance(base_config, dict) else {}), **sampling}
-        more["generation_config.json"] = json.dumps(config, indent=2) + "\n"
+        more["generation_config.json"] = json_text(config)
         log(
             f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "
             f"temperature {temperature}, with neither top-k nor top-p, draws from it; any other sampling "

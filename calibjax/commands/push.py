@@ -1,7 +1,6 @@
 """`calibjax push`: a fitted head on the Hugging Face Hub, with its figures and a model card."""
 
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from calibjax.eval.report.schema import Document, as_user_error, read_metrics
 from calibjax.models.hub import check_upload, commit_of, repository_of, upload
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_new_directory, new_directory, write_file
+from calibjax.runtime.files import check_new_directory, json_text, new_directory, write_file
 from calibjax.runtime.options import Positional
 
 
@@ -69,7 +68,7 @@ def run(options: PushOptions, log: Log = print) -> Document:
         drawing = next(drawing for drawing in figures_of(document) if drawing.name == "reliability")
         files |= {
             "reliability.png": png(drawing.figure()),
-            "metrics.json": (json.dumps(document, indent=2) + "\n").encode(),
+            "metrics.json": json_text(document).encode(),
             "README.md": model_card(document, subject).encode(),
         }
     if options.dry_run is not None:

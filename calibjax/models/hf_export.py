@@ -21,7 +21,7 @@ from calibjax.models.rules import Rule
 from calibjax.models.tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
-from calibjax.runtime.files import new_directory, write_file
+from calibjax.runtime.files import json_text, new_directory, write_file
 from calibjax.runtime.platforms import torch_left_out
 
 _FILE_BYTES = 2 * 10**9
@@ -87,7 +87,7 @@ def save_model(
                 save_file(values, fresh / file, metadata={"format": "pt"})
         if split.is_sharded and is_first():
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_file(fresh / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+            write_file(fresh / "model.safetensors.index.json", json_text(index))
 
 
 def settings_files(source: Path) -> list[Path]:
@@ -138,4 +138,4 @@ def copy_settings(source: Path, target: Path, dtype: str, *, softcap: float | No
         written.pop(name, None)
     if softcap is not None and "final_logit_softcapping" in written:
         written["final_logit_softcapping"] = softcap
-    write_file(target / "config.json", json.dumps({**written, "dtype": dtype}, indent=2) + "\n")
+    write_file(target / "config.json", json_text({**written, "dtype": dtype}))

@@ -3,7 +3,6 @@
 The directory holds `params/` (Orbax), calibjax.json, config.json, the tokenizer's files, and checksums.json of all.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from calibjax.models.model import LanguageModel
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError, first_line
-from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
+from calibjax.runtime.files import check_orbax_path, check_plain_files, json_text, new_directory, read_json, write_file
 from calibjax.runtime.sharding import param_sharding
 
 # Orbax is imported where it is used: a model of safetensors needs none of it, a sixth of what `load_model` imports.
@@ -48,7 +47,7 @@ def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(fresh / "params", lm.params)  # asynchronous; digests are computed meanwhile
             digests = array_digests(lm.params)
-        write_file(fresh / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        write_file(fresh / DESCRIPTION, json_text(description))
         write_checksums(fresh, digests)
 
 

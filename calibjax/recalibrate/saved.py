@@ -16,6 +16,7 @@ from calibjax.recalibrate.contract import Method, Predictions, class_count, sele
 from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
+from calibjax.runtime.files import json_text
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
@@ -122,7 +123,7 @@ def save(
         raise UserError(f"recalibrate.save: expected a {state_type.__name__} for {name}, got a {type(state).__name__}.")
     arrays = named_arrays(state)
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
-    files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
+    files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json_text(description)}
     write_directory(directory, {**files, **(more or {})}, arrays)
 
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import new_directory, read_json, write_file
+from calibjax.runtime.files import json_text, new_directory, read_json, write_file
 
 CHECKSUMS = "checksums.json"
 """Name of the file that `write_checksums` writes beside the files it covers."""
@@ -117,7 +117,7 @@ def write_checksums(directory: Path, arrays: Mapping[str, str]) -> None:
     """Writes `checksums.json` with the checksums of the files directly in `directory`, and those of arrays by name."""
     files = {file.name: _file_digest(file) for file in sorted(directory.iterdir()) if file.is_file()}
     content = seal({"schema": 1, "files": files, "arrays": dict(arrays)})
-    write_file(directory / CHECKSUMS, json.dumps(content, indent=2) + "\n")
+    write_file(directory / CHECKSUMS, json_text(content))
 
 
 def write_directory(directory: str | Path, files: Mapping[str, str | bytes], arrays: Any) -> None:

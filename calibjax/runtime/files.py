@@ -27,6 +27,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(str(error) or "too large") from error
 
 
+def json_text(value: Any) -> str:
+    """The text of a JSON file that people may read."""
+    return json.dumps(value, indent=2) + "\n"
+
+
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
     """Raises an `OSError` of the block as a `UserError` that names `path`."""

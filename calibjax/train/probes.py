@@ -4,7 +4,6 @@ What is predicted is the caller's: whether an answer is right, the agreement of 
 is a proper score for a fraction as for 0 and 1, so one objective serves all.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.numpy import load_file, save
 from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.checksums import read_checksums, write_directory
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import read_json
+from calibjax.runtime.files import json_text, read_json
 
 _WEIGHTS, _DESCRIPTION = "probe.safetensors", "probe.json"
 _REMEDY = "Remove this directory to fit the probe again."
@@ -54,7 +53,7 @@ def fit_probe(features: Float[np.ndarray, "N F"], target: Float[np.ndarray, " N"
 def save_probe(directory: Path, params: ProbeParams, *, name: str, fingerprint: str, notes: Any = None) -> None:
     """Writes `probe.safetensors`, `probe.json` (name, fingerprint of the base model, notes), and checksums."""
     description = {"probe": name, "base_fingerprint": fingerprint, "notes": notes or {}}
-    files = {_WEIGHTS: save(params), _DESCRIPTION: json.dumps(description, indent=2) + "\n"}
+    files = {_WEIGHTS: save(params), _DESCRIPTION: json_text(description)}
     write_directory(directory, files, params)
 
 

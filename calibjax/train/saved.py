@@ -1,7 +1,6 @@
 """Heads on disk: as a fit saves them (Orbax), portable (safetensors, which JAX and PyTorch read), and the authors'."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from calibjax.runtime.checksums import (
 )
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError, first_line
-from calibjax.runtime.files import check_orbax_path, check_plain_files, new_directory, read_json, write_file
+from calibjax.runtime.files import check_orbax_path, check_plain_files, json_text, new_directory, read_json, write_file
 
 _SCHEMA = 1  # of head.json
 _PORTABLE = "head.safetensors"
@@ -65,7 +64,7 @@ def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] 
             checkpointer.save(fresh / "params", head.params)
 
         def describe() -> None:
-            write_file(fresh / "head.json", json.dumps(description, indent=2) + "\n")
+            write_file(fresh / "head.json", json_text(description))
             write_checksums(fresh, digests)
 
         on_first(describe)
@@ -191,7 +190,7 @@ def export_head(
     description = {**_description(head, notes), "constants": constants, "base": base}
     files = {
         _PORTABLE: save(tensors, {"format": "calibjax-head"}),
-        "head.json": json.dumps(description, indent=2) + "\n",
+        "head.json": json_text(description),
     }
     write_directory(directory, {**files, **(more or {})}, head.params)
 

@@ -16,7 +16,7 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.checksums import array_digests, json_digest, seal, unseal
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.files import new_file, read_json, write_file
+from calibjax.runtime.files import json_text, new_file, read_json, write_file
 
 Value = TypeVar("Value")
 Samples = list[list[tuple[str, float, float, float]]]
@@ -89,7 +89,7 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
     def claim() -> None:
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            write_file(file, json.dumps(identity, indent=2) + "\n")
+            write_file(file, json_text(identity))
             return
         try:
             same = read_json(file) == identity
