@@ -91,10 +91,6 @@ class Validation(NamedTuple):
     scalars_of: Callable[[Any], dict[str, float]]
     every: int
 
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether the scalars are computed after `step` of `steps`."""
-        return self.every > 0 and (step == steps or step % self.every == 0)
-
 
 NO_VALIDATION = Validation(lambda params: {}, every=0)
 
@@ -191,7 +187,7 @@ def train(
             delayed.add(step, metrics)
             stops = stop_requested(step)
             saves = step == steps or stops or step % checkpoint_every == 0
-            validates = validation.is_due(step, steps)
+            validates = validation.every > 0 and (step == steps or step % validation.every == 0)
             if validates or saves:
                 delayed.settle()
             if validates:
