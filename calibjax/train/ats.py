@@ -138,7 +138,8 @@ def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose:
 
 def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, seed: int) -> list[np.ndarray]:
     """The sequences of each fold: the sets, or parts of one; none where nothing is chosen or refitted."""
-    if not (plan.chooses or plan.refit_temperature):
+    candidates = len(plan.heads) * len(plan.decays) * len(plan.trials)
+    if candidates == 1 and not plan.refit_temperature:
         return []
     if len(sets) > 1:
         ends = np.cumsum([len(part.tokens) for part in sets.values()])

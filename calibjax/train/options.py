@@ -199,11 +199,6 @@ class AtsPlan:
         """The largest head."""
         return self.heads[-1]
 
-    @property
-    def chooses(self) -> bool:
-        """Whether there is more than one candidate."""
-        return len(self.heads) * len(self.decays) * len(self.trials) > 1
-
 
 def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """The options and their recipe, decided and checked, for a model of width `hidden_size`.
