@@ -150,6 +150,7 @@ def from_arrays(
         raise UserError(f"targets: expected integers, got {targets.dtype}.")
     flat = values.reshape(-1, values.shape[-1])
     has_sequences = values.ndim == 3
+    # Predictions without an axis of time are cut into sequences of 64.
     length = values.shape[1] if has_sequences else min(64, max(len(flat) // 2, 1))
     rows = ceil_div(len(flat), length)
 

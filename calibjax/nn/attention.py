@@ -82,7 +82,7 @@ def attend(
 
     Logits and softmax are float32. The implementation is chosen while tracing, by the target platform and the shapes:
     `splash_attend` on TPUs; matrix products, by blocks of tokens, on CPUs and with a soft-cap, sinks or trees;
-    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]` where not `suits_cudnn`.
+    otherwise `jax.nn.dot_product_attention`, which stores the logits `[B, Q, T, T]` unless `suits_cudnn`.
 
     Args:
         query, key, value: Q query heads and K heads of keys and values, of width H; K divides Q.

@@ -58,7 +58,8 @@ def _wide(x: Array, width: int = _PART) -> Array:
 def _rebase(state: dict[str, Array], delta: Array, scale: Array) -> dict[str, Array]:
     """The state with its sums relative to a reference that is higher by −`delta`.
 
-    It may be lower, by so much that the sums are 0 and beside those of the target's piece nothing.
+    A piece far below the target's logit has a reference that is too high; −`delta` is negative there. The factor is
+    bounded: such sums may be 0, and are nothing beside those of the target's piece.
     """
     power = jnp.minimum(delta * _wide(scale), 126.0)
     return state | stats.rebase_sums(state, jnp.maximum(delta, FLOOR), jnp.exp2(power))
@@ -214,13 +215,13 @@ def _run(
 
         def fold(first, whole, values):
             state = dict(zip(names, values, strict=True))
+            rise = 0.0 if common is None else _RISE
             for offset in range(0, columns, SLICE):
                 raw = softcap_in_units(options, biased(whole[:, offset : offset + SLICE], refs.bias, first + offset))
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                rise = 0.0 if common is None else _RISE
                 state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, rise)
                 if save:
                     e = e[0] if options.softcap is None else jnp.where(e[0] >= SMALLEST_SAVED, e[0], raw * raw - 1.0)
