@@ -97,17 +97,17 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         else:
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
-        base: Any = None
-        if needed_statistics or None in heads:
-            base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
+        base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
         per_method = []
         for head, log_scale in zip(heads, log_scales, strict=True):
+            stats = base
             if head is None:
-                stats, log_scale = base, zeros
+                log_scale = zeros
             else:
                 if log_scale is None:
                     log_scale = log_scale_of(head, tokens, base)
-                stats = stats_of(log_scale, statistics=_STATISTICS)
+                scaled = stats_of(log_scale, statistics=("log_normalizer",))
+                stats = base._replace(log_normalizer=scaled.log_normalizer, scale=scaled.scale)
             outputs = {
                 "confidence": stats.confidence(),
                 "correct": stats.require("correct"),

@@ -144,7 +144,7 @@ def hold_logits(
     arrays = Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = prepare(arrays, softcap, (), None, {"implementation": "chunked"})
     inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
-    with_logits = chunked.Chunked(chunked.chunk_logits(dispatch.options, operator.with_dtypes(inputs)))
+    with_logits = chunked.Chunked(chunked.all_logits(dispatch.options, operator.with_dtypes(inputs)))
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)

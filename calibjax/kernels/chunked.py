@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from calibjax.kernels import stats
 from calibjax.kernels.contract import Cotangents, Gradients, Implementation, Inputs, Options
@@ -21,6 +21,7 @@ from calibjax.runtime.arrays import ceil_div
 # Columns of a chunk: with fewer the products are slower, with more the blocks do not fit into the cache. Rows of 1,024
 # would all start at the same cache sets of a CPU, which makes the transposed product 10% slower.
 _COLUMNS = 1152
+_HELD_COLUMNS = 8192  # of a chunk of logits that are at hand, enough for XLA's CPU compiler to divide it among cores
 _LOGITS_BYTES = 64 * 2**20  # at most of one [N, C] float32 block
 _FEW = 64  # tokens up to which copying the unembedding slice by slice would cost as much as the product
 _ACCELERATOR = 8  # times as many columns and bytes: small kernels leave a GPU idle, and no block fits into its cache
@@ -117,26 +118,17 @@ def add_gradients(
     )
 
 
-def chunk_logits(options: Options, inputs: Inputs) -> _Saved:
+def all_logits(options: Options, inputs: Inputs) -> Array:
     """All logits, for `Chunked`: [N, V] float32, of a few tokens whose statistics are wanted at several scales."""
-
-    def step(carry: None, start: Array | int, width: int, _: None) -> tuple[None, Array]:
-        return carry, _block_logits(options, inputs, start, width)[1]
-
-    inputs = inputs.masked()
-    tokens, vocab_size = inputs.hidden.shape[0], inputs.unembedding.shape[0]
-    return fold(step, None, vocab_size, _chunk(options, tokens, vocab_size))[1]
+    return _block_logits(options, inputs.masked(), 0, inputs.unembedding.shape[0])[1]
 
 
 class Chunked(Implementation):
-    """Runs anywhere, with any options.
-
-    `logits`: of the forward pass, as `chunk_logits` returns them; if None, they are computed.
-    """
+    """Runs anywhere, with any options; `logits` are those of the forward pass, computed chunk by chunk if None."""
 
     accumulates = True
 
-    def __init__(self, logits: _Saved | None = None):
+    def __init__(self, logits: Float[Array, "N V"] | None = None):
         self._logits = logits
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
@@ -155,12 +147,12 @@ class Chunked(Implementation):
         linear_mean = "total" in needed and options.softcap is None
         per_piece = needed - ({"expected_row", "total"} if linear_mean else {"expected_row"})
 
-        def step(
-            total: Moments | None, start: Array | int, width: int, z: Array | None
-        ) -> tuple[Moments, Array | None]:
+        def step(total: Moments | None, start: Array | int, width: int, _: None) -> tuple[Moments, Array | None]:
             weights = None
-            if z is None:
+            if self._logits is None:
                 weights, z = _block_logits(options, inputs, start, width)
+            else:
+                z = jax.lax.dynamic_slice_in_dim(self._logits, start, width, axis=1)
             moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
             if "expected_row" in needed:
                 assert weights is not None
@@ -174,7 +166,8 @@ class Chunked(Implementation):
             total = moments if total is None else stats.merge(total, moments, scale)
             return total, z if save else None
 
-        total, saved = fold(step, None, vocab_size, _chunk(options, hidden.shape[0], vocab_size), self._logits)
+        chunk = min(_HELD_COLUMNS, vocab_size) if self._logits is not None else _chunk(options, len(hidden), vocab_size)
+        total, saved = fold(step, None, vocab_size, chunk)
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
