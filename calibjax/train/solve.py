@@ -25,14 +25,14 @@ from calibjax.losses import LOSSES, curve_loss
 from calibjax.recalibrate.optimize import preconditioned_lbfgs
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
-from calibjax.train.curves import TokenCurves, curves_of, features_of
+from calibjax.train.curves import TokenCurves, curves_of, features_of, stored_features
 from calibjax.train.options import Trial
 
 _BLOCK = 512  # tokens that are added in float32; the sums of blocks are added in float64
 _RIDGE = 1e-6  # of the mean curvature: for features that are constant, or depend on others
 _FREE_DECAY = 1e-3  # of the statistics of the logits
 _BOUNDS = (math.log(MIN_SCALE), math.log(MAX_SCALE))
-_LBFGS = {"maxiter": 60, "ftol": 1e-8, "gtol": 3e-5}  # below, float32 sums are noise
+_LBFGS = {"maxiter": 60, "ftol": 1e-7, "gtol": 1e-4}  # below, line searches end in the noise of float32 sums
 
 
 class Design(NamedTuple):
@@ -50,8 +50,9 @@ class Design(NamedTuple):
 
 def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     """Takes the tokens that count and standardises what `head` reads; `start`: log s of temperature scaling on them."""
-    arrays = tokens.flat([*tokens.arrays])
-    count = len(arrays["valid"])
+    curve_arrays = tokens.flat()
+    count = len(curve_arrays["valid"])
+    arrays = curve_arrays | tokens.flat(stored_features([head]))
     features = np.asarray(to_host(_features(head, arrays, tokens.scales)), np.float32)
     if not np.isfinite(features).all():
         raise ValueError("a head's features: expected finite numbers; rule out a class by a logit of -1e4, not -inf.")
@@ -63,7 +64,7 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     features /= deviation.astype(np.float32)
     widths = [FEATURES[name].width for name in head.features]  # None: as wide as the model
     decayed = np.repeat([width is None for width in widths], [width or head.hidden_size for width in widths])
-    placed = _place({"features": features, **tokens.flat()})
+    placed = _place({"features": features, **curve_arrays})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
