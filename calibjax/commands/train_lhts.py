@@ -76,7 +76,10 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
     read = options.text.read(options.data, base, log, split=options.split)
     fit, held_out = options.split_text(read, log, options.seed)
-    prompt, most = options.text_prompt_tokens, (held_out.segment_ids[: options.texts] == 1).sum(axis=1).min()
+    prompts = held_out.take(slice(options.texts))
+    if len(prompts.tokens) < options.texts:
+        log(f"--texts: {len(prompts.tokens)} of {options.texts}; no more sequences are held out")
+    prompt, most = options.text_prompt_tokens, (prompts.segment_ids == 1).sum(axis=1).min()
     if prompt > most:
         raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {prompt}.")
     questions = None
@@ -88,7 +91,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     texts: dict[str, dict[str, dict[str, Any]]] = {}
     analogies: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, MethodResult] = {}
-    batch_size, prompts = options.lhts.batch_size, held_out.take(slice(options.texts))
+    batch_size = options.lhts.batch_size
     writing: dict[str, Any] = {"prompt": prompt, "with_self_bleu": options.self_bleu}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):

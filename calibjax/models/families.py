@@ -66,7 +66,9 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
     """
     file = require_directory(folder, "model") / "config.json"
     if not file.is_file():
-        raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.")
+        inside = file.parent / "model"  # of the directory of a run of `train sft`
+        hint = f" There is one in {inside}." if (inside / "config.json").is_file() else ""
+        raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.{hint}")
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
