@@ -71,14 +71,15 @@ def run(options: PushOptions, log: Log = print) -> Document:
             "metrics.json": json_text(document).encode(),
             "README.md": model_card(document, subject).encode(),
         }
+    commit = None
     if options.dry_run is not None:
         with new_directory(options.dry_run) as folder:
             for name, content in files.items():
                 write_file(folder / name, content)
         log(f"{head!r} for {options.repository} in {options.dry_run}: {', '.join(sorted(files))}; nothing was uploaded")
-        return {"repository": options.repository, "commit": None, "base": subject.base, "files": sorted(files)}
-    commit = upload(options.repository, files, f"Head for {subject.base or subject.name}", private=options.private)
-    log(f"{head!r} in {options.repository}@{commit}: {', '.join(sorted(files))}")
+    else:
+        commit = upload(options.repository, files, f"Head for {subject.base or subject.name}", private=options.private)
+        log(f"{head!r} in {options.repository}@{commit}: {', '.join(sorted(files))}")
     return {"repository": options.repository, "commit": commit, "base": subject.base, "files": sorted(files)}
 
 

@@ -301,8 +301,7 @@ def evaluate(
     for head in named.values():
         check_base(lm, head)
     named = {"uncalibrated": FittedHead.constant(lm), **named}
-    shards = batch_shards(context.mesh)
-    batch_size = round_up(batch_size, shards)
+    batch_size = round_up(batch_size, batch_shards(context.mesh))
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)

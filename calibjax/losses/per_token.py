@@ -44,8 +44,7 @@ def label_smoothing(stats: VocabStats, beta: float | Float[Array, ""]) -> Float[
     Reads `log_normalizer`, `target_logit` and `mean_logit`.
     """
     hard = -stats.log_prob()
-    smooth = _uniform_cross_entropy(stats)
-    return _masked((1.0 - beta) * hard + beta * smooth, stats)
+    return _masked((1.0 - beta) * hard + beta * _uniform_cross_entropy(stats), stats)
 
 
 def selective_smoothing(

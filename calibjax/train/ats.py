@@ -359,7 +359,7 @@ class _Fitting:
             solution = solve(design, candidate.trial, candidate.decay, weights, self.solutions.get(key))
             self.solutions[key] = solution
             return predict(design, solution)[self.fold == fold]
-        others = np.sort(np.concatenate([rows for number, rows in enumerate(self.folds) if number != fold]))
+        others = np.setdiff1d(np.arange(len(self.tokens.source)), self.folds[fold])
         params = self._train(candidate, self.tokens.take(others), left_out=fold)
         fold_tokens = self.tokens.take(self.folds[fold])
         parts = [

@@ -255,8 +255,8 @@ def frozen_batch(
     """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)
     rows, length = batch["targets"].shape
-    width = _block_width(jax.sharding.get_abstract_mesh(), rows * length)
     count = rows * length
+    width = _block_width(jax.sharding.get_abstract_mesh(), count)
     number = jnp.arange(round_up(count, width), dtype=jnp.int32).reshape(-1, width) % count
 
     def block(number: Int[Array, " n"]) -> VocabCurves:

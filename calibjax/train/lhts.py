@@ -260,15 +260,9 @@ def fit_lhts(
             "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
     with context.with_directory() as context:
-        data = mix_samples(
-            lm,
-            data,
-            options.sampled_fraction,
-            directory=samples_directory or context.require_directory(),
-            prompt_tokens=options.prompt_tokens,
-            batch_size=options.batch_size,
-            context=context,
-        )
+        directory = samples_directory or context.require_directory()
+        drawing = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
+        data = mix_samples(lm, data, options.sampled_fraction, directory=directory, context=context, **drawing)
         if method == "partition":
             return _fit_partition(lm, data, options, context)
         # Each sequence has one of the long-horizon temperatures, in equal numbers.
@@ -287,19 +281,13 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
     objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
     pool = added = sequences
     params = lm.params
+    drawing = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
     means = []
     for number in range(1, options.partition_rounds + 1):
         round_context = context if number == 1 else context.within(f"round-{number}")
         if number > 1:
-            added = mix_samples(
-                lm.with_params(params),
-                sequences,
-                1.0,
-                directory=round_context.require_directory(),
-                prompt_tokens=options.prompt_tokens,
-                batch_size=options.batch_size,
-                context=round_context,
-            )
+            last, directory = lm.with_params(params), round_context.require_directory()
+            added = mix_samples(last, sequences, 1.0, directory=directory, context=round_context, **drawing)
             pool = Sequences(*map(np.concatenate, zip(pool, added, strict=True)))
         means.append(float(_mean_log_probs(lm, added, options).mean()))
         context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")

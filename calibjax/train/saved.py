@@ -188,10 +188,7 @@ def export_head(
     base = {name: getattr(lm.config, name) for name in ("family", "hidden_size", "vocab_size")}
     base |= {name: getattr(lm.config, name) for name in ("logit_softcap", "logit_divisor")}
     description = {**_description(head, notes), "constants": constants, "base": base}
-    files = {
-        _PORTABLE: save(tensors, {"format": "calibjax-head"}),
-        "head.json": json_text(description),
-    }
+    files = {_PORTABLE: save(tensors, {"format": "calibjax-head"}), "head.json": json_text(description)}
     write_directory(directory, {**files, **(more or {})}, head.params)
 
 

@@ -387,7 +387,7 @@ def model_of(run: Row) -> str:
 
 def data_of(run: Row) -> str:
     """The short name of the data of a run."""
-    keys = ("tasks",) if run.get("tasks") else ("data", "table", "domains", "mmlu")
+    keys = ("tasks",) if run.get("tasks") else ("data", "table")
     names = ", ".join(filter(None, [_short(run.get(key)) for key in keys]))
     return names or ("a synthetic language" if run.get("command") == "quickstart" else "")
 
