@@ -1,6 +1,7 @@
 """What `import calibjax` offers: its names, and a head fitted and evaluated without a directory."""
 
 import ast
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -142,7 +143,9 @@ def test_texts_and_rows_as_data_are_those_of_a_file(tmp_path):
 )
 def test_sequences_of_another_vocabulary(fitted, change, message):
     wrong = SEQUENCES._replace(**change(SEQUENCES))
-    for call in (lambda: calibjax.evaluate(LM, wrong, fitted.head), lambda: calibjax.fit_ats(LM, wrong, QUICK)):
+    calls = [lambda: calibjax.evaluate(LM, wrong, fitted.head), lambda: calibjax.fit_ats(LM, wrong, QUICK)]
+    tuners = (calibjax.fit_sft, calibjax.fit_lhts)
+    for call in (*calls, *(functools.partial(tune, LM, wrong, context=silent()) for tune in tuners)):
         with pytest.raises(calibjax.UserError, match=message):
             call()
     with pytest.raises(calibjax.UserError, match="fitted on another base model"):

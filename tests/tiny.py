@@ -45,6 +45,11 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(count)
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The contents of all files below a folder, by their relative paths."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:
     """A random model, sure of itself and wrong: there is much to calibrate."""
     fields = {

@@ -35,7 +35,7 @@ TRAIN += " --epochs 3 --checkpoint-every 2 --learning-rate 0.01 --quiet"
 TASKS = (
     "--model {folder}/model --assets {folder} --out {out} --tasks arc_easy triviaqa --further-confidences consistency"
 )
-LHTS = "--temperatures 0.9 --sampled-fraction 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
+LHTS = "--temperatures 0.5 0.9 --sampled-fraction 0.5 --no-partition --texts 4 --text-prompt-tokens 2 --myopic 1"
 OPTIONS = {
     "train ats": f"{TRAIN} --loss joint --no-refit-temperature --head-kind mlp",
     "train sft": TRAIN,

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import model_tensors, write_model
+from tiny import files_in, model_tensors, write_model
 
 from calibjax import FittedHead, HeadConfig, UserError, calibrated_confidence, load_head, load_model, save_head
 from calibjax.cli import main
@@ -153,10 +153,6 @@ def test_convert_refuses_to_write_into_its_model(tmp_path, source, capsys):
     assert main(["convert", "--model", str(model), "--out", str(tmp_path / "empty")]) == 2
     assert "is a symbolic link" in capsys.readouterr().err
     assert files_in(tmp_path) == before
-
-
-def files_in(folder):
-    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_a_model_in_the_cache_of_the_hub(tmp_path, source):

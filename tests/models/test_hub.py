@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hub import TOKEN, Repository, serving
 from report_documents import document
-from tiny import model_tensors, write_model, write_text
+from tiny import files_in, model_tensors, write_model, write_text
 
 from calibjax.eval.report.notes import Subject, model_card
 from calibjax.heads import FittedHead
@@ -47,10 +47,6 @@ def hub(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 def test_names(tmp_path, monkeypatch):

@@ -313,7 +313,6 @@ def test_options_are_checked_before_the_work(tmp_path):
         ("^loss: expected one of auto, joint, cross-entropy, .*; got 'hinge'", {"loss": "hinge"}),
         ("alpha: expected at least 0, finite; got inf", {"loss": "focal", "alpha": math.inf}),
         ("^weight_decay: a linear head has a penalty", {**statistics, "weight_decay": 0.1}),
-        ("^features, pooling: a", {"head_kind": "constant", "features": ("max_logit",), "pooling": "sequence"}),
     ):
         with pytest.raises(UserError, match=message):
             fit(tmp_path / "fit", **options)

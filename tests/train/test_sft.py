@@ -227,14 +227,6 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypa
     assert error < 2e-3 * moved
 
 
-def test_sequences_that_cannot_be_learnt(tmp_path):
-    sequences = ragged(make_sequences(16))
-    with pytest.raises(UserError, match="at least one target that counts"):
-        fit(tmp_path, sequences=sequences._replace(where=np.zeros_like(sequences.where)))
-    with pytest.raises(UserError, match="tokenizer of another model"):
-        fit(tmp_path, sequences=sequences._replace(tokens=sequences.tokens + 1000))
-
-
 @pytest.mark.slow
 def test_command(tmp_path, capsys):
     """From files to files: the figures of the saved model are those that are printed, and the report shows them."""

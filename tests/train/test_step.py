@@ -24,15 +24,18 @@ def hyper(**changes):
 
 
 @functools.cache
-def setting(count=8):
-    """A model with its batch, whose masks differ from row to row, and a head that is not the identity."""
+def setting():
+    """A model with its batch, whose masks differ from row to row."""
     lm = make_lm()
-    sequences = ragged(make_sequences(count))
+    return lm, batch_of(lm, ragged(make_sequences(8)), top_k=5)
+
+
+def batch_of(lm, sequences, top_k=0):
     batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"], top_k=5)
-    fields = {name: x for name, x in vars(curves).items() if name != "scales"}
-    return lm, {**batch, "hidden_states": hidden, **fields}
+    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"], top_k=top_k)
+    fields = {name: x for name, x in vars(curves).items() if name != "scales" and x is not None}
+    return {**batch, "hidden_states": hidden, **fields}
 
 
 def random_head(kind, lm):
@@ -149,12 +152,7 @@ def test_a_step_does_not_touch_the_vocabulary():
     """No array of the compiled step has an axis as long as the vocabulary."""
     head = HeadConfig(kind="mlp", hidden_size=24)
     lm = make_lm(hidden_size=24, vocab_size=4072, num_heads=3, num_kv_heads=3, num_layers=1)
-    sequences = make_sequences(8, length=30)
-    batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
-    hidden = lm.hidden_states(batch["tokens"])
-    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"])
-    fields = {name: x for name, x in vars(curves).items() if name != "scales" and x is not None}
-    batch |= {"hidden_states": hidden, **fields}
+    batch = batch_of(lm, make_sequences(8, length=30))
     optimizer = OptimizerConfig().build(100)
     state = create_state(jax.jit(head.init)(jax.random.key(3)), optimizer)
     step = make_train_step(AtsObjective(head, "joint", SCALES), optimizer)
