@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import yaml
 
-from calibjax.runtime.errors import UserError, first_line, printable, user_path
+from calibjax.runtime.errors import UserError, first_line, printable, shortened, user_path
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import (
     Positional,
@@ -29,7 +29,6 @@ from calibjax.runtime.options import (
     expected_value,
     flag_of,
     marks,
-    shortened,
     to_json,
     unexpected,
 )

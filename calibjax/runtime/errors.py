@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -68,6 +69,15 @@ def about(option: str) -> Iterator[None]:
         if str(error).startswith("--"):
             raise
         raise UserError(f"{option}: {error}") from error
+
+
+def shortened(value: Any) -> str:
+    """A value for a message, at most 80 characters of it."""
+    try:
+        text = str(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a number of about {value.bit_length() * 3 // 10} digits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from calibjax.runtime.errors import INT_MAX, UserError
+from calibjax.runtime.errors import INT_MAX, UserError, shortened
 
 Mark = TypeVar("Mark")
 
@@ -168,15 +168,6 @@ def _expected_text(value: Any, *, is_name: bool = True, separator: str = "/") ->
     if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in re.split(separator, text)):
         return "a name of at most 255 bytes, or a path of such names"
     return None
-
-
-def shortened(value: Any) -> str:
-    """A value for a message, at most 80 characters of it."""
-    try:
-        text = str(value)
-    except ValueError:  # an integer of thousands of digits
-        text = f"a number of about {value.bit_length() * 3 // 10} digits"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def run_identity(command: str, options: Any) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from calibjax.train.cross_fit import (
     SHRINKAGE,
     SHRINKAGES_OF_SETS,
     CandidateScore,
-    nll_gain,
     score,
     shrink,
     within_noise_of_best,
@@ -280,8 +279,8 @@ class _Fitting:
                 continue
             scored = self._score_once(candidate)
             if previous is not None:
-                improvement = nll_gain(scored, previous)
-                gain_so_far = nll_gain(previous, self.baseline)
+                improvement = scored.gain(previous)
+                gain_so_far = previous.gain(self.baseline)
                 if improvement < _MIN_RELATIVE_GAIN * gain_so_far:
                     break
             previous = scored

@@ -60,6 +60,10 @@ class CandidateScore(NamedTuple):
         """`nll` or `brier` per token."""
         return float(getattr(self.sums, figure).sum() / self.sums.points.sum())
 
+    def gain(self, other: "CandidateScore") -> float:
+        """How much lower the NLL per token is than the other's."""
+        return other.mean("nll") - self.mean("nll")
+
     def difference(self, other: "CandidateScore", figure: str) -> tuple[float, float]:
         """Mean difference per token from the other's `nll` or `brier`, and its standard error over sequences."""
         count = self.sums.points
@@ -123,16 +127,11 @@ def shrink(log_scale: Any, towards: Any, shrinkage: float) -> Any:
     return np.float32((1 - shrinkage) * log_scale + shrinkage * towards)
 
 
-def nll_gain(candidate: CandidateScore, other: CandidateScore) -> float:
-    """How much lower the candidate's NLL is, per token."""
-    return other.mean("nll") - candidate.mean("nll")
-
-
 def within_noise_of_best(candidates: Sequence[CandidateScore], baseline: CandidateScore) -> list[CandidateScore]:
     """The candidates whose NLL is within noise of the lowest: higher by at most one standard error of the difference,
     or a tenth of the best one's gain over `baseline`, temperature scaling."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
-    allowed = _ALLOWED * nll_gain(best, baseline)
+    allowed = _ALLOWED * best.gain(baseline)
 
     def is_within(candidate: CandidateScore) -> bool:
         difference, error = candidate.difference(best, "nll")

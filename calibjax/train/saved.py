@@ -20,7 +20,6 @@ from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hub import download, repository_of
 from calibjax.models.own import FrozenModel
 from calibjax.runtime.checksums import (
-    CHECKSUMS,
     array_digests,
     different_arrays,
     read_checksums,
@@ -143,7 +142,8 @@ def head_notes(path: str | Path) -> dict[str, Any]:
 
 def _head_file(path: str | Path) -> Path:
     repository = repository_of(path) if "/" in str(path) else None
-    directory = Path(path) if repository is None else download(repository, "head", ("head.json", _PORTABLE, CHECKSUMS))
+    files = ("head.json", _PORTABLE, "checksums.json")
+    directory = Path(path) if repository is None else download(repository, "head", files)
     if (directory / "head" / "head.json").is_file():
         directory = directory / "head"
     file = directory / "head.json"

@@ -18,29 +18,10 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import (
-    BatchSize,
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Range,
-    check_options,
-    options_identity,
-)
+from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options, to_json
 from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
+from calibjax.train import step
 from calibjax.train.loop import Validation, train
-from calibjax.train.step import (
-    Batch,
-    CarryingObjective,
-    Objective,
-    OptimizerConfig,
-    OptimizerKind,
-    Schedule,
-    TrainState,
-    create_state,
-    make_train_step,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +46,10 @@ class TuningOptions:
     epochs: Count = 2
     batch_size: BatchSize = 16
     accumulate: Count = 1
-    optimizer: OptimizerKind = "adamw"
+    optimizer: step.OptimizerKind = "adamw"
     default_rate: ClassVar[float] = 2e-5
     learning_rate: Positive | None = None
-    schedule: Schedule = "linear"
+    schedule: step.Schedule = "linear"
     warmup_fraction: Annotated[float, Range(0, 1, open="high")] = 0.03
     weight_decay: NonNegative = 0.0
     clip_norm: Positive | None = 1.0
@@ -87,8 +68,8 @@ class TuningOptions:
         return self.learning_rate or self.default_rate
 
     @property
-    def optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(
+    def optimizer_config(self) -> step.OptimizerConfig:
+        return step.OptimizerConfig(
             learning_rate=self.rate,
             kind=self.optimizer,
             schedule=self.schedule,
@@ -104,14 +85,14 @@ def check_dense(config: DecoderConfig, remedy: str) -> None:
         raise UserError(f"{config.family} is a mixture of experts, whose weights are frozen here; {remedy}.")
 
 
-def batch_states(model: DecoderConfig, params: Any, batch: Batch, **options: Any) -> Float[Array, "B T D"]:
+def batch_states(model: DecoderConfig, params: Any, batch: step.Batch, **options: Any) -> Float[Array, "B T D"]:
     """`decoder.hidden_states` of a batch."""
     layout = {name: batch[name] for name in ("segment_ids", "positions")}
     return decoder.hidden_states(model, params, batch["tokens"], **layout, **options)
 
 
 def over_vocabulary(
-    function: Any, model: DecoderConfig, params: Any, hidden: Float[Array, "B T D"], batch: Batch, **options: Any
+    function: Any, model: DecoderConfig, params: Any, hidden: Float[Array, "B T D"], batch: step.Batch, **options: Any
 ) -> Any:
     """`vocab_stats`, `linear_cross_entropy` or a function like them, at a batch's targets, in the dtype of `hidden`."""
     return function(
@@ -126,15 +107,15 @@ def over_vocabulary(
     )
 
 
-def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
+def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> step.TrainState:
     """The state that `tune` starts from, with float32 parameters."""
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return create_state(params, optimizer, carry)
+    return step.create_state(params, optimizer, carry)
 
 
 def tune(
-    objective: Objective | CarryingObjective,
-    likelihood: Objective,
+    objective: step.Objective | step.CarryingObjective,
+    likelihood: step.Objective,
     initial_params: Callable[[], decoder.Params],
     frozen: Any,
     sequences: Sequences,
@@ -162,7 +143,7 @@ def tune(
     steps = max(1, options.epochs * counts["train"] // options.batch_size)
     optimizer = options.optimizer_config.build(steps)
 
-    def start(params: Any) -> TrainState:
+    def start(params: Any) -> step.TrainState:
         return first_state(params, optimizer, carry)
 
     params = initial_params()
@@ -178,7 +159,7 @@ def tune(
         return {"validation_nll": float(loss / count)}
 
     part = local_rows(context.mesh, options.batch_size)
-    step_fn = make_train_step(
+    step_fn = step.make_train_step(
         objective, optimizer, accumulate=options.accumulate, reduction=reduction, clip_norm=options.clip_norm
     )
     with jax.set_mesh(context.mesh):
@@ -190,7 +171,7 @@ def tune(
             batches(train_arrays, options.batch_size, seed=context.seed, epochs=options.epochs, part=part),
             steps=steps,
             context=context,
-            identity={"options": options_identity(options), "seed": context.seed, **identity},
+            identity={"options": to_json(options), "seed": context.seed, **identity},
             checkpoint_every=options.checkpoint_every,
             validation=Validation(evaluate, every=max(1, steps // options.epochs)),
         )
@@ -198,4 +179,4 @@ def tune(
     trained = f"{steps:,} steps on {counts['train']:,} sequences"
     validated = f"validation NLL {final['validation_nll']:.4f} on {counts['validation']:,}"
     context.log(f"{context.title}: {trained}; {validated}")
-    return state.params, {"options": options_identity(options), "steps": steps, "sequences": counts, **final}
+    return state.params, {"options": to_json(options), "steps": steps, "sequences": counts, **final}

@@ -22,17 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from calibjax.eval.answers.confidence import (
-    DistributionConfidence,
-    SampleConfidence,
-    TextConfidence,
-    answer_confidence,
-    entropy_confidence,
-    semantic_confidence,
-    semantic_density,
-    token_confidence,
-    two_way_confidence,
-)
+from calibjax.eval.answers import confidence
 from calibjax.eval.answers.probe_features import PROBES
 from calibjax.runtime.arrays import AnyArray
 
@@ -72,11 +62,11 @@ def _by_name(names: Iterable[str], function: Callable[..., Any], *fields: str) -
 
 def _weighted_consistency(part: int, clusters: Any, answer: Any, traces: Any) -> Float[Array, " N"]:
     """The fraction of the votes for the answer, each of the weight of its trace."""
-    return semantic_confidence(clusters, answer, jnp.log(jnp.maximum(traces[..., part], 1e-30)))
+    return confidence.semantic_confidence(clusters, answer, jnp.log(jnp.maximum(traces[..., part], 1e-30)))
 
 
 def _cocoa(tokens: Any, clusters: Any, answer: Any) -> Float[Array, " N"]:
-    return answer_confidence("length_normalised", tokens) * semantic_confidence(clusters, answer)
+    return confidence.answer_confidence("length_normalised", tokens) * confidence.semantic_confidence(clusters, answer)
 
 
 def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
@@ -85,19 +75,21 @@ def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
 
 
 CONFIDENCES: dict[str, Confidence] = {
-    **_by_name(get_args(TextConfidence), answer_confidence, "tokens"),
-    **_by_name(get_args(DistributionConfidence), token_confidence, "tokens", "distributions"),
-    **_by_name(get_args(SampleConfidence), answer_confidence, "clusters"),
-    "consistency": Confidence(semantic_confidence, ("clusters", "answer")),
+    **_by_name(get_args(confidence.TextConfidence), confidence.answer_confidence, "tokens"),
+    **_by_name(get_args(confidence.DistributionConfidence), confidence.token_confidence, "tokens", "distributions"),
+    **_by_name(get_args(confidence.SampleConfidence), confidence.answer_confidence, "clusters"),
+    "consistency": Confidence(confidence.semantic_confidence, ("clusters", "answer")),
     "deepconf_group": Confidence(functools.partial(_weighted_consistency, 0), ("clusters", "answer", "traces")),
     "deepconf_tail": Confidence(functools.partial(_weighted_consistency, 1), ("clusters", "answer", "traces")),
     "cocoa": Confidence(_cocoa, ("tokens", "clusters", "answer")),
-    "semantic_density": Confidence(semantic_density, ("clusters", "answer", "sample_log_probs", "distinct", "tokens")),
-    "semantic_confidence": Confidence(semantic_confidence, ("clusters", "answer", "sample_log_probs")),
-    "semantic_entropy": Confidence(entropy_confidence, ("clusters", "sample_log_probs")),
-    "discrete_semantic_entropy": Confidence(entropy_confidence, ("clusters",)),
-    "p_true": Confidence(two_way_confidence, ("two_way",)),
-    "p_not_none": Confidence(two_way_confidence, ("two_way",)),
+    "semantic_density": Confidence(
+        confidence.semantic_density, ("clusters", "answer", "sample_log_probs", "distinct", "tokens")
+    ),
+    "semantic_confidence": Confidence(confidence.semantic_confidence, ("clusters", "answer", "sample_log_probs")),
+    "semantic_entropy": Confidence(confidence.entropy_confidence, ("clusters", "sample_log_probs")),
+    "discrete_semantic_entropy": Confidence(confidence.entropy_confidence, ("clusters",)),
+    "p_true": Confidence(confidence.two_way_confidence, ("two_way",)),
+    "p_not_none": Confidence(confidence.two_way_confidence, ("two_way",)),
     "verbalised": Confidence(_stated_confidence, ("stated",)),
     **{name: Confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), ("log_odds",)) for name in PROBES},
 }

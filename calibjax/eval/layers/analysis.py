@@ -10,17 +10,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
 from calibjax.eval.figures_json import row_json, subject_rows
-from calibjax.eval.layers.directions import (
-    UNEDITED,
-    Recipe,
-    ablate,
-    choose_edit,
-    choose_sets,
-    entropy_neurons,
-    find_directions,
-    null_space,
-    sweep,
-)
+from calibjax.eval.layers import directions
 from calibjax.eval.layers.layers import interval_figures, layer_outputs, layers_json, make_readout
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.models import LanguageModel
@@ -46,7 +36,7 @@ class LayersOptions:
         closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
     """
 
-    direction: Recipe = "overconfident"
+    direction: directions.Recipe = "overconfident"
     strengths: tuple[Annotated[float, Range()], ...] = (-1.0, -0.5, -0.25, 0.25, 0.5, 1.0)
     sweep_layers: tuple[Count, ...] = ()
     settled: Annotated[float, Range(0, 1, open="low")] = 0.9
@@ -122,25 +112,25 @@ def evaluate_layers(
         # At the last layer, of the tokens to fit on, which stand before those held out.
         confidence = outputs.confidence[-1, : counts[0]]
         correct = outputs.correct[-1, : counts[0]]
-        sets = choose_sets(options.direction, confidence, correct)
-        directions = find_directions(lm, fit, readout, sets, **steps)
-        space = null_space(lm)
+        sets = directions.choose_sets(options.direction, confidence, correct)
+        found = directions.find_directions(lm, fit, readout, sets, **steps)
+        space = directions.null_space(lm)
         binned = {**steps, **convention}
-        on_fit = sweep(lm, fit, readout, directions, swept, options.strengths, **binned)
-        on_held_out = sweep(lm, held_out, readout, directions, swept, options.strengths, **binned)
-        neurons = entropy_neurons(lm, space, layers=options.neuron_layers)
-        ablation = ablate(lm, halves, readout, neurons, space, **binned)
+        on_fit = directions.sweep(lm, fit, readout, found, swept, options.strengths, **binned)
+        on_held_out = directions.sweep(lm, held_out, readout, found, swept, options.strengths, **binned)
+        neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)
+        ablation = directions.ablate(lm, halves, readout, neurons, space, **binned)
     layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
-    chosen = choose_edit(on_fit)
-    before, after = on_held_out[UNEDITED], on_held_out[chosen]
+    chosen = directions.choose_edit(on_fit)
+    before, after = on_held_out[directions.UNEDITED], on_held_out[chosen]
     difference = metrics.error_comparison(after, before, seed=context.seed)
     methods = {"uncalibrated": row_json(before, closed=options.closed, seed=context.seed)}
-    if chosen != UNEDITED:
+    if chosen != directions.UNEDITED:
         methods["edited"] = row_json(after, closed=options.closed, seed=context.seed)
-    fractions = space.fraction(directions.vectors)
+    fractions = space.fraction(found.vectors)
     rows: list[dict[str, Any]] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
-        for index, (gap, length, fraction) in enumerate(zip(directions.gap, directions.length, fractions, strict=True))
+        for index, (gap, length, fraction) in enumerate(zip(found.gap, found.length, fractions, strict=True))
     ]
     return {
         "schema": SCHEMA,
@@ -149,7 +139,7 @@ def evaluate_layers(
         "subjects": subject_rows(subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
             "recipe": options.direction,
-            "counts": list(directions.counts),
+            "counts": list(found.counts),
             "expected_fraction": space.expected,
             "rows": rows,
             "chosen": {"layer": chosen.layer, "strength": chosen.strength},

@@ -13,24 +13,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from calibjax.eval.report import tables
 from calibjax.eval.report.notes import Verdict, bounds_verdict, comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import (
-    Row,
-    TextTable,
-    bounds_table,
-    comparison_table,
-    failures,
-    held_out_table,
-    layer_findings,
-    layer_subjects,
-    layer_table,
-    layer_tables,
-    subject_table,
-    text_findings,
-    text_table,
-    title_of,
-)
 
 _GAP = 2  # spaces between columns
 _INDENT = "  "  # of the rows of a group
@@ -39,10 +24,10 @@ _NARROWEST_NAME = 16  # of the first column, which is text and wraps
 
 def print_result(
     line: Verdict | str,
-    table: TextTable | None = None,
+    table: tables.TextTable | None = None,
     *,
     notes: Iterable[str] = (),
-    more: Iterable[TextTable] = (),
+    more: Iterable[tables.TextTable] = (),
     files: str = "",
 ) -> None:
     """Prints the end of a command: the verdict, the table that matters, notes, more tables, and where the files are."""
@@ -65,31 +50,33 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
 
     Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
     """
-    more = [subject_table(name, results) for name, results in document.get("tasks", {}).items() if results["subjects"]]
+    tasks = document.get("tasks", {}).items()
+    more = [tables.subject_table(name, results) for name, results in tasks if results["subjects"]]
     if "layers" in document:
-        for further in () if files else layer_tables(document)[1:4]:
+        for further in () if files else tables.layer_tables(document)[1:4]:
             print_result("", further)
-        table, notes = layer_table(document), layer_findings(document)
-        more += [layer_subjects(document)] if document["subjects"] else []
+        table, notes = tables.layer_table(document), tables.layer_findings(document)
+        more += [tables.layer_subjects(document)] if document["subjects"] else []
     elif "texts" in document:
-        table, notes = text_table(document), text_findings(document)
+        table, notes = tables.text_table(document), tables.text_findings(document)
     else:
-        table, notes = held_out_table(document), notes_of(document)
+        table, notes = tables.held_out_table(document), notes_of(document)
     if more and not subjects:
         count = sum(len(subjects_of_task.rows) for subjects_of_task in more)
         notes.append(f"{count} subjects: --subjects prints them, and the report has them.")
     print_result(verdict(document), table, notes=notes, more=more if subjects else (), files=files)
 
 
-def print_comparison(held_out: Row, where: str, *, files: str = "") -> None:
+def print_comparison(held_out: tables.Row, where: str, *, files: str = "") -> None:
     """Prints the verdict of a comparison, its table and its conventions; `where` is a few words on the data."""
+    reference = tables.title_of(held_out["reference"])
     legend = (
         "Log loss, Brier: of the prediction being correct. "
-        f"Δ: from {title_of(held_out['reference'])}, paired over resamples of {held_out['clusters']}; p: corrected by "
+        f"Δ: from {reference}, paired over resamples of {held_out['clusters']}; p: corrected by "
         "Holm's method for the rows compared."
     )
-    notes = [*failures(held_out), legend, conventions(held_out)]
-    print_result(comparison_verdict(held_out), comparison_table(held_out, where), notes=notes, files=files)
+    notes = [*tables.failures(held_out), legend, conventions(held_out)]
+    print_result(comparison_verdict(held_out), tables.comparison_table(held_out, where), notes=notes, files=files)
 
 
 def print_bounds(document: Document, *, files: str = "") -> None:
@@ -100,10 +87,10 @@ def print_bounds(document: Document, *, files: str = "") -> None:
         "bound. Confidence can grow with D and is limited by V: a model with small D and large V cannot become "
         "very confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
     )
-    print_result(bounds_verdict(document), bounds_table(document), notes=[note], files=files)
+    print_result(bounds_verdict(document), tables.bounds_table(document), notes=[note], files=files)
 
 
-def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
+def result_text(verdict: Verdict, table: tables.TextTable, *, width: int = 80) -> str:
     """A verdict and its table as `print_result` prints them to a file: text of at most `width` columns."""
     buffer = io.StringIO()
     console = Console(file=buffer, color_system=None, highlight=False, markup=False, width=width)
@@ -112,7 +99,7 @@ def result_text(verdict: Verdict, table: TextTable, *, width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def _print_table(console: Console, table: TextTable) -> None:
+def _print_table(console: Console, table: tables.TextTable) -> None:
     width = console.width
     columns, name_width = _fit_columns(table, width)
     if table.title:
@@ -145,7 +132,7 @@ def _print_row(console: Console, cells: Sequence[str], widths: Sequence[int], st
     console.print(row)
 
 
-def _fit_columns(table: TextTable, width: int) -> tuple[list[int], int]:
+def _fit_columns(table: tables.TextTable, width: int) -> tuple[list[int], int]:
     """Columns to show, at least two, in their order, and the width of the first.
 
     The first column wraps only where that lets another column in, and then has what the others leave.
@@ -167,7 +154,7 @@ def _fit_columns(table: TextTable, width: int) -> tuple[list[int], int]:
     return best if len(best[0]) > 1 else ([0, *order[:1]], narrowest)
 
 
-def _width(table: TextTable, index: int) -> int:
+def _width(table: tables.TextTable, index: int) -> int:
     """The least width of a column: of its longest cell, or the longest word of its title."""
     return max([_longest_word(table.columns[index]), *(cell_len(cells[index]) for cells in table.rows)])
 

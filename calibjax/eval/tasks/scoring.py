@@ -16,7 +16,6 @@ from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
 from calibjax.models.frozen import (
-    FrozenArrays,
     batch_hidden,
     batch_log_scale,
     extend_log_scale,
@@ -363,7 +362,7 @@ class _Caches(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch) -> _Caches:
+def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen, batch) -> _Caches:
     """Runs the model and the heads that attend on one prefix in each row."""
     segment_ids = batch["segment_ids"]
     hidden, cache = decoder.extend(
@@ -378,7 +377,7 @@ def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen: Froze
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: FrozenArrays, batch, caches):
+def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen, batch, caches):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
     The first B / A rows follow the first of A prefixes in the caches, and so on.
@@ -402,7 +401,7 @@ def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen: 
     return hidden, jnp.stack(scales)
 
 
-def _log_scales(model_config, dtype, head_configs, head_arrays, frozen: FrozenArrays, batch):
+def _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch):
     """log_scale of every head, `[M, B, T]`, from hidden states `[B, T, D]`."""
     scales = [
         batch_log_scale(model_config, config, arrays, frozen, batch, dtype=dtype)
@@ -412,7 +411,7 @@ def _log_scales(model_config, dtype, head_configs, head_arrays, frozen: FrozenAr
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen: FrozenArrays, hidden, log_scales, coordinates):
+def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
     """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
     (row, position, token) `[R, 3]`."""
     row, position, token = coordinates.T
