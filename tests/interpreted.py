@@ -26,11 +26,7 @@ SMALL = {
 }
 # Of two units of saved exponentials each is read in two blocks.
 _APART = SMALL | {"statistics, saved": (Blocks(128, 512, 256),), "d_hidden, saved": (Blocks(128, 128, 128),)}
-IMPLEMENTATIONS = {
-    NAME: PallasTpu(PARAMS, SMALL),
-    WITH_ITS_BLOCKS: PallasTpu(PARAMS),
-    APART: PallasTpu(PARAMS, _APART),
-}
+IMPLEMENTATIONS = {NAME: PallasTpu(PARAMS, SMALL), WITH_ITS_BLOCKS: PallasTpu(PARAMS), APART: PallasTpu(PARAMS, _APART)}
 
 _threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
 _compiling = threading.Lock()

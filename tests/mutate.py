@@ -157,9 +157,7 @@ TABLE = {
         ("self.converged and self.value > _SEPARATED", "self.converged", f"{METHODS} -k platt-all"),
         ("or x.size > _HESSIAN", "or True", f"{METHODS} -k optimum"),
     ],
-    "recalibrate/features.py": [
-        ("accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping"),
-    ],
+    "recalibrate/features.py": [("accuracy[0] - accuracy_loss", "accuracy[0] - 1.0", f"{METHODS} -k feature_clipping")],
     "recalibrate/agreement.py": [
         ("z.argmax(axis=1) == b.argmax(axis=1)", "z.argmax(axis=1) >= 0", "recalibrate/test_temperature.py -k daca")
     ],
@@ -262,9 +260,7 @@ TABLE = {
         ("cells.astype(str).astype(np.float64)", "cells", "data/test_table.py -k float32"),
         ("columns[name] = [None] * count", "columns[name] = []", "data/test_table.py -k late"),
     ],
-    "eval/answers/probe_features.py": [
-        ("spans.start - 1)", "spans.start)", "train/test_probes.py -k features"),
-    ],
+    "eval/answers/probe_features.py": [("spans.start - 1)", "spans.start)", "train/test_probes.py -k features")],
     "runtime/files.py": [
         ("- {entry.name for entry in fresh.iterdir()}", "- _entries(path, replace)", "runtime/test_files.py")
     ],

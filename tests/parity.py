@@ -357,7 +357,7 @@ def our_run(model, tokens):
     return [*hidden, _unembed(model.config, model.params, hidden[-1])]
 
 
-def largest_error(got, expected):
+def worst_error(got, expected):
     """Largest difference over largest value, of the worst layer."""
     pairs = zip(got, expected, strict=True)
     return max(float(np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max()) for a, b in pairs)
@@ -380,7 +380,7 @@ def torch_errors(folder, family, name, *, half):
         write_files(folder, family, settings, shapes)
     tokens = random_tokens(settings)
     expected, got = torch_run(theirs, tokens), our_run(models.load_model(folder), tokens)
-    errors = {"hidden": largest_error(got[:-1], expected[:-1]), "logits": largest_error(got[-1:], expected[-1:])}
+    errors = {"hidden": worst_error(got[:-1], expected[:-1]), "logits": worst_error(got[-1:], expected[-1:])}
     golden = {"settings": json.dumps(settings), "shapes": json.dumps(shapes), "version": transformers.__version__}
     golden |= {"tokens": tokens, "hidden": np.stack(expected[:-1]), "logits": expected[-1]}
     if half:

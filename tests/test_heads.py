@@ -15,17 +15,6 @@ from oracle import EPS, assert_within
 from tiny import make_lm
 
 from calibjax import UserError, heads, models
-from calibjax.heads import (
-    FEATURES,
-    MAX_LOG_FACTOR,
-    MAX_SCALE,
-    MIN_SCALE,
-    NO_MIN_SCALE,
-    FittedHead,
-    HeadConfig,
-    head_features,
-    logit_covariance,
-)
 from calibjax.kernels.reference import dense_stats
 from calibjax.models.calibrated import calibrated_confidence, calibrated_log_probs
 from calibjax.recalibrate import fit_temperature
@@ -33,7 +22,7 @@ from calibjax.recalibrate import fit_temperature
 B, T, D, V = 2, 6, 8, 13
 KINDS = tuple(heads.HEADS)
 POOLINGS = ("token", "sequence")
-ALL = tuple(FEATURES)
+ALL = tuple(heads.FEATURES)
 FEATURE_SETS = (("hidden_states",), ALL)
 SMALL = {"intermediate_size": 6, "num_heads": 2}
 WHERE = np.array([[False, True, True, True, True, False], [True, True, True, True, True, True]])
@@ -42,7 +31,7 @@ TOKENS = np.random.default_rng(3).integers(0, V, (4, 8)).astype(np.int32)
 
 
 def config_of(kind, pooling="token", features=("hidden_states",), **options):
-    return HeadConfig(kind=kind, hidden_size=D, pooling=pooling, features=features, **SMALL, **options)
+    return heads.HeadConfig(kind=kind, hidden_size=D, pooling=pooling, features=features, **SMALL, **options)
 
 
 def inputs(dtype=jnp.float32, size=1.0, seed=0):
@@ -65,7 +54,7 @@ def init(config):
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_scale(config, params, hidden, unembedding, where=None, segment_ids=None):
-    features = head_features(config.features, hidden, unembedding)
+    features = heads.head_features(config.features, hidden, unembedding)
     return config.build().apply({"params": params}, features, where=where, segment_ids=segment_ids)
 
 
@@ -85,7 +74,7 @@ def test_an_untrained_head_is_the_identity(kind):
 def test_random_start_of_every_matrix(kind):
     """U(−1/√F, 1/√F), F the inputs of the matrix, as torch.nn.Linear."""
     features = ALL if kind == "transformer" else ("hidden_states",)  # with a projection
-    config = HeadConfig(kind=kind, hidden_size=32, features=features, num_heads=2, identity_start=False)
+    config = heads.HeadConfig(kind=kind, hidden_size=32, features=features, num_heads=2, identity_start=False)
     flat = traverse_util.flatten_dict(init(config))
     matrices = {name: np.asarray(x) for name, x in flat.items() if name[-1] == "kernel"}
     assert len(matrices) == {"mlp": 2, "transformer": 9}[kind]
@@ -110,7 +99,7 @@ def test_the_mlp_of_the_authors_reads_what_it_is_given():
     assert np.abs(got - log_scale(config_of("mlp"), params, hidden, unembedding, WHERE, SEGMENTS)).max() > 0.01
 
 
-@pytest.mark.parametrize("min_scale", [MIN_SCALE, NO_MIN_SCALE])
+@pytest.mark.parametrize("min_scale", [heads.MIN_SCALE, heads.NO_MIN_SCALE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds(kind, min_scale):
     """Whatever the parameters, s stays in [min_scale, 10].
@@ -118,7 +107,7 @@ def test_bounds(kind, min_scale):
     At 1e-30 the distribution is uniform, and the most likely token still the base model's.
     """
     config = config_of(kind, min_scale=min_scale)
-    lowest, highest = math.log(min_scale), math.log(MAX_SCALE)
+    lowest, highest = math.log(min_scale), math.log(heads.MAX_SCALE)
     lm = small_model(jnp.float32)
     for bias, want in ((-20.0, max(-20.0, lowest)), (-1e9, lowest), (1e9, highest)):
         params = traverse_util.flatten_dict(jax.tree.map(jnp.zeros_like, random_params(config)))
@@ -126,15 +115,17 @@ def test_bounds(kind, min_scale):
         params[last] = jnp.full_like(params[last], bias)
         params = traverse_util.unflatten_dict(params)
         np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
-        if kind not in ("constant", "mlp") or min_scale == MIN_SCALE:  # `test_no_head_changes_the_most_likely_token`
+        if (
+            kind not in ("constant", "mlp") or min_scale == heads.MIN_SCALE
+        ):  # `test_no_head_changes_the_most_likely_token`
             continue
-        log_probs = np.asarray(calibrated_log_probs(lm, FittedHead(config, params, lm.fingerprint), TOKENS))
+        log_probs = np.asarray(calibrated_log_probs(lm, heads.FittedHead(config, params, lm.fingerprint), TOKENS))
         assert np.isfinite(log_probs).all()
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(TOKENS)).argmax(axis=-1))
         if want < 0:
             assert_within(log_probs, np.full_like(log_probs, -math.log(V)), 1e-6, "uniform")
     got = log_scale(config, random_params(config, 10.0), *inputs(size=100.0), WHERE, SEGMENTS)
-    assert (np.exp(got) <= MAX_SCALE * (1 + 2 * EPS)).all()
+    assert (np.exp(got) <= heads.MAX_SCALE * (1 + 2 * EPS)).all()
     assert (np.exp(got) >= min_scale * (1 - 2 * EPS)).all()
 
 
@@ -181,9 +172,9 @@ def test_sequence_pooling_is_the_mean_of_the_tokens(kind):
 def test_features_against_dense_logits(dtype, with_bias):
     hidden, unembedding = inputs(dtype, size=2.0)
     bias = jnp.asarray(np.random.default_rng(2).normal(size=V) * 3, jnp.float32) if with_bias else None
-    run = jax.jit(functools.partial(head_features, ALL))
+    run = jax.jit(functools.partial(heads.head_features, ALL))
     got = np.asarray(run(hidden, unembedding, bias=bias), np.float64)
-    given = run(hidden, unembedding, bias=bias, covariance=jax.jit(logit_covariance)(unembedding, bias))
+    given = run(hidden, unembedding, bias=bias, covariance=jax.jit(heads.logit_covariance)(unembedding, bias))
     assert_within(got, given, 10 * EPS * (1 + np.abs(got)), "with the covariance given")
     flat = np.asarray(hidden).reshape(-1, D)
     z = oracle.logits(flat, unembedding, bias).reshape(B, T, V)
@@ -204,7 +195,7 @@ def test_features_against_dense_logits(dtype, with_bias):
     dense = run(hidden, unembedding, bias=bias, stats=dense_stats(jnp.asarray(z, jnp.float32)))
     assert_within(dense, got, 40 * EPS * (1 + np.abs(got)), "from logits")
     # max_logit is after the soft-cap, the standard deviation before it.
-    capped = np.asarray(head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))
+    capped = np.asarray(heads.head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))
     assert_within(capped[..., D + 4], 3 * np.tanh(largest / 3), 20 * EPS * 3, "max_logit under a soft-cap")
     assert_within(capped[..., D + 5], got[..., D + 5], 10 * EPS, "log_std_logits under a soft-cap")
 
@@ -223,20 +214,20 @@ def test_features_against_dense_logits(dtype, with_bias):
 )
 def test_wrong_configurations(change, message):
     with pytest.raises(ValueError, match=message):
-        HeadConfig(**{"kind": "linear", "hidden_size": D, **change}).build()
+        heads.HeadConfig(**{"kind": "linear", "hidden_size": D, **change}).build()
 
 
 def test_log_factors_that_no_fit_gives():
     for factor in (math.nan, -math.inf, -6.01):
         with pytest.raises(UserError, match=re.escape(f"log_factor: expected a number from -6 to 6, got {factor}")):
-            FittedHead(config_of("constant"), {}, "", log_factor=factor)
+            heads.FittedHead(config_of("constant"), {}, "", log_factor=factor)
     bounds = inspect.signature(fit_temperature).parameters["bounds"].default
-    assert bounds == (-MAX_LOG_FACTOR, MAX_LOG_FACTOR), "every refit gives a head"
+    assert bounds == (-heads.MAX_LOG_FACTOR, heads.MAX_LOG_FACTOR), "every refit gives a head"
 
 
 def test_attention_heads_divide_the_width():
     widths = {8: 4, 64: 8, 4096: 32, 100: 5, 2: 1}
-    assert {d: HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
+    assert {d: heads.HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,9 +235,9 @@ def test_a_kind_reads_the_options_that_its_entry_names(kind):
     """Another value of those builds another module; of the others it builds the same one."""
     changed = {"pooling": "sequence", "identity_start": False, "normalize": False, "features": ALL}
     changed |= {"intermediate_size": 10, "num_heads": 1, "min_scale": 0.5}
-    plain = HeadConfig(kind=kind, hidden_size=D)
+    plain = heads.HeadConfig(kind=kind, hidden_size=D)
     for name, value in changed.items():
-        other = HeadConfig(kind=kind, hidden_size=D, **{name: value})
+        other = heads.HeadConfig(kind=kind, hidden_size=D, **{name: value})
         same = plain.build() == other.build()
         if name == "features":  # they are the input of the module; a constant head reads its shape alone
             shapes = [jax.tree.map(np.shape, jax.eval_shape(c.init, jax.random.key(0))) for c in (plain, other)]
@@ -279,7 +270,7 @@ def test_no_head_changes_the_most_likely_token(kind, dtype):
         tied += (np.sort(z, axis=-1)[..., -2] >= z.max(axis=-1) * (1 - 4 * EPS)).sum()
         base = z.argmax(axis=-1)
         for size, factor in ((0.7, 0.0), (30.0, -2.5), (30.0, 2.5)):
-            head = FittedHead(config, random_params(config, size), lm.fingerprint, log_factor=factor)
+            head = heads.FittedHead(config, random_params(config, size), lm.fingerprint, log_factor=factor)
             log_probs = np.asarray(calibrated_log_probs(lm, head, TOKENS))
             np.testing.assert_array_equal(log_probs.argmax(axis=-1), base)
             got = calibrated_confidence(lm, head, TOKENS)

@@ -10,16 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from tiny import (
-    answered,
-    make_lm,
-    make_sequences,
-    on_one_device,
-    ragged,
-    silent,
-    write_model,
-    write_text,
-)
+from tiny import answered, make_lm, make_sequences, on_one_device, ragged, silent, write_model, write_text
 
 from calibjax import fit_ats
 from calibjax.eval.tokens import evaluate_tokens, results_json

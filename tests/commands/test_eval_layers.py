@@ -11,20 +11,7 @@ from scipy.special import log_softmax
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
-from calibjax.eval.layers.directions import (
-    CONTROLS,
-    Edit,
-    ablate,
-    choose_edit,
-    choose_sets,
-    edit_array,
-    entropy_neurons,
-    equal_norm,
-    evaluate_edit,
-    find_directions,
-    null_space,
-    sweep,
-)
+from calibjax.eval.layers import directions as edits
 from calibjax.eval.layers.layers import correction_phase, correction_test, layer_outputs, layers_json, make_readout
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
@@ -89,12 +76,12 @@ def test_questions_of_any_length_are_read_as_they_are_alone():
     read = make_readout(lm, LETTERS)
     outputs = layer_outputs(lm, questions, read, batch_size=4, context=silent())
     edit = np.full((3, lm.config.hidden_size), 0.1, np.float32)
-    sums, entropy = evaluate_edit(lm, questions, read, edit, batch_size=4)
+    sums, entropy = edits.evaluate_edit(lm, questions, read, edit, batch_size=4)
     for row, column in zip(*np.nonzero(where), strict=True):
         alone = questions.take(slice(row, row + 1))
         one = layer_outputs(lm, alone, read, batch_size=1, context=silent())
         np.testing.assert_allclose(outputs.log_prob[:, row], one.log_prob[:, 0], rtol=1e-5, err_msg=f"{row} {column}")
-        sums_alone, entropy_alone = evaluate_edit(lm, alone, read, edit, batch_size=1)
+        sums_alone, entropy_alone = edits.evaluate_edit(lm, alone, read, edit, batch_size=1)
         np.testing.assert_allclose(sums.nll[row], sums_alone.nll[0], rtol=1e-5)
         # The difference of two larger numbers.
         np.testing.assert_allclose(entropy[row], entropy_alone[0], rtol=1e-5, atol=1e-5)
@@ -136,11 +123,11 @@ def test_an_edit_in_the_null_space_is_a_temperature():
         error = np.abs(np.asarray(got, np.float64) - value)[SEQUENCES.where].max()
         assert error < 5e-6, name
     # And through the sweep's own path.
-    sums = metrics.total(evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8)[0])
+    sums = metrics.total(edits.evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8)[0])
     expected = np.exp(log_p.max(-1))[SEQUENCES.where].sum()
     np.testing.assert_allclose(sums.confidence.sum(), expected, rtol=1e-6)
     # The null space finds it: the first channel, and nothing else of the hidden states.
-    space = null_space(lm, energy=1e-9)
+    space = edits.null_space(lm, energy=1e-9)
     assert space.expected == 1 / lm.config.hidden_size
     np.testing.assert_allclose(space.fraction(np.eye(lm.config.hidden_size)[:3]), [1, 0, 0], atol=1e-6)
 
@@ -163,8 +150,8 @@ def found_directions(recipe):
     """The two sets of predictions, and the directions between them."""
     read = make_readout(LM)
     outputs = layer_outputs(LM, SEQUENCES, read, batch_size=8, context=silent())
-    sets = choose_sets(recipe, outputs.confidence[-1], outputs.correct[-1])
-    return sets, find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
+    sets = edits.choose_sets(recipe, outputs.confidence[-1], outputs.correct[-1])
+    return sets, edits.find_directions(LM, SEQUENCES, read, sets, batch_size=8, context=silent())
 
 
 def test_direction_is_the_difference_of_means():
@@ -176,7 +163,7 @@ def test_direction_is_the_difference_of_means():
     np.testing.assert_allclose(directions.gap, gap, rtol=1e-4)
     np.testing.assert_allclose(directions.length, np.linalg.norm(residual, axis=-1).mean(axis=1), rtol=1e-5)
     assert directions.counts == (first.sum(), second.sum())
-    edit = edit_array(directions, Edit(2, -0.5))
+    edit = edits.edit_array(directions, edits.Edit(2, -0.5))
     np.testing.assert_allclose(edit[1], -0.5 * directions.length[1] * directions.vectors[1])
     assert not edit[[0, 2]].any()
 
@@ -189,27 +176,33 @@ def test_sets():
         "confident": ([1, 0, 1, 0], [0, 1, 0, 1]),
     }
     for recipe, (first, second) in expected.items():
-        got = choose_sets(recipe, confidence, correct)
+        got = edits.choose_sets(recipe, confidence, correct)
         np.testing.assert_array_equal(got, np.array([first, second], bool), err_msg=recipe)
     with pytest.raises(UserError, match=r"^direction: none of 2 predictions is in the first set of wrong"):
-        choose_sets("wrong", confidence[2:], correct[2:])
+        edits.choose_sets("wrong", confidence[2:], correct[2:])
 
 
 def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     directions = found_directions("confident")[1]
     options = {"batch_size": 8, "bins": 5, "context": silent()}
-    done = sweep(LM, SEQUENCES, make_readout(LM), directions, (1, 3), (-0.5, 0.0, 0.5), **options)
-    assert list(done) == [Edit(0, 0.0), Edit(1, -0.5), Edit(1, 0.5), Edit(3, -0.5), Edit(3, 0.5)]
+    done = edits.sweep(LM, SEQUENCES, make_readout(LM), directions, (1, 3), (-0.5, 0.0, 0.5), **options)
+    assert list(done) == [
+        edits.Edit(0, 0.0),
+        edits.Edit(1, -0.5),
+        edits.Edit(1, 0.5),
+        edits.Edit(3, -0.5),
+        edits.Edit(3, 0.5),
+    ]
     # Dense, for one of them.
-    residual = dense_states(LM, edit=jnp.asarray(edit_array(directions, Edit(1, 0.5))))[-1]
+    residual = dense_states(LM, edit=jnp.asarray(edits.edit_array(directions, edits.Edit(1, 0.5))))[-1]
     p = np.exp(dense_log_p(LM, residual))[SEQUENCES.where]
-    whole = metrics.total(done[Edit(1, 0.5)])
+    whole = metrics.total(done[edits.Edit(1, 0.5)])
     np.testing.assert_allclose(whole.confidence.sum(), p.max(-1).sum(), rtol=1e-5)
     assert whole.correct.sum() == (p.argmax(-1) == SEQUENCES.targets[SEQUENCES.where]).sum()
 
     rows = {edit: metrics.summarise(sums) for edit, sums in done.items()}
-    chosen = choose_edit(done)
-    fine = {edit for edit, row in rows.items() if row["accuracy"] >= rows[Edit(0, 0.0)]["accuracy"] - 0.01}
+    chosen = edits.choose_edit(done)
+    fine = {edit for edit, row in rows.items() if row["accuracy"] >= rows[edits.Edit(0, 0.0)]["accuracy"] - 0.01}
     assert chosen in fine
     assert rows[chosen]["ece"] == min(rows[edit]["ece"] for edit in fine)
 
@@ -281,10 +274,12 @@ def writing_only(lm, *place):
 def test_ablation_equals_the_dense_formula():
     """The last residual minus (a_j − mean a_j) w_j of each neuron; a_j is read off a model that writes only it."""
     fit, held_out = SEQUENCES.take(np.arange(9)), SEQUENCES.take(np.arange(9, 21))
-    space = null_space(LM, energy=0.2)
-    neurons = entropy_neurons(LM, space, count=2, largest=0.5)
-    rows = {row["name"]: row for row in ablate(LM, (fit, held_out), make_readout(LM), neurons, space, batch_size=8)}
-    assert list(rows) == ["none", "mean-ablated", "rotated", *(f"equal norm {k + 1}" for k in range(CONTROLS))]
+    space = edits.null_space(LM, energy=0.2)
+    neurons = edits.entropy_neurons(LM, space, count=2, largest=0.5)
+    rows = {
+        row["name"]: row for row in edits.ablate(LM, (fit, held_out), make_readout(LM), neurons, space, batch_size=8)
+    }
+    assert list(rows) == ["none", "mean-ablated", "rotated", *(f"equal norm {k + 1}" for k in range(edits.CONTROLS))]
 
     weights = np.asarray(LM.params["layers"]["mlp"]["down"]["kernel"][-1], np.float64)
     own = [neuron.index for neuron in neurons]
@@ -317,11 +312,11 @@ def test_ablation_equals_the_dense_formula():
 
 def test_neurons_of_equal_norm():
     norms = np.random.default_rng(0).uniform(1, 2, 20)
-    sets = equal_norm(norms, np.array([3, 7]))
-    assert len({3, 7, *np.concatenate(sets).tolist()}) == 2 + 2 * CONTROLS
+    sets = edits.equal_norm(norms, np.array([3, 7]))
+    assert len({3, 7, *np.concatenate(sets).tolist()}) == 2 + 2 * edits.CONTROLS
     others = np.delete(norms, [3, 7])
     assert np.abs(norms[sets[0][0]] - norms[3]) == np.abs(others - norms[3]).min()
-    assert equal_norm(norms[:2], np.array([0, 1])) == []
+    assert edits.equal_norm(norms[:2], np.array([0, 1])) == []
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -331,8 +326,8 @@ def test_entropy_neurons(norm):
     params = jax.tree.map(np.array, lm.params)
     params["final_norm"]["scale"] = rng.uniform(0.5, 2, lm.config.hidden_size).astype(np.float32)
     lm = LanguageModel.from_params(lm.config, jax.tree.map(jnp.asarray, params))
-    space = null_space(lm, energy=0.2)
-    found = entropy_neurons(lm, space, layers=2, count=3, largest=0.5)
+    space = edits.null_space(lm, energy=0.2)
+    found = edits.entropy_neurons(lm, space, layers=2, count=3, largest=0.5)
     assert [neuron.layer for neuron in found] == [1, 1, 1, 2, 2, 2]
     rows = np.asarray(lm.unembedding, np.float64)
     for neuron in found:

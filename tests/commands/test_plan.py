@@ -14,21 +14,7 @@ from published_sizes import PUBLISHED
 from tiny import CONFIG_JSON, make_lm, model_tensors, write_model
 
 from calibjax.cli import main
-from calibjax.commands.plan import (
-    CHIPS,
-    GIB,
-    Compiled,
-    Job,
-    _note,
-    build,
-    compile_step,
-    device_bytes,
-    flops,
-    needed_bytes,
-    parameter_counts,
-    parse_topology,
-    plan_job,
-)
+from calibjax.commands import plan as planning
 from calibjax.kernels import SCALES
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime.compilers import DoesNotCompile, compiler_version, with_compiler
@@ -45,7 +31,7 @@ def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, s
     if objective == "ats":
         options = AtsOptions(head_kind=head, features=("hidden_states",), batch_size=batch)
         method = make_plan(options, config.hidden_size)
-    return Job(config, method, seq, mesh, "bfloat16")
+    return planning.Job(config, method, seq, mesh, "bfloat16")
 
 
 # --- bytes ---
@@ -55,25 +41,25 @@ def make_job(model="llama-3.1-8b", objective="ats", mesh=(1, 16, 1), batch=64, s
 def test_bytes_of_fine_tuning(mesh, divided):
     """Float32 weights by the published count, twice that for AdamW and its two counters; norms are whole everywhere."""
     job = make_job(objective="sft", mesh=mesh)
-    program = build(job, job.abstract_mesh())
+    program = planning.build(job, job.abstract_mesh())
     norms = 65 * 4096
     expected = 4 * ((PUBLISHED["llama-3.1-8b"] - norms) // divided + norms)
-    found = device_bytes(program.parameters)
+    found = planning.device_bytes(program.parameters)
     assert found == expected
-    assert device_bytes(program.optimizer) == 2 * expected + 2 * 4
+    assert planning.device_bytes(program.optimizer) == 2 * expected + 2 * 4
 
 
 def test_bytes_of_frozen_models_and_adapters():
     """In bfloat16; adapters of rank 8, beside the seven kernels of 32 blocks, in float32."""
     job = make_job("gemma-2-9b", mesh=(1, 8, 2))
-    program, norms = build(job, job.abstract_mesh()), (4 * 42 + 1) * 3584
-    assert device_bytes(program.parameters) == 2 * ((PUBLISHED["gemma-2-9b"] - norms) // 16 + norms)
+    program, norms = planning.build(job, job.abstract_mesh()), (4 * 42 + 1) * 3584
+    assert planning.device_bytes(program.parameters) == 2 * ((PUBLISHED["gemma-2-9b"] - norms) // 16 + norms)
     assert program.optimizer is None
     job = make_job(objective="sft", mesh=(16, 1, 1), lora_rank=8)
-    program = build(job, job.abstract_mesh())
+    program = planning.build(job, job.abstract_mesh())
     adapters = 4 * 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
-    assert device_bytes(program.parameters) == 2 * PUBLISHED["llama-3.1-8b"] + adapters
-    assert device_bytes(program.optimizer) == 2 * adapters + 2 * 4
+    assert planning.device_bytes(program.parameters) == 2 * PUBLISHED["llama-3.1-8b"] + adapters
+    assert planning.device_bytes(program.optimizer) == 2 * adapters + 2 * 4
 
 
 @pytest.mark.parametrize("objective", ["sft", pytest.param("ats", marks=pytest.mark.slow)])
@@ -81,12 +67,14 @@ def test_bytes_as_xla_counts_them(objective):
     """The program of a small model, compiled for 8 virtual devices: its arguments take the bytes that are planned."""
     job = make_job(make_lm().config, objective=objective, mesh=(2, 2, 2), batch=8, seq=16)
     mesh = make_mesh(job.mesh)
-    program = build(job, mesh)
+    program = planning.build(job, mesh)
     with jax.set_mesh(mesh):
         compiled = program.function.lower(*program.arguments).compile()
-    used, counted = device_bytes(program.arguments), compiled.memory_analysis().argument_size_in_bytes
+    used, counted = planning.device_bytes(program.arguments), compiled.memory_analysis().argument_size_in_bytes
     assert used == counted
-    assert device_bytes(program.parameters) == device_bytes(build(job, job.abstract_mesh()).parameters)
+    assert planning.device_bytes(program.parameters) == planning.device_bytes(
+        planning.build(job, job.abstract_mesh()).parameters
+    )
     assert collectives(compiled.as_text())[0]["all-reduce"].count > 0
 
 
@@ -94,8 +82,8 @@ def test_bytes_as_xla_counts_them(objective):
 
 
 def traced_flops(job):
-    program = build(job)
-    return flops(program.function.trace(*program.arguments).jaxpr)
+    program = planning.build(job)
+    return planning.flops(program.function.trace(*program.arguments).jaxpr)
 
 
 ATTENDED = 64 * (16 + 1) / 2
@@ -136,14 +124,14 @@ def test_operations_of_fine_tuning(remat):
 
 def test_operations_of_a_mixture():
     """Two for each active parameter but the embedding, and attention; active ones as gpt-oss's card counts them."""
-    counts = parameter_counts(SHAPES["gpt-oss-120b"])
+    counts = planning.parameter_counts(SHAPES["gpt-oss-120b"])
     embedding = 201088 * 2880
     assert round((counts["active"] - embedding) / 1e9, 2) == 5.13  # arXiv 2508.10925, table 1
-    assert round((parameter_counts(SHAPES["gpt-oss-20b"])["active"] - embedding) / 1e9, 2) == 3.61
+    assert round((planning.parameter_counts(SHAPES["gpt-oss-20b"])["active"] - embedding) / 1e9, 2) == 3.61
     job = make_job("gpt-oss-120b", batch=16)
     tokens = 16 * 1024
     expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * ATTENDED * 64 * 64
-    found = plan_job(job, parse_topology("h100:16"), compiles=False)["flops_per_step"]
+    found = planning.plan_job(job, planning.parse_topology("h100:16"), compiles=False)["flops_per_step"]
     assert found == pytest.approx(expected, rel=1e-3)
 
 
@@ -155,16 +143,16 @@ def test_operations_as_xla_counts_them():
         return jnp.tanh(x @ w).T @ x
 
     cost = jax.jit(lambda x, w: (x @ w).T @ x).lower(x, w).compile().cost_analysis()
-    assert flops(jax.make_jaxpr(straight)(x, w)) == cost["flops"]
+    assert planning.flops(jax.make_jaxpr(straight)(x, w)) == cost["flops"]
 
     def repeated(x, w):
         return jax.lax.scan(lambda total, _: (total + straight(x, w).sum(), None), 0.0, length=7)[0]
 
-    assert flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
+    assert planning.flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
     branches = jax.make_jaxpr(lambda x, w: jax.lax.cond(x[0, 0] > 0, straight, lambda x, w: x[:16] * 2, x, w))
-    assert flops(branches(jnp.ones((32, 32)), w)) > 0
+    assert planning.flops(branches(jnp.ones((32, 32)), w)) > 0
     divided = jax.shard_map(straight, mesh=make_mesh((8, 1, 1)), in_specs=(P("data"), P()), out_specs=P("data"))
-    assert flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
+    assert planning.flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
 
 
 # --- collectives ---
@@ -272,10 +260,12 @@ def test_collectives_of_a_tpu_module():
 def test_what_libtpu_writes_is_read_or_reported():
     """The words of libtpu 0.0.51; and its programs for v5p and v6e, of which jaxlib reads the memory alone."""
     message = "the total memory required for HLO temporaries (29.50G) exceeds available HBM (15.75G). HLO module: jit"
-    assert needed_bytes(f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee") == int(29.5 * GIB)
-    assert needed_bytes("RESOURCE_EXHAUSTED") is None
-    found = Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
-    assert "jaxlib cannot read libtpu's program" in _note(found, parse_topology("v5p:2x2x1"))
+    assert planning.needed_bytes(f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee") == int(
+        29.5 * planning.GIB
+    )
+    assert planning.needed_bytes("RESOURCE_EXHAUSTED") is None
+    found = planning.Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
+    assert "jaxlib cannot read libtpu's program" in planning._note(found, planning.parse_topology("v5p:2x2x1"))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +308,7 @@ def test_json_of_what_cannot_fit(capsys):
     found = plan(capsys, "--model", "llama-3.1-70b", "--objective", "sft", "--topology", "v5e:4x4")
     assert (found["fits"], found["compiled"]) == (False, False)
     assert found["bytes_per_device"]["parameters"] == pytest.approx(4 * PUBLISHED["llama-3.1-70b"] / 16, rel=1e-3)
-    assert found["margin_bytes"] < -40 * GIB
+    assert found["margin_bytes"] < -40 * planning.GIB
 
 
 @pytest.mark.parametrize(
@@ -378,7 +368,7 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_topologies(text, name, devices):
-    assert (parse_topology(text).name, parse_topology(text).devices) == (name, devices)
+    assert (planning.parse_topology(text).name, planning.parse_topology(text).devices) == (name, devices)
 
 
 def test_hub_ids_are_published_models(capsys):
@@ -420,8 +410,8 @@ def test_a_step_of_8b_compiles_for_v5e():
     What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
     round while it multiplies, it does so once or twice more than it must.
     """
-    found = with_compiler(compile_step, make_job(head="mlp"), parse_topology("v5e:4x4"))
-    assert found.total < CHIPS["v5e"].memory / 2
+    found = with_compiler(planning.compile_step, make_job(head="mlp"), planning.parse_topology("v5e:4x4"))
+    assert found.total < planning.CHIPS["v5e"].memory / 2
     assert found.unknown_loops == 0
     unembedding = 2 * 128256 * 4096
     assert max(x.largest for x in found.collectives.values()) < unembedding / 4

@@ -8,16 +8,7 @@ import pytest
 from tiny import make_lm
 
 from calibjax import plot
-from calibjax.eval.tasks.answer_files import (
-    Answers,
-    OptionTemperature,
-    claim_answers,
-    read_answers,
-    read_fit,
-    read_samples,
-    write_answers,
-    write_sealed,
-)
+from calibjax.eval.tasks import answer_files
 from calibjax.eval.tasks.benchmark import answers_json
 from calibjax.heads import FittedHead
 from calibjax.runtime.checksums import seal
@@ -30,7 +21,9 @@ def test_confidences_on_an_edge_are_counted():
     confidence = np.stack([agreement, agreement])
     correct, texts = np.broadcast_to(np.float32([0, 1, 0, 1]), (2, 4)), np.array(["a"] * 4)
     choice, log_prob = np.full((2, 4), -1, np.int32), np.full((2, 4), np.nan, np.float32)
-    answers = Answers(confidence, correct, choice, log_prob, texts, {}, np.zeros(4), 0, texts, texts, texts)
+    answers = answer_files.Answers(
+        confidence, correct, choice, log_prob, texts, {}, np.zeros(4), 0, texts, texts, texts
+    )
     rows = answers_json(answers, ["temperature", "consistency"], bins=5, closed="none")["methods"]
     counts = {name: sum(row["reliability"]["count"]) for name, row in rows.items()}
     assert counts == {"temperature": 0, "consistency": 4}
@@ -43,13 +36,13 @@ def test_answers(tmp_path):
     shape, n = (2, 5), 5
     rows = np.random.default_rng(0).random((3, *shape)).astype(np.float32)
     texts = np.array(["a", "\u00e9", "", "b c", "d"])
-    kept = Answers(
+    kept = answer_files.Answers(
         *rows[:2], np.ones(shape, np.int32), rows[2], texts, {"em": rows[0, 0]}, np.zeros(n), 1, *[texts] * 3
     )
     file = tmp_path / "answers" / "task-part.npz"
-    write_answers(file, kept)
-    found = read_answers(file)
-    for name in Answers._fields:
+    answer_files.write_answers(file, kept)
+    found = answer_files.read_answers(file)
+    for name in answer_files.Answers._fields:
         np.testing.assert_equal(getattr(found, name), getattr(kept, name), err_msg=name)
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-30], b"x" * 100):
@@ -64,7 +57,7 @@ def test_answers(tmp_path):
 
 def refused(file):
     with pytest.raises(UserError, match=r"task-part.npz: not answers .*Remove this file to ask its questions again"):
-        read_answers(file)
+        answer_files.read_answers(file)
 
 
 def one_bit_each(whole):
@@ -73,36 +66,36 @@ def one_bit_each(whole):
 
 
 def test_a_fit(tmp_path):
-    file, fit = tmp_path / "answers" / "task.fit.json", OptionTemperature((1.0, 0.5), 20, "train")
-    write_sealed(file, fit._asdict())
-    assert read_fit(file) == fit
+    file, fit = tmp_path / "answers" / "task.fit.json", answer_files.OptionTemperature((1.0, 0.5), 20, "train")
+    answer_files.write_sealed(file, fit._asdict())
+    assert answer_files.read_fit(file) == fit
     another = json.dumps(seal({"scales": [1]})).encode()
     for damaged in (b"", b"[]", another, *one_bit_each(file.read_bytes().strip())):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match="Remove this file to fit it again"):
-            read_fit(file)
+            answer_files.read_fit(file)
 
 
 def test_samples(tmp_path):
     """Those that were drawn, or an error, whichever bit has changed."""
     file, drawn = tmp_path / "part-4.json", [[("a \u00e9", -1.25, 0.25, 0.5), ("", -0.5, 0.5, 0.5)]]
-    write_sealed(file, {"samples": drawn})
-    assert read_samples(file, 1, 2) == drawn
+    answer_files.write_sealed(file, {"samples": drawn})
+    assert answer_files.read_samples(file, 1, 2) == drawn
     fewer = json.dumps(seal({"samples": [[["a", -1.0, 0, 1]]]})).encode()
     for damaged in (b"", b"[", b"[]", fewer, *one_bit_each(file.read_bytes())):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"expected 2 samples .*Remove this file to draw them again"):
-            read_samples(file, 1, 2)
+            answer_files.read_samples(file, 1, 2)
 
 
 def test_answers_belong_to_a_model_and_its_heads(tmp_path):
     lm, other = make_lm(), make_lm(seed=1)
     heads = [{"ats": FittedHead.constant(lm, x)} for x in (0.1, 0.2)]
-    claim_answers(tmp_path, lm, heads[0])
-    claim_answers(tmp_path, lm, heads[0])
+    answer_files.claim_answers(tmp_path, lm, heads[0])
+    answer_files.claim_answers(tmp_path, lm, heads[0])
     for pair in ((other, heads[0]), (lm, heads[1]), (lm, {})):
         with pytest.raises(UserError, match="its answers are of a model or head with other weights"):
-            claim_answers(tmp_path, *pair)
+            answer_files.claim_answers(tmp_path, *pair)
     (tmp_path / "model.json").write_text("{")
     with pytest.raises(UserError, match=r"model.json: not readable"):
-        claim_answers(tmp_path, lm, heads[0])
+        answer_files.claim_answers(tmp_path, lm, heads[0])

@@ -12,15 +12,8 @@ from scipy.special import softmax
 from scipy.stats import entropy, gmean
 from tiny import WORDS, write_tokenizer
 
+from calibjax.eval.answers import confidence
 from calibjax.eval.answers.clusters import CLUSTERINGS, clusters_of, find_clustering, last_number, normalised_clusters
-from calibjax.eval.answers.confidence import (
-    DESCRIPTIONS,
-    answer_confidence,
-    entropy_confidence,
-    semantic_confidence,
-    semantic_entropy,
-    trace_confidence,
-)
 from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.runtime.errors import UserError
 
@@ -34,15 +27,15 @@ PROBABILITY = MEANINGS[EVERY].prod(axis=1)
 def test_consistency_is_unbiased():
     """Its expectation over everything that could be drawn is the probability of the answer's meaning."""
     for meaning, truth in enumerate(MEANINGS):
-        got = np.asarray(semantic_confidence(EVERY, np.full(len(EVERY), meaning)), np.float64)
+        got = np.asarray(confidence.semantic_confidence(EVERY, np.full(len(EVERY), meaning)), np.float64)
         assert abs((PROBABILITY * got).sum() - truth) < 1e-6
 
 
 def test_discrete_entropy_of_every_draw():
     counts = (EVERY[:, :, None] == np.arange(len(MEANINGS))).sum(axis=1)
     want = entropy(counts, axis=1)
-    np.testing.assert_allclose(semantic_entropy(EVERY), want, atol=3e-7)
-    np.testing.assert_allclose(entropy_confidence(EVERY), 1 - want / math.log(K), atol=3e-7)
+    np.testing.assert_allclose(confidence.semantic_entropy(EVERY), want, atol=3e-7)
+    np.testing.assert_allclose(confidence.entropy_confidence(EVERY), 1 - want / math.log(K), atol=3e-7)
 
 
 def test_weights_are_probabilities_of_the_samples():
@@ -51,8 +44,8 @@ def test_weights_are_probabilities_of_the_samples():
     log_probs = rng.uniform(-40, 0, EVERY.shape) - 200.0  # far below what float32 can exponentiate
     p = np.exp(log_probs - log_probs.max(axis=1, keepdims=True))
     mass = (p[:, :, None] * (EVERY[:, :, None] == np.arange(len(MEANINGS)))).sum(axis=1) / p.sum(axis=1)[:, None]
-    np.testing.assert_allclose(semantic_entropy(EVERY, log_probs), entropy(mass, axis=1), atol=1e-4)
-    got = semantic_confidence(EVERY, np.full(len(EVERY), 2), log_probs)
+    np.testing.assert_allclose(confidence.semantic_entropy(EVERY, log_probs), entropy(mass, axis=1), atol=1e-4)
+    got = confidence.semantic_confidence(EVERY, np.full(len(EVERY), 2), log_probs)
     np.testing.assert_allclose(got, mass[:, 2], atol=1e-4)  # float32 of -240 leaves 1.5e-5 in an exponent
 
 
@@ -151,7 +144,7 @@ OF_SHARES = {
 }
 
 
-@pytest.mark.parametrize("how", DESCRIPTIONS)
+@pytest.mark.parametrize("how", confidence.DESCRIPTIONS)
 def test_confidence_in_an_answer(how):
     """Of what is there, in float64; of nothing, 0."""
     rng = np.random.default_rng(0)
@@ -163,18 +156,18 @@ def test_confidence_in_an_answer(how):
         values = rng.integers(0, 4, values.shape)
         values[1] = 3
         kept = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
-    got = np.asarray(jax.jit(answer_confidence, static_argnums=0)(how, values))
+    got = np.asarray(jax.jit(confidence.answer_confidence, static_argnums=0)(how, values))
     want = [(OF_TOKENS | OF_SHARES)[how](row) if len(row) else 0.0 for row in kept]
     np.testing.assert_allclose(got, want, atol=1e-6)
     with pytest.raises(ValueError, match="expected one of options, options_per_token"):
-        answer_confidence("mean", values)  # pyright: ignore[reportArgumentType]
+        confidence.answer_confidence("mean", values)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
 def test_trace_confidence(window):
     p = np.random.default_rng(6).random(8)
     groups = [p[max(end - window, 0) : end].mean() for end in range(min(window, 8), 9)]
-    assert trace_confidence(p.tolist(), window) == pytest.approx((min(groups), groups[-1]))
+    assert confidence.trace_confidence(p.tolist(), window) == pytest.approx((min(groups), groups[-1]))
 
 
 # --- clusterings ---
@@ -272,7 +265,9 @@ def golden_evidence():
 def test_other_libraries(name, library):
     data = golden_evidence()
     if name.startswith("entropy of "):  # they give nats, we a confidence
-        got = semantic_entropy(data["clusters"], data["sample_log_probs"] if name.endswith("probability") else None)
+        got = confidence.semantic_entropy(
+            data["clusters"], data["sample_log_probs"] if name.endswith("probability") else None
+        )
     elif name == "perplexity":
         got = 1 / CONFIDENCES["length_normalised"](data)
     else:

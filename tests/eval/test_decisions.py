@@ -5,18 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from calibjax.eval.answers.decide import (
-    SET_SCORES,
-    _between,
-    adaptive_scores,
-    allocate,
-    claim_threshold,
-    decide,
-    risk_threshold,
-    selective_threshold,
-    set_threshold,
-    threshold_outcome,
-)
+from calibjax.eval.answers import decide as decisions
 from calibjax.runtime.errors import UserError
 
 SPLITS = 1000
@@ -47,15 +36,15 @@ def test_risk_over_random_splits(category):
         confidence, correct = confidence[kind == category], correct[kind == category]
     wrong = []
     for fit, new in splits(len(confidence), N):
-        threshold = risk_threshold(confidence[fit], correct[fit], 0.1)
-        wrong.append(threshold_outcome(confidence[new], correct[new], threshold)["wrong"])
+        threshold = decisions.risk_threshold(confidence[fit], correct[fit], 0.1)
+        wrong.append(decisions.threshold_outcome(confidence[new], correct[new], threshold)["wrong"])
     mean, error = np.mean(wrong), np.std(wrong) / np.sqrt(SPLITS)
     print(f"category {category}: wrong {mean:.4f} +- {error:.4f}")
     assert mean <= 0.1 + 3 * error
     assert mean >= 0.1 - 2 / (N + 1) - 0.02 - 3 * error  # the theorem's lower bound, less what ties at one value hold
 
 
-@pytest.mark.parametrize("kind", SET_SCORES)
+@pytest.mark.parametrize("kind", decisions.SET_SCORES)
 def test_sets_over_random_splits(kind):
     rng = np.random.default_rng(2)
     p = rng.dirichlet(np.full(5, 0.6), POOL)
@@ -63,8 +52,8 @@ def test_sets_over_random_splits(kind):
     flat = p**0.3 / (p**0.3).sum(axis=1, keepdims=True)  # miscalibrated: the guarantee holds all the same
     covered = []
     for fit, new in splits(POOL, N):
-        scores = SET_SCORES[kind](flat)
-        sets = scores[new] >= set_threshold(scores[fit], label[fit], 0.1)
+        scores = decisions.SET_SCORES[kind](flat)
+        sets = scores[new] >= decisions.set_threshold(scores[fit], label[fit], 0.1)
         covered.append(sets[np.arange(len(new)), label[new]].mean())
     mean, error = np.mean(covered), np.std(covered) / np.sqrt(SPLITS)
     print(f"covered {mean:.4f} +- {error:.4f}")
@@ -78,7 +67,7 @@ def test_adaptive_sets_by_their_definition(penalty):
     rng = np.random.default_rng(4)
     p = (rng.dirichlet(np.ones(5), 200).round(1) + 0.02) / 1.1  # with ties
     for t in (0.05, 0.33, 0.71):
-        sets = adaptive_scores(p, penalty) >= t
+        sets = decisions.adaptive_scores(p, penalty) >= t
         for row, got in zip(p, sets, strict=True):
             more = [row > own for own in row]
             want = [row[above].sum() + penalty * above.sum() <= 1 - t + 1e-12 for above in more]
@@ -90,10 +79,10 @@ def test_samples_are_allocated_where_they_help_most():
     rng = np.random.default_rng(5)
     every = np.array([counts for counts in itertools.product(range(9), repeat=4) if sum(counts) == 8])
     for q in [*rng.random((30, 4)) ** 2, np.array([1.0, 0.5, 0.0, 0.1])]:
-        got = allocate(q, 8)
+        got = decisions.allocate(q, 8)
         assert got.sum() == 8
         assert (1 - (1 - q) ** got).sum() >= (1 - (1 - q[None, :]) ** every).sum(axis=1).max() - 1e-12
-    assert allocate(np.zeros(3), 8).tolist() == [0, 0, 0]
+    assert decisions.allocate(np.zeros(3), 8).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("digits", [1, 9])
@@ -104,9 +93,9 @@ def test_selection_with_known_risk(digits):
     for _ in range(SPLITS):
         confidence = np.ceil(rng.random(1000) * 10**digits) / 10**digits
         correct = (rng.random(1000) < confidence - 0.5 / 10**digits).astype(float)
-        threshold = selective_threshold(confidence, correct, risk, level)
+        threshold = decisions.selective_threshold(confidence, correct, risk, level)
         broken.append(np.isfinite(threshold) and (1 - threshold) / 2 > risk + 1e-9)
-        answered.append(threshold_outcome(confidence, correct, threshold)["answered"])
+        answered.append(decisions.threshold_outcome(confidence, correct, threshold)["answered"])
     error = np.sqrt(level * (1 - level) / SPLITS)
     assert np.mean(broken) <= 1 - level + 3 * error
     assert np.mean(answered) > 0.5 * 2 * risk  # 2 risk could be answered, were the truth known
@@ -115,15 +104,15 @@ def test_selection_with_known_risk(digits):
 def test_by_hand():
     confidence, correct = np.array([0.9, 0.8, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1])
     # (wrong above t + 1)/10 <= 0.2: one wrong answer, 0.8, may be given
-    assert risk_threshold(confidence, correct, 0.2) == 0.61
-    assert risk_threshold(confidence, correct, 0.1) == 0.81
-    assert risk_threshold(confidence, correct, 0.09) == np.inf
-    assert risk_threshold(confidence, correct, 0.4) == -np.inf
-    assert [*threshold_outcome(confidence, correct, 0.6).values()] == [0.6, 9, 4 / 9, 1 / 9, 1 / 4, "some"]
-    assert set_threshold(confidence[:, None], np.zeros(9, int), 0.1) == 0.1
-    assert set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf
+    assert decisions.risk_threshold(confidence, correct, 0.2) == 0.61
+    assert decisions.risk_threshold(confidence, correct, 0.1) == 0.81
+    assert decisions.risk_threshold(confidence, correct, 0.09) == np.inf
+    assert decisions.risk_threshold(confidence, correct, 0.4) == -np.inf
+    assert [*decisions.threshold_outcome(confidence, correct, 0.6).values()] == [0.6, 9, 4 / 9, 1 / 9, 1 / 4, "some"]
+    assert decisions.set_threshold(confidence[:, None], np.zeros(9, int), 0.1) == 0.1
+    assert decisions.set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf
     for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below
-        assert selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
+        assert decisions.selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
 
 
 @pytest.mark.parametrize(
@@ -139,7 +128,7 @@ def test_by_hand():
     ],
 )
 def test_the_shortest_decimal_between(value, limit, between):
-    found = _between(value, limit)
+    found = decisions._between(value, limit)
     assert found == between
     assert value == found or min(value, limit) < found < max(value, limit)
     assert np.float32(found) == np.float32(value) or np.float32(found) != np.float32(limit)
@@ -164,7 +153,7 @@ def false_fraction(confidence, correct, answer, threshold):
 def test_claims_by_the_definition(risk):
     confidence, correct, answer = claims(40, 1)
     order = np.random.default_rng(2).permutation(len(answer))
-    got = claim_threshold(confidence[order], correct[order], answer[order] * 7, risk)
+    got = decisions.claim_threshold(confidence[order], correct[order], answer[order] * 7, risk)
     bound, fits = np.zeros(40), [np.inf]
     for t in [*np.unique(confidence)[::-1], -np.inf]:
         bound = np.maximum(bound, false_fraction(confidence, correct, answer, t))
@@ -173,7 +162,7 @@ def test_claims_by_the_definition(risk):
     # One keeps the same claims as the other: a threshold of ours is the confidence of a false claim.
     taken, want = confidence > got, confidence > min(fits)
     np.testing.assert_array_equal(taken, want)
-    assert claim_threshold(confidence[:1], correct[:1], answer[:1], 0.49) == np.inf
+    assert decisions.claim_threshold(confidence[:1], correct[:1], answer[:1], 0.49) == np.inf
 
 
 @pytest.mark.parametrize(
@@ -187,4 +176,4 @@ def test_claims_by_the_definition(risk):
 )
 def test_what_no_guarantee_holds_for_is_refused(confidence, correct, risk, message):
     with pytest.raises(UserError, match=message):
-        decide(np.array(confidence), np.array(correct), risk)
+        decisions.decide(np.array(confidence), np.array(correct), risk)

@@ -7,14 +7,7 @@ import pytest
 from collectives import collectives
 from tiny import make_lm, make_sequences, ragged, random_head, silent
 
-from calibjax.eval.layers.directions import (
-    _edited_batch,
-    choose_sets,
-    entropy_neurons,
-    evaluate_edit,
-    find_directions,
-    null_space,
-)
+from calibjax.eval.layers import directions
 from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
@@ -38,21 +31,21 @@ def figures(lm):
     read, letters = make_readout(lm), make_readout(lm, LETTERS)
     asked = SEQUENCES._replace(targets=np.asarray(LETTERS, np.int32)[SEQUENCES.targets % 3])
     outputs = layer_outputs(lm, SEQUENCES, read, batch_size=8, context=silent())
-    sets = choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
-    along = find_directions(lm, SEQUENCES, read, sets, batch_size=8, context=silent())
+    sets = directions.choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
+    along = directions.find_directions(lm, SEQUENCES, read, sets, batch_size=8, context=silent())
     (tokens,) = evaluate_tokens(lm, SEQUENCES, {"mlp": HEADS["mlp"]}, batch_size=8, context=silent()).values()
     parts = {
         "layers": outputs,
         "layers, letters": layer_outputs(lm, asked, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
-        "edit": evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8)[0],
+        "edit": directions.evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8)[0],
         "tokens": tokens.sums,
     }
     found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
-    space = null_space(lm, energy=0.2)
+    space = directions.null_space(lm, energy=0.2)
     found |= {
         "null space": space.fraction(np.eye(16)),
-        "neurons": np.array(entropy_neurons(lm, space, layers=2, count=2)),
+        "neurons": np.array(directions.entropy_neurons(lm, space, layers=2, count=2)),
     }
     rng = np.random.default_rng(0)
     # All are read in one width: one program. The batch is made a multiple of 8 rows where there are as many devices.
@@ -135,7 +128,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         fitted = [head.arrays]
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
-            "edit": _edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
+            "edit": directions._edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
             "scores": _read.lower(lm.config, lm.dtype, (head.config,), 0, fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():

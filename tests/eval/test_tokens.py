@@ -10,17 +10,7 @@ import metric_oracle
 import numpy as np
 import pytest
 import scipy.stats
-from tiny import (
-    answered,
-    at_targets,
-    dense_log_probs,
-    log_scale_of,
-    make_lm,
-    make_sequences,
-    ragged,
-    random_head,
-    silent,
-)
+import tiny
 
 from calibjax.eval import tokens as eval_tokens
 from calibjax.eval.report.notes import choice_verdict, kept_candidate
@@ -29,17 +19,17 @@ from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, results_json
 from calibjax.heads import FittedHead
 
-BINS, LM = 10, make_lm()
-SEQUENCES = answered(LM, ragged(make_sequences(21)))  # 21: the last batch of 8 is not full
+BINS, LM = 10, tiny.make_lm()
+SEQUENCES = tiny.answered(LM, tiny.ragged(tiny.make_sequences(21)))  # 21: the last batch of 8 is not full
 HEADS = {
     "uncalibrated": FittedHead.constant(LM),
     "temperature": FittedHead.constant(LM, np.log(0.4)),
-    "ats": random_head(LM, log_factor=-0.7),
+    "ats": tiny.random_head(LM, log_factor=-0.7),
 }
 
 
 def evaluate(heads=HEADS, *, lm=LM, **options):
-    return evaluate_tokens(lm, SEQUENCES, heads, **{"batch_size": 8, "bins": BINS, **options}, context=silent())
+    return evaluate_tokens(lm, SEQUENCES, heads, **{"batch_size": 8, "bins": BINS, **options}, context=tiny.silent())
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +40,7 @@ def results():
 def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypatch):
     """The figures of all positions and of the counted ones alone, for heads that read statistics; also shared ones."""
     features = ("logit_statistics", "argmax_embedding")
-    heads = {kind: random_head(LM, kind, features) for kind in ("linear", "transformer")}
+    heads = {kind: tiny.random_head(LM, kind, features) for kind in ("linear", "transformer")}
     heads["uncalibrated"] = FittedHead.constant(LM)
     every = evaluate(heads, keep_tokens=True)
     monkeypatch.setattr(eval_tokens, "_BLOCK", 1)
@@ -62,8 +52,8 @@ def test_tokens_that_do_not_count_are_not_multiplied_by_the_vocabulary(monkeypat
 @pytest.mark.parametrize("closed", ["right", "left"])
 @pytest.mark.parametrize("name", ["uncalibrated", "temperature", "ats"])
 def test_figures_equal_the_dense_ones(results, name, closed):
-    log_scale = log_scale_of(LM, HEADS[name], SEQUENCES)
-    log_q = dense_log_probs(LM, SEQUENCES, log_scale)
+    log_scale = tiny.log_scale_of(LM, HEADS[name], SEQUENCES)
+    log_q = tiny.dense_log_probs(LM, SEQUENCES, log_scale)
     where = SEQUENCES.where
     right = (log_q.argmax(-1) == SEQUENCES.targets)[where]
     confidence = np.exp(log_q.max(-1))[where]
@@ -71,7 +61,7 @@ def test_figures_equal_the_dense_ones(results, name, closed):
     row = document["methods"][name]
     assert document["tokens"] == where.sum()
     means = {"accuracy": right, "confidence": confidence, "brier": np.square(confidence - right)}
-    for key, value in {"nll": -at_targets(log_q, SEQUENCES), **means}.items():
+    for key, value in {"nll": -tiny.at_targets(log_q, SEQUENCES), **means}.items():
         np.testing.assert_allclose(row[key], value.mean(), rtol=3e-6, err_msg=key)
 
     tokens = results[closed][name].tokens
@@ -106,8 +96,8 @@ def test_batch_size_changes_nothing():
 
 
 def test_a_bfloat16_model(results):
-    lm = make_lm(dtype=jnp.bfloat16)
-    found = evaluate({"ats": random_head(lm, log_factor=-0.7)}, lm=lm)
+    lm = tiny.make_lm(dtype=jnp.bfloat16)
+    found = evaluate({"ats": tiny.random_head(lm, log_factor=-0.7)}, lm=lm)
     full, half = (results_json(outcome)["methods"]["ats"] for outcome in (results["right"], found))
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 
@@ -145,7 +135,7 @@ def test_interval_is_of_the_seed(results, figures):
 def test_intervals_of_means(figures):
     """Against SciPy's bootstrap of sequences: NLL, Brier score and accuracy."""
     row = figures["methods"]["ats"]
-    log_q = dense_log_probs(LM, SEQUENCES, log_scale_of(LM, HEADS["ats"], SEQUENCES))
+    log_q = tiny.dense_log_probs(LM, SEQUENCES, tiny.log_scale_of(LM, HEADS["ats"], SEQUENCES))
     right = log_q.argmax(-1) == SEQUENCES.targets
     brier = np.square(np.exp(log_q.max(-1)) - right)
     targets = np.take_along_axis(log_q, SEQUENCES.targets[..., None], axis=-1)[..., 0]

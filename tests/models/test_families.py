@@ -8,24 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 import scipy.special
 import tokenizers
 from campaigns import fuzz_families
-from parity import (
-    CASES,
-    GPT2_JSON,
-    LLAMA_JSON,
-    MULTIMODAL,
-    VARIANTS,
-    largest_error,
-    multimodal_model,
-    our_run,
-    random_tokens,
-    read_golden,
-    settings_of,
-    torch_errors,
-)
 from safetensors.numpy import load_file, save_file
 from tiny import random_head
 
@@ -43,7 +30,7 @@ ALIKE = ("olmo3", "ministral", "ministral3", "mixtral", "olmoe")
 EACH = [pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in models.FAMILIES]
 
 
-FIRST = [(family, next(iter(variants))) for family, variants in VARIANTS.items()]
+FIRST = [(family, next(iter(variants))) for family, variants in parity.VARIANTS.items()]
 """Of these the golden file says the same in float32, and bfloat16 is compared too."""
 BY_DEFAULT = (
     *("biases-wide-heads-linear", "yarn-original-length-beside", "untied-biases-dynamic", "scaled-rope-own-pattern"),
@@ -51,13 +38,13 @@ BY_DEFAULT = (
     *("windows-without-rope", "untied-inner-relu-unscaled"),
 )
 """A row for every kind of option, in one of the families that read it."""
-ROWS = [pytest.param(*case, marks=() if case[1] in BY_DEFAULT else pytest.mark.slow) for case in CASES]
+ROWS = [pytest.param(*case, marks=() if case[1] in BY_DEFAULT else pytest.mark.slow) for case in parity.CASES]
 
 
 @pytest.mark.parametrize(("family", "name"), ROWS)
 def test_parity_with_torch(tmp_path, family, name):
     pytest.importorskip("torch")
-    errors, _ = torch_errors(tmp_path, family, name, half=(family, name) in FIRST)
+    errors, _ = parity.torch_errors(tmp_path, family, name, half=(family, name) in FIRST)
     print(f"{family} {name}: worst relative errors {errors}")
     assert max(errors["hidden"], errors["logits"]) <= 1e-5
     assert errors.get("bfloat16", 0.0) <= 1.25 * errors.get("torch's bfloat16", 0.0)
@@ -65,9 +52,9 @@ def test_parity_with_torch(tmp_path, family, name):
 
 @pytest.mark.parametrize("family", EACH)
 def test_golden(tmp_path, family):
-    golden = read_golden(family, tmp_path)
-    got = our_run(load_model(tmp_path), golden["tokens"])
-    error = largest_error(got, [*golden["hidden"], golden["logits"]])
+    golden = parity.read_golden(family, tmp_path)
+    got = parity.our_run(load_model(tmp_path), golden["tokens"])
+    error = parity.worst_error(got, [*golden["hidden"], golden["logits"]])
     print(f"{family}: worst relative error {error:.1e} (transformers {golden['version']})")
     assert error <= 1e-5
 
@@ -75,7 +62,7 @@ def test_golden(tmp_path, family):
 @pytest.mark.parametrize("family", [family for family in models.FAMILIES if family not in ALIKE] + ["mixtral"])
 def test_what_is_read_is_written_back(tmp_path, family):
     """The same names, shapes and values, and nothing else."""
-    read_golden(family, tmp_path)
+    parity.read_golden(family, tmp_path)
     model = load_model(tmp_path)
     save_model(tmp_path / "back", model.config, model.params, like=tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "back"))
@@ -87,7 +74,7 @@ def test_what_is_read_is_written_back(tmp_path, family):
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt2", "phi3", "mixtral", "gpt_oss"])
 def test_each_device_reads_its_part(tmp_path, family):
     """Of joined and transposed tensors, of one for each expert, and of one for all experts whose columns alternate."""
-    read_golden(family, tmp_path)
+    parity.read_golden(family, tmp_path)
     whole, parts = load_model(tmp_path), load_model(tmp_path, mesh=make_mesh((2, 2, 2)))
     chex.assert_trees_all_equal(whole.params, parts.params)
     assert whole.fingerprint == parts.fingerprint
@@ -96,7 +83,7 @@ def test_each_device_reads_its_part(tmp_path, family):
 
 def test_another_softcap_is_written(tmp_path):
     """Fine-tuning may change it: config.json then has the one that the weights were trained with."""
-    read_golden("gemma2", tmp_path)
+    parity.read_golden("gemma2", tmp_path)
     model = load_model(tmp_path)
     config = dataclasses.replace(model.config, logit_softcap=7.5)
     assert config != model.config
@@ -136,7 +123,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED)
 def test_unsupported_configurations(tmp_path, family, changes, message):
-    base = GPT2_JSON if family == "gpt2" else LLAMA_JSON
+    base = parity.GPT2_JSON if family == "gpt2" else parity.LLAMA_JSON
     (tmp_path / "config.json").write_text(json.dumps(base | changes | {"model_type": family}))
     with pytest.raises(UserError, match=f"(?s){message}"):
         config_from_hf(tmp_path)
@@ -152,14 +139,14 @@ def test_unsupported_configurations(tmp_path, family, changes, message):
 def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, parts):
     """Against the whole model of transformers on text; both kinds of names; what is written is a language model."""
     torch = pytest.importorskip("torch")
-    theirs, text = multimodal_model(tmp_path, kind), MULTIMODAL[kind]
-    tokens = random_tokens(settings_of(*text))
+    theirs, text = parity.multimodal_model(tmp_path, kind), parity.MULTIMODAL[kind]
+    tokens = parity.random_tokens(parity.settings_of(*text))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
     lm = load_model(tmp_path)
     assert re.search(rf"the language model is loaded; left out: .*{parts} \(\d+ tensors\)\.", caplog.text)
     assert lm.config.family == text[0]
-    error = largest_error([np.asarray(lm.logits(tokens))], [expected])
+    error = parity.worst_error([np.asarray(lm.logits(tokens))], [expected])
     print(f"{kind}: worst relative error {error:.1e}")
     assert error <= 1e-5
     file = tmp_path / "model.safetensors"
@@ -178,7 +165,7 @@ def test_language_model_of_a_multimodal_model(tmp_path, caplog, kind, parts):
 def quantized_gpt_oss(folder):
     """A random model whose experts are MXFP4, as gpt-oss is published; returns the tensors of the file."""
     random = np.random.default_rng(0)
-    settings = settings_of("gpt_oss", "sinks-yarn-window") | {"hidden_size": 64, "intermediate_size": 32}
+    settings = parity.settings_of("gpt_oss", "sinks-yarn-window") | {"hidden_size": 64, "intermediate_size": 32}
     settings |= {"num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(settings))
     config = config_from_hf(folder)
@@ -229,7 +216,7 @@ def test_mxfp4_weights(tmp_path):
 
 
 def test_qwen_from_json_alone(tmp_path):
-    read_golden("qwen", tmp_path)
+    parity.read_golden("qwen", tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert "auto_map" in settings
     del settings["seq_length"]
@@ -246,7 +233,7 @@ def test_qwen_from_json_alone(tmp_path):
 
 def test_qwen_tokenizer_without_remote_code(tmp_path):
     """Its own tokenizer is Python beside the weights, and is left alone; a tokenizer.json is read."""
-    read_golden("qwen", tmp_path)
+    parity.read_golden("qwen", tmp_path)
     settings = {"tokenizer_class": "QWenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_qwen.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenization_qwen.py").write_text("raise SystemExit('remote code was run')")
@@ -258,7 +245,7 @@ def test_qwen_tokenizer_without_remote_code(tmp_path):
 
 
 def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
-    golden = read_golden("phi", tmp_path)
+    golden = parity.read_golden("phi", tmp_path)
     model = load_model(tmp_path)
     assert np.abs(np.asarray(model.unembedding_bias)).max() > 0.1
     logits = np.asarray(golden["logits"], np.float64)
@@ -277,7 +264,7 @@ def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
 def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):
     """Beyond the original length other divisors would hold."""
     longrope = {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
-    settings = LLAMA_JSON | {"model_type": "gemma3_text", "head_dim": 10, "max_position_embeddings": 64}
+    settings = parity.LLAMA_JSON | {"model_type": "gemma3_text", "head_dim": 10, "max_position_embeddings": 64}
     kinds = {"full_attention": longrope | {"original_max_position_embeddings": 16}, "sliding_attention": None}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_parameters": kinds}))
     assert config_from_hf(tmp_path).max_positions == 16
@@ -285,12 +272,12 @@ def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "mixtral" else pytest.mark.slow) for f in VARIANTS]
+    "family", [pytest.param(f, marks=() if f == "mixtral" else pytest.mark.slow) for f in parity.VARIANTS]
 )
 def test_random_configurations(family):
     """In float64: a few of `tests/campaigns/fuzz_families.py`, each drawn from its number."""
     pytest.importorskip("torch")
     fuzz_families.quiet()
     assert not fuzz_families.run([family], 3, [0, 1] if family != "mixtral" else [0])
-    assert fuzz_families.DRAWN.keys() == VARIANTS.keys()
+    assert fuzz_families.DRAWN.keys() == parity.VARIANTS.keys()
     assert fuzz_families.draw(family, 0, 1) == fuzz_families.draw(family, 0, 1) != fuzz_families.draw(family, 0, 2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from assets import model_path
-from parity import GOLDENS, largest_error, read_golden
+from parity import GOLDENS, read_golden, worst_error
 from scipy.special import log_softmax, softmax
 from tiny import VOCAB, compilations, make_lm, random_head
 
@@ -77,7 +77,7 @@ def test_cached_forward_equals_transformers(tmp_path, family):
     assert np.isfinite(hidden).all()
     hidden = np.stack([hidden[row, columns] for row, columns in enumerate(rows)])
     logits = jax.jit(models.unembed, static_argnums=0)(lm.config, lm.params, hidden)
-    error = largest_error([hidden, logits], [golden["hidden"][-1], golden["logits"]])
+    error = worst_error([hidden, logits], [golden["hidden"][-1], golden["logits"]])
     print(f"{family}: worst relative error {error:.1e}")
     assert error <= 1e-5
 

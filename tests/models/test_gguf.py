@@ -9,17 +9,7 @@ import sys
 import numpy as np
 import pytest
 from assets import model_path, real_model
-from parity import (
-    LLAMA3_ROPE,
-    LLAMA_JSON,
-    NO_BOS,
-    UNTIED,
-    largest_error,
-    our_run,
-    random_tokens,
-    torch_model,
-    torch_run,
-)
+from parity import LLAMA3_ROPE, LLAMA_JSON, NO_BOS, UNTIED, our_run, random_tokens, torch_model, torch_run, worst_error
 from safetensors.numpy import load_file, save_file
 
 from calibjax.commands import convert
@@ -87,7 +77,7 @@ def test_every_family(tmp_path, name):
     file, theirs = written(tmp_path / "model", settings, "Q8_0")
     tokens = random_tokens(settings)
     lm = load_model(file)
-    error = largest_error(our_run(lm, tokens), torch_run(theirs, tokens))
+    error = worst_error(our_run(lm, tokens), torch_run(theirs, tokens))
     print(f"{name}: worst relative error {error:.1e}")
     assert error <= 1e-5
     # llama.cpp writes Mistral as a Llama, and the amplitude of longrope rounded to float32.
@@ -102,7 +92,7 @@ def test_every_type(tmp_path, kind):
     settings = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, **UNTIED}
     file, theirs = written(tmp_path / "model", settings, kind)
     tokens = random_tokens(settings)
-    error = largest_error(our_run(load_model(file), tokens), torch_run(theirs, tokens))
+    error = worst_error(our_run(load_model(file), tokens), torch_run(theirs, tokens))
     print(f"{kind}: worst relative error {error:.1e}")
     assert error <= 1e-5
 
@@ -118,7 +108,7 @@ def test_divisors_of_rotary_frequencies(tmp_path):
     file, theirs = written(tmp_path / "model", settings, divisors=divisors.numpy())
     tokens = np.random.default_rng(0).integers(0, 40, (2, 150))
     lm = load_model(file)
-    assert largest_error(our_run(lm, tokens), torch_run(theirs, tokens)) <= 1e-5
+    assert worst_error(our_run(lm, tokens), torch_run(theirs, tokens)) <= 1e-5
     assert lm.config.max_positions == 200
 
 
@@ -261,7 +251,7 @@ def test_real_files(file, folder):
         quantization_config=GgufConfig(dequantize=True),
     )
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (2, 24))
-    error = largest_error(our_run(lm, tokens), torch_run(theirs.eval(), tokens))
+    error = worst_error(our_run(lm, tokens), torch_run(theirs.eval(), tokens))
     print(f"{path.name}: worst relative error {error:.1e}")
     assert error <= 1e-5
     tokenizer = AutoTokenizer.from_pretrained(real_model(folder))
