@@ -235,9 +235,7 @@ class DataOptions:
     def layout(self) -> Literal["full", "pack", "pad"]:
         if self.full_sequences:
             if not self.packing:
-                raise UserError(
-                    "--no-packing: sequences of full length are not padded; leave it or --full-sequences out."
-                )
+                raise UserError("--no-packing: full sequences are not padded; leave it or --full-sequences out.")
             return "full"
         return "pack" if self.packing else "pad"
 

@@ -205,9 +205,7 @@ def _local_layers(hf: Any) -> Fields:
     if not any(local):
         return {}
     if hf.sliding_window is None:
-        raise UserError(
-            f"{hf.model_type} configuration: layer_types has sliding_attention, but sliding_window is null."
-        )
+        raise UserError(f"{hf.model_type} configuration: layer_types has sliding_attention but sliding_window is null.")
     return {"local_layers": local, "window": hf.sliding_window}
 
 

@@ -27,9 +27,7 @@ def sample_agreement(
     if not isinstance(answers, jax.Array):  # JAX would keep 32 bits of each: different answers could become equal
         answers = as_array(answers)
         if answers.dtype.kind not in "iu" or (answers != answers.astype(np.int32)).any():
-            raise UserError(
-                "answers: expected integers of 32 bits; np.unique(answers, return_inverse=True) gives them."
-            )
+            raise UserError("answers: expected 32-bit integers; np.unique(answers, return_inverse=True) gives them.")
     counts = jnp.ones(answers.shape, bool) if where is None else jnp.asarray(where)
 
     def question(row: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -213,11 +213,9 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
             bad |= (value < 0) | (value > largest[field])
             expected = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
         if bad.any():
-            first = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
-            worst = value[first][bad[first]].flat[0]
-            raise UserError(
-                f"{field}: row {rows[first]} holds {worst}, expected {expected}; correct it or leave it out."
-            )
+            at = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
+            worst = value[at][bad[at]].flat[0]
+            raise UserError(f"{field}: row {rows[at]} holds {worst}, expected {expected}; correct it or leave it out.")
 
 
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:

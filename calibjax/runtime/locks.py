@@ -66,9 +66,7 @@ def _acquire(file: Path, target: Path) -> int:
             owner = _read(descriptor)
             os.close(descriptor)
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-            raise UserError(
-                f"{target}: in use by {who}. Wait until it has ended, or choose another directory."
-            ) from None
+            raise UserError(f"{target}: in use by {who}. Wait until it ends, or choose another directory.") from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 os.close(descriptor)

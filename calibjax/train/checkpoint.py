@@ -44,17 +44,12 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OSError) as error:
             reason = first_line(error)
-            raise UserError(
-                f"{directory} cannot be read ({reason}). Remove it to train from the first step."
-            ) from error
+            raise UserError(f"{directory} cannot be read ({reason}). Remove it to train from the start.") from error
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
         """Starts a save; it is on disk when the next one starts or `close` returns."""
         jsons = {"data": data_state, "run": self._run}
-        checksums = {
-            "arrays": array_digests(state),
-            "jsons": {name: json_digest(value) for name, value in jsons.items()},
-        }
+        checksums = {"arrays": array_digests(state), "jsons": {name: json_digest(x) for name, x in jsons.items()}}
         items = {name: ocp.args.JsonSave(value) for name, value in jsons.items()}
         items["checksums"] = ocp.args.JsonSave(seal(checksums))
         self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), **items))
@@ -96,7 +91,7 @@ class Checkpoints:
         if damaged:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             directory = self._manager.directory
-            raise UserError(f"{directory}: no checkpoint is whole ({reasons}). Remove it to train from the first step.")
+            raise UserError(f"{directory}: no checkpoint is whole ({reasons}). Remove it to train from the start.")
         return None
 
     def _read_jsons(self, step: int) -> dict[str, Any]:

@@ -215,9 +215,7 @@ def _run(config, dtype, features, frozen, batch):
     """Hidden states `[B, T, D]`, and the features to store, `[B, T, F]` each."""
     hidden = batch_hidden(config, frozen, batch, dtype)
     real = (batch["segment_ids"] > 0)[..., None]
-    stored = {
-        name: frozen_features(config, (name.removesuffix(_EVERYWHERE),), frozen, hidden, dtype) for name in features
-    }
+    stored = {key: frozen_features(config, (key.removesuffix(_EVERYWHERE),), frozen, hidden, dtype) for key in features}
     return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
 
 

@@ -394,12 +394,9 @@ def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
     assert [result["chat"] for result in results] == [True, False]
     assert results[0]["texts"][0]["tokens"] == results[1]["texts"][0]["tokens"]
     (model / "chat_template.jinja").unlink()
-    for options, message in (
-        (["--chat"], "no chat template"),
-        (["--system", "w5", "--no-chat"], "Leave out --no-chat"),
-    ):
+    for options, text in ((["--chat"], "no chat template"), (["--system", "w5", "--no-chat"], "Leave out --no-chat")):
         assert main([*given, "--prompt", "w3", *options]) == 2
-        assert message in capsys.readouterr().err
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.slow

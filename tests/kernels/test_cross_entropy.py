@@ -233,11 +233,7 @@ def test_settings_of_jax(reduction):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"reduction": "total"}, "reduction"),
-        ({"label_smoothing": 1.5}, "label_smoothing"),
-        ({"z_loss": -1.0}, "z_loss"),
-    ],
+    [({"reduction": "total"}, "reduction"), ({"label_smoothing": 1.5}, "label_smoothing"), ({"z_loss": -1}, "z_loss")],
 )
 def test_errors_teach(change, message):
     hidden, unembedding, _, _, targets = make(BASE)

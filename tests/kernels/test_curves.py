@@ -70,9 +70,7 @@ def assert_nodes(curves, z, nodes, rows=slice(None), factor=1):
         names = ("log_weight", "expected_difference", "logit_variance")
         bounds = node_bounds(z, node, int(np.log2(node / nodes[0])))
         for name, value, bound in zip(names, exact(z, node), bounds, strict=True):
-            assert_within(
-                getattr(curves, name)[rows, k], value[rows], factor * bound[rows] + 1e-30, f"{name} at {node}"
-            )
+            assert_within(getattr(curves, name)[rows, k], value[rows], factor * bound[rows] + 1e-30, f"{name}, {node}")
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])

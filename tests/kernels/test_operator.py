@@ -22,11 +22,7 @@ GPU, GPU_BLOCKS = interpreted_gpu.NAME, interpreted_gpu.WITH_ITS_BLOCKS
 pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
 
 ALL = (*FLOATS, "argmax", "logit_variance", "correct")
-ROUNDING = {
-    "float32": 0.0,
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-}  # of gradients to the dtype of the inputs, at most
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of gradients to the dtype of the inputs
 
 
 class Case(NamedTuple):

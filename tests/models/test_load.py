@@ -106,9 +106,7 @@ def test_fingerprint_changes_with_one_weight_and_with_the_configuration(tmp_path
 def test_fingerprint_outlives_new_options():
     """A field added later, at its default, leaves it; every field that is not at its default counts."""
     config = dataclasses.replace(SHAPES["gemma-3-1b"], num_layers=2, local_layers=(True, False))
-    later = dataclasses.make_dataclass(
-        "Later", [("new", float, 1.0)], bases=(DecoderConfig,), frozen=True, kw_only=True
-    )
+    later = dataclasses.make_dataclass("New", [("new", float, 1.0)], bases=(DecoderConfig,), frozen=True, kw_only=True)
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     assert fingerprint(later(**fields), []) == fingerprint(config, [])
     changes = ({"new": 2.0}, {"rope": Rope()}, {"local_rope": None}, {"local_rope": Rope(theta=5.0)}, {"window": 5})

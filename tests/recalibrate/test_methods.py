@@ -547,13 +547,7 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
 
 @pytest.mark.parametrize(
     ("name", "k"),  # the ensemble fits and applies a temperature; docstrings have two classes
-    [
-        ("ensemble_temperature", 256_000),
-        ("feature_clipping", 256_000),
-        ("vector", 8_000),
-        ("vector", 2),
-        ("g_layers", 2),
-    ],
+    [("ensemble_temperature", 256000), ("feature_clipping", 256000), ("vector", 8000), ("vector", 2), ("g_layers", 2)],
 )
 def test_label_sets_small_and_large(name, k):
     rng = np.random.default_rng(29)
@@ -679,7 +673,7 @@ def test_agreement():
         if votes:
             assert int(got) == votes[0][0]
         assert_within(share, votes[0][1] / mask.sum() if votes else 0.0, EPS)
-    with pytest.raises(UserError, match="answers: expected integers of 32 bits"):
+    with pytest.raises(UserError, match="answers: expected 32-bit integers"):
         sample_agreement([[2**32 + 1, 1]])
 
 

@@ -78,7 +78,7 @@ def test_a_run_is_refused_while_another_process_holds_it(tmp_path):
     assert names(tmp_path / "out") == ["run.json"]
     with held_elsewhere(tmp_path / "out/run.lock") as pid, pytest.raises(UserError) as refused:
         claim_directory(tmp_path / "out", {"seed": 1})
-    assert str(refused.value).startswith(f"{tmp_path}/out: in use by process {pid} on there. Wait until it has ended")
+    assert str(refused.value).startswith(f"{tmp_path}/out: in use by process {pid} on there. Wait until it ends")
     assert names(tmp_path / "out") == ["run.json", "run.lock"]  # what a kill leaves
     claim_directory(tmp_path / "out", {"seed": 1})
     claim_directory(tmp_path / "out", {"seed": 1})  # this process holds it

@@ -53,11 +53,7 @@ def objective(x, features, decayed, decay, weights, alpha):
 
 @pytest.mark.parametrize(
     ("features", "loss", "alpha", "decay"),
-    [
-        (("logit_statistics",), "cross-entropy", None, 0.0),
-        (READS, "cross-entropy", None, 0.1),
-        (READS, "joint", 4.0, 1.0),
-    ],
+    [(("logit_statistics",), "cross-entropy", None, 0), (READS, "cross-entropy", None, 0.1), (READS, "joint", 4, 1)],
 )
 def test_the_optimum(tokens, features, loss, alpha, decay):
     head = HeadConfig(kind="linear", hidden_size=16, features=features)

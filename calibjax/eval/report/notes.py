@@ -418,9 +418,7 @@ def limitations(document: Document) -> list[str]:
     if unit_of(held_out) == "tokens":
         lines.append("Confidence of a token is not confidence of an answer: calibrated tokens can form wrong answers.")
     if document.get("run", {}).get("command") == "quickstart":
-        lines.append(
-            "The language and the model are tiny and synthetic: they show the method, not its effect on yours."
-        )
+        lines.append("Language and model are tiny and synthetic: they show the method, not its effect on yours.")
     return lines
 
 
