@@ -177,19 +177,17 @@ def prefers_one_block(tokens: int, size: int, bytes_per_logit: float, gradient_b
     return platform().name == "gpu" and 0 < more_bytes_per_row <= gradient_bytes_per_row
 
 
-def _by_blocks(
-    loss: _Loss, arrays: api.Arrays, scale: Array, differentiated: list[str]
-) -> tuple[Array, dict[str, Any]]:
-    """The reduced loss and its gradients in `differentiated` for flat inputs, formed block by block."""
+def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str]) -> tuple[Array, dict[str, Any]]:
+    """The reduced loss and its gradients in `wanted` for flat inputs, formed block by block."""
     inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
     inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
     tokens = inputs.hidden.shape[0]
     vocab_size, width = inputs.unembedding.shape
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
     call = loss.dispatch.call()
-    if "scale" in differentiated:
+    if "scale" in wanted:
         call = call._replace(statistics=call.statistics | {"expected_logit"})
-    flags = tuple(() if name in differentiated else None for name in Gradients._fields)
+    flags = tuple(() if name in wanted else None for name in Gradients._fields)
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
         total, gradients, d_scale = carry
@@ -219,12 +217,12 @@ def _by_blocks(
         return (total + value, added, d_scale), None
 
     per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    sums_in_float32 = "unembedding" in differentiated and inputs.unembedding.dtype.itemsize < 4
+    sums_in_float32 = "unembedding" in wanted and inputs.unembedding.dtype.itemsize < 4
     size = choose_block_size(tokens, vocab_size, per_logit)
     if call.options.save_logits or prefers_one_block(tokens, size, per_logit, 4 * width if sums_in_float32 else 0):
         size = tokens
     one_block = 0 < tokens <= size
-    zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in differentiated}
+    zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in wanted}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
     if one_block:  # nothing is added to dW, which has the dtype of W from the start
         (value, gradients, d_scale), _ = step(carry, 0, tokens, None)

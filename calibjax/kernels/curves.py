@@ -126,13 +126,15 @@ def vocab_curves(
         ((2, 3), [-1.0986, 0.0])
     """
     scales = tuple(float(scale) for scale in scales)
-    if len(scales) < 2 or not all(0 < a < b < math.inf for a, b in itertools.pairwise(scales)):
+    are_rising = all(0 < a < b < math.inf for a, b in itertools.pairwise(scales))
+    if len(scales) < 2 or not are_rising:
         raise ValueError(f"scales: expected at least two finite numbers above 0, rising, got {scales}.")
     if execution.get("save_logits"):
         raise ValueError("save_logits: it changes a backward pass, and vocab_curves has none; leave it out.")
     if not 0 <= top_k <= unembedding.shape[0]:
         raise ValueError(f"top_k: expected 0 to the vocabulary size {unembedding.shape[0]}, got {top_k}.")
-    statistics = tuple(name for name in STATISTICS if targets is not None or name not in ("target_logit", "correct"))
+    unknown = () if targets is not None else ("target_logit", "correct")
+    statistics = tuple(name for name in STATISTICS if name not in unknown)
     arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
     arrays = jax.lax.stop_gradient(arrays)

@@ -171,8 +171,10 @@ def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotange
             d_scale = g[name] * derivative if d_scale is None else d_scale + g[name] * derivative
     gradients = Gradients()
     if input_residuals is not None:
-        pairs = zip(input_gradients(call, input_residuals, g), input_residuals.inputs[:3], strict=True)
-        gradients = Gradients(*(None if d is None or x is None else d.astype(x.dtype) for d, x in pairs))
+        cast = []
+        for d, x in zip(input_gradients(call, input_residuals, g), input_residuals.inputs[:3], strict=True):
+            cast.append(None if d is None or x is None else d.astype(x.dtype))
+        gradients = Gradients(*cast)
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 
 

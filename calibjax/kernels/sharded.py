@@ -434,5 +434,7 @@ class Sharded(Implementation):
         in_specs = (specs, P(), P(sharding.tokens), _per_device_specs(sharding))
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
         whole, rest = spread(head, tail, cotangents, per_device)
-        pairs = zip(whole, rest, strict=True)
-        return Gradients(*(x if x is None or y is None else jnp.concatenate([x, y]) for x, y in pairs))
+        joined = []
+        for x, y in zip(whole, rest, strict=True):
+            joined.append(x if x is None or y is None else jnp.concatenate([x, y]))
+        return Gradients(*joined)

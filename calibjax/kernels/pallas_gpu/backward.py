@@ -45,7 +45,6 @@ def _dz(
     schedule = choose(hidden.shape[0], weights.shape[0], blocks, platform().device_kind)
     columns, count = schedule.blocks.columns, weights.shape[0]
     size = schedule.vocab_tiles * columns
-    names = list(values)
     if bias is not None or size > count:
         # Beyond the last column p = 0; the rest of dz is finite there and meets rows of 0.
         bias = jnp.zeros((count,), jnp.float32) if bias is None else bias
@@ -56,9 +55,7 @@ def _dz(
 
         def fold(first, whole, state):
             # Loaded again for each tile: kept while the next is multiplied, they would make other values spill.
-            per_token = {
-                name: plgpu.load(refs.token_values, (i, rows), optimized=False) for i, name in enumerate(names)
-            }
+            per_token = {key: plgpu.load(refs.token_values, (i, rows), optimized=False) for i, key in enumerate(values)}
             if ids:
                 per_token |= {f"ids{k}": plgpu.load(refs.ids, (k, rows), optimized=False) for k in range(len(ids))}
             for offset in range(0, columns, _SLICE):

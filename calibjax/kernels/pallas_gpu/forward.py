@@ -75,7 +75,8 @@ def _fold(
     `shared` follows the largest logit where its exponential would exceed 2^`rise`.
     """
     new = dict(state)
-    for i, part in enumerate(part for x in z for part in _parts(x)):
+    parts = [part for x in z for part in _parts(x)]
+    for i, part in enumerate(parts):
         if "argmax" in state:
             new["argmax"] = jnp.where(part > new["best"], start + i * _PART, new["argmax"])
         new["best"] = jnp.maximum(new["best"], part)
@@ -285,9 +286,9 @@ def moments(
             inside = (targets >= 0) & (targets < inputs.unembedding.shape[0])
             common = jnp.where(inside, jnp.maximum(target, FLOOR), FLOOR)
     states, exponentials, references = _run(options, needed, save, inputs, power, common, schedule, interpret)
-    names = {"best": "max_logit"}
     powers = {"best": 1, "first": 1, "second": 2, "total": 1}
-    pieces = {names.get(name, name): x * unit ** powers[name] if name in powers else x for name, x in states.items()}
+    pieces = {name: x * unit ** powers[name] if name in powers else x for name, x in states.items()}
+    pieces["max_logit"] = pieces.pop("best")
     merged = _merged(Moments(**{"argmax": None, **pieces}), scale)._replace(target=target)
     if exponentials is None or references is None:
         return merged, None

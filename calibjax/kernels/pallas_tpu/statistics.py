@@ -257,7 +257,8 @@ def _absorb(refs: Refs, powers: tuple[float, ...], lanes: Any, block: Array, voc
     state = {name: ref[:, lanes] for name, ref in refs.state.items()}
     places = range(0, columns, 8)
     has_bias = refs.bias is not None
-    pieces = [jnp.where(count > k, common.without_infinities(z[k : k + 8, :], has_bias), FLOOR) for k in places]
+    slices = [common.without_infinities(z[k : k + 8, :], has_bias) for k in places]
+    pieces = [jnp.where(count > k, x, FLOOR) for k, x in zip(places, slices, strict=True)]
     new = with_best(state, pieces, places, start)
     if "target" in state:
         target = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32) - sublane - start
