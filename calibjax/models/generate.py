@@ -192,14 +192,12 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     if program.samples > 1:
         row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.samples)).ravel()
 
-    def run(tokens: Array, segment_ids: Array, caches: _Caches = (None, None)) -> tuple[Array, Array, _Caches]:
+    def run(tokens: Array, segments: Array, caches: _Caches = (None, None)) -> tuple[Array, Array, _Caches]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
         cache, head_cache = caches
-        hidden, cache = decoder.extend(
-            config, frozen.params, tokens, cache, segment_ids=segment_ids, dtype=program.dtype
-        )
+        hidden, cache = decoder.extend(config, frozen.params, tokens, cache, segment_ids=segments, dtype=program.dtype)
         log_scale, head_cache = extend_log_scale(
-            config, head, inputs.head, frozen, hidden, segment_ids, head_cache, dtype=program.dtype
+            config, head, inputs.head, frozen, hidden, segments, head_cache, dtype=program.dtype
         )
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
         return logits, log_scale[:, -1], (cache, head_cache)
@@ -381,7 +379,9 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     with contextlib.suppress(ValueError):  # rows of different lengths
         array = np.asarray(values)
     whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
-    if not whole or (array.size and max(int(array.max()), -int(array.min())) > INT_MAX):
+    if whole and array.size:
+        whole = max(int(array.max()), -int(array.min())) <= INT_MAX
+    if not whole:
         raise UserError(f"{name}: expected a list of whole numbers of at most {INT_MAX}, got {str(values)[:60]}.")
     return array.tolist()
 

@@ -490,7 +490,8 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
     file = read_gguf(path)
     name = file.metadata["general.architecture"]
     architecture, family = ARCHITECTURES[name], FAMILIES[config.family]
-    known = get_tensor_name_map(next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == name), 1)
+    number = next(arch for arch, text in MODEL_ARCH_NAMES.items() if text == name)
+    known = get_tensor_name_map(number, 1)
     ignored = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
     left = {name: tensor for name, tensor in file.tensors.items() if name not in ignored}
     entries = []

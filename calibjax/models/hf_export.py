@@ -106,7 +106,9 @@ def settings_files(source: Path) -> list[Path]:
         allowed.append(repository / "blobs")
     for file in files:
         target = Path(os.path.realpath(file))
-        if not any(target.is_relative_to(place) for place in allowed) or (file.is_symlink() and not target.is_file()):
+        is_inside = any(target.is_relative_to(place) for place in allowed)
+        leads_nowhere = file.is_symlink() and not target.is_file()
+        if not is_inside or leads_nowhere:
             raise UserError(
                 f"{file} is a symbolic link to {target}: expected a file in {folder}. Copy the file there or remove "
                 "the link."

@@ -363,7 +363,8 @@ class _Parameter:
         places = {None: ()} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
         self._places = {device: _bounds(index or (), shape) for device, index in places.items()}
         self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
-        self._shards = {key: _aligned([b - a for a, b in key], self._bits) for key in set(self._places.values())}
+        shapes = {key: [end - start for start, end in key] for key in self._places.values()}
+        self._shards = {key: _aligned(of_shard, self._bits) for key, of_shard in shapes.items()}
 
     def overlaps(self, chunk: _Chunk) -> Iterator[tuple[np.ndarray, Index]]:
         """Yields the part of each shard that a chunk fills, and the index of these values in the chunk."""

@@ -133,7 +133,8 @@ def _find_weights(folder: Path) -> list[Path]:
             "can run arbitrary code. If you trust them, convert them once with PyTorch and transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')."
         )
-    hint = next((f" Give the GGUF file itself: {file}." for file in sorted(folder.glob("*.gguf"))), "")
+    files = sorted(folder.glob("*.gguf"))
+    hint = f" Give the GGUF file itself: {files[0]}." if files else ""
     raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.{hint}")
 
 

@@ -40,7 +40,8 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
             )
         return functools.cache(lambda: gguf_tokenizer(folder))
     # If transformers has no tokenizer class for the family, the class that the files name is remote code.
-    if not any((folder / name).is_file() for name in (_FILES if FAMILIES[config.family].native else _FILES[:1])):
+    needed = _FILES if FAMILIES[config.family].native else _FILES[:1]
+    if not any((folder / name).is_file() for name in needed):
         return None
     get_tokenizer = functools.cache(lambda: _read(folder, config))
     if not (folder / _FILES[0]).is_file():
@@ -148,7 +149,8 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     ]
     tokenizer.add_tokens(added)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}
+    found = {ours: _special(file, tokens, name) for ours, name in names.items()}
+    special = {ours: token for ours, token in found.items() if token is not None}
     has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _WITH_BOS
     adds_bos = file.get(f"{_PREFIX}add_bos_token", bool, has_bos) and "bos_token" in special
     adds_eos = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
@@ -223,10 +225,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary]
         merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    unknown = _special(file, tokens, "unknown", 0)
-    tokenizer = Tokenizer(
-        _bpe(file, models.BPE, vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True)
-    )
+    unk = _special(file, tokens, "unknown", 0)
+    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=True, unk_token=unk, byte_fallback=True))
     has_prefix = file.get(f"{_PREFIX}add_space_prefix", bool, True)
     steps = [normalizers.Prepend("\u2581")] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])

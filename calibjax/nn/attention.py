@@ -125,9 +125,7 @@ def attend_by_blocks(
     if time == 1:
         return attend_by_products(query, past, mask, **options)
     groups = query.shape[2] // past[0][0].shape[1]
-    *earlier, (keys, values) = [
-        (jnp.repeat(key, groups, axis=1), jnp.repeat(value, groups, axis=1)) for key, value in past
-    ]
+    *earlier, (keys, values) = [(jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)) for k, v in past]
     columns = keys.shape[2]
     first = mask.shape[-1] - columns  # of the last part
 
@@ -175,7 +173,8 @@ def attend_by_products(
         x = x.reshape(rows, shared, batch // rows, heads // shared * time, columns)
         return jnp.moveaxis(x, 1, 2).reshape(batch, heads, time, columns)
 
-    parts = [ungroup_heads(product(group_heads(query, key), jnp.swapaxes(key, -1, -2))) for key, _ in past]
+    products = [product(group_heads(query, key), jnp.swapaxes(key, -1, -2)) for key, _ in past]
+    parts = [ungroup_heads(x) for x in products]
     logits = jnp.concatenate(parts, axis=-1) * scale
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
@@ -192,7 +191,8 @@ def attend_by_products(
     ends = np.cumsum([part.shape[-1] for part in parts])
     split = jnp.split(weights.astype(dtype), ends[:-1], axis=-1)
     pairs = zip(split, past, strict=True)
-    mixed = sum(ungroup_heads(product(group_heads(part, value), value)) for part, (_, value) in pairs)
+    products = [product(group_heads(part, value), value) for part, (_, value) in pairs]
+    mixed = sum(map(ungroup_heads, products))
     # Normalised after the product: a pass over [T, H] instead of [T, T], forward and backward.
     return jnp.moveaxis((mixed / total).astype(dtype), 2, 1)
 

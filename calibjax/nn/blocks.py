@@ -223,8 +223,8 @@ def _scale_yarn(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    # 1e-3 makes the passage a step if low equals high.
-    stretch = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
+    passage = (high - low) or 1e-3  # a step if low equals high
+    stretch = np.clip((np.arange(len(frequencies)) - low) / passage, 0.0, 1.0)
     return (1 - stretch) * frequencies + stretch * frequencies / rope.factor
 
 

@@ -51,9 +51,7 @@ def full_cache(new: KeysValues, segment_ids: Int[Array, "B T"]) -> Cache:
 
 def reserve(cache: Cache, segment_ids: Int[Array, "B T"]) -> tuple[Cache, Int[Array, "B T"]]:
     """Stores the segment ids of the next T tokens; returns the cache and the tokens' positions in their segments."""
-    segments = jax.lax.dynamic_update_slice_in_dim(
-        cache.segment_ids, segment_ids.astype(jnp.int32), cache.length, axis=1
-    )
+    segments = jax.lax.dynamic_update_slice_in_dim(cache.segment_ids, segment_ids.astype(jnp.int32), cache.length, 1)
     positions = jax.lax.dynamic_slice_in_dim(segment_positions(segments), cache.length, segment_ids.shape[1], axis=1)
     return cache._replace(segment_ids=segments), positions
 

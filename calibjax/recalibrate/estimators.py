@@ -130,7 +130,8 @@ class Estimator:
         values = as_array(X)
         if first == "confidence" and values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
-        return Predictions(**{first: values, **{name: as_array(value) for name, value in fields.items()}})
+        further = {name: as_array(value) for name, value in fields.items()}
+        return Predictions(**{first: values}, **further)
 
 
 def _estimator(name: str, method: str) -> type[Estimator]:

@@ -14,15 +14,13 @@ from calibjax.recalibrate.contract import Method
 
 _CLASSES, _BINARY = ("logits", "labels"), ("confidence", "correct")
 _MAX_DENSE = 1024  # classes of the methods with a K by K matrix: L-BFGS keeps 40 vectors of K² numbers
-_MAX_REGRESSIONS = 4096  # classes of one-vs-rest Platt scaling, each a logistic regression of its own
+_MAX_FITS = 4096  # classes of one-vs-rest Platt scaling, each a logistic regression of its own
 
 METHODS: dict[str, Method] = {
     "temperature": Method(temperature.fit, temperature.apply, _CLASSES, keeps_argmax=True),
     "ensemble_temperature": Method(temperature.fit_ensemble, temperature.apply_ensemble, _CLASSES, keeps_argmax=True),
     "vector": Method(affine.fit_vector, affine.apply_vector, _CLASSES),
-    "one_vs_rest_platt": Method(
-        affine.fit_one_vs_rest, affine.apply_one_vs_rest, _CLASSES, max_classes=_MAX_REGRESSIONS
-    ),
+    "one_vs_rest_platt": Method(affine.fit_one_vs_rest, affine.apply_one_vs_rest, _CLASSES, max_classes=_MAX_FITS),
     "matrix": Method(affine.fit_matrix, affine.apply_matrix, _CLASSES, max_classes=_MAX_DENSE),
     "structured_matrix": Method(affine.fit_structured, affine.apply_structured, _CLASSES, max_classes=_MAX_DENSE),
     "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),

@@ -58,7 +58,8 @@ class Recalibrator(NamedTuple):
             select(reads._replace(confidence=np.where(is_rounding, clipped, confidence)), ("confidence",))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
-        rows = {name: np.asarray(getattr(reads, name)) for name in self.method.apply_reads if name != "unembedding"}
+        divided = [name for name in self.method.apply_reads if name != "unembedding"]
+        rows = {name: np.asarray(getattr(reads, name)) for name in divided}
         count = len(next(iter(rows.values())))
         if not count:
             return np.asarray(_apply(self.method, self.state, reads))

@@ -82,8 +82,8 @@ def _is_local(array: Any) -> bool:
 
 def _part_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the parts of an array; there are no parts if an axis has length 0."""
-    first_cut = len(shape) - 2
-    return tuple(max(n // math.gcd(n, 16) if axis >= first_cut else n, 1) for axis, n in enumerate(shape))
+    cuts = [math.gcd(n, 16) if axis >= len(shape) - 2 else 1 for axis, n in enumerate(shape)]
+    return tuple(max(n // cut, 1) for n, cut in zip(shape, cuts, strict=True))
 
 
 def _in_whole_parts(array: Any) -> bool:

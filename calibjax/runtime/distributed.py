@@ -125,9 +125,11 @@ def _gathered(x: jax.Array) -> np.ndarray:
         return multihost_utils.process_allgather(x, tiled=True)
     mesh = x.sharding.mesh
     process = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    within = {name for axis, name in enumerate(mesh.axis_names) if (process == process.take([0], axis)).all()}
+    is_same = [(process == process.take([0], axis)).all() for axis in range(process.ndim)]
+    within = {name for name, same in zip(mesh.axis_names, is_same, strict=True) if same}
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in x.sharding.spec]
-    spec = PartitionSpec(*(tuple(name for name in names if name in within) for names in named))
+    kept = [tuple(name for name in names if name in within) for names in named]
+    spec = PartitionSpec(*kept)
     parts = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
     whole = np.empty(x.shape, x.dtype)
     for part in parts.addressable_shards:

@@ -157,7 +157,8 @@ def _length(computations: dict[str, _Computation], loop: _Instruction, around: _
         return None
     if index not in [_number(body, name, "get-tuple-element") for name in advance.operands]:
         return None
-    steps = [n for name in advance.operands if (n := _number(body, name, "constant")) is not None]
+    numbers = [_number(body, name, "constant") for name in advance.operands]
+    steps = [n for n in numbers if n is not None]
     first = around.get(loop.operands[0])
     start = _number(around, first.operands[index], "constant") if first and first.opcode == "tuple" else None
     return -(-(end - (start or 0)) // steps[0]) if steps else None

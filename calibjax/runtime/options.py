@@ -165,7 +165,8 @@ def _expected_text(value: Any, *, is_name: bool = True, separator: str = "/") ->
         return "a name, which is not empty"
     if any(unicodedata.category(character) == "Cc" for character in text):
         return "a name without control characters"
-    if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in re.split(separator, text)):
+    longest = max(len(part.encode()) for part in re.split(separator, text))
+    if len(text.encode()) > 4095 or longest > 255:
         return "a name of at most 255 bytes, or a path of such names"
     return None
 

@@ -73,7 +73,8 @@ class _Calibration:
         rows = weight[(tokens[here] - start).to(weight.device)].to(torch.float32).cpu()
         expected = self._export.probe["unembedding"][here]
         limit = 1e-6 if weight.dtype == torch.float32 else 1e-2
-        if len(rows) and not float((rows - expected).norm()) <= limit * float(expected.norm()):
+        distance, size = float((rows - expected).norm()), float(expected.norm())
+        if len(rows) and not distance <= limit * size:  # NaN is refused too
             raise HeadError("this head was fitted on another base model: the unembedding differs. Fit one for this.")
         self._covariance = self._export.covariance(weight[: stop - start], bias)
         self._head.to(hidden.device)

@@ -34,7 +34,7 @@ from calibjax.train.curves import TokenCurves, curves_of, features_of, token_cur
 from calibjax.train.loop import train
 from calibjax.train.options import AtsOptions, AtsPlan, Trial, make_plan
 from calibjax.train.solve import Design, fit_token_temperature, head_params, make_design, predict, solve
-from calibjax.train.step import OptimizerConfig, TrainStep, create_state, make_train_step
+from calibjax.train.step import Batch, OptimizerConfig, TrainStep, create_state, make_train_step
 
 _MIN_RELATIVE_GAIN = 0.02  # a decay that adds less than 2% to the gain over temperature scaling is the last one tried
 
@@ -278,11 +278,8 @@ class _Fitting:
             if not candidate.is_solved and self.scores and not self._is_promising(candidate):
                 continue
             scored = self._score_once(candidate)
-            if previous is not None:
-                improvement = scored.gain(previous)
-                gain_so_far = previous.gain(self.baseline)
-                if improvement < _MIN_RELATIVE_GAIN * gain_so_far:
-                    break
+            if previous is not None and scored.gain(previous) < _MIN_RELATIVE_GAIN * previous.gain(self.baseline):
+                break
             previous = scored
 
     def _score_once(self, candidate: Candidate) -> CandidateScore:
@@ -416,9 +413,7 @@ class AtsObjective:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _log_scale(
-    head: HeadConfig, scales: tuple[float, ...], params: Any, batch: Mapping[str, Array]
-) -> Float[Array, "B T"]:
+def _log_scale(head: HeadConfig, scales: tuple[float, ...], params: Any, batch: Batch) -> Float[Array, "B T"]:
     features = features_of(head, batch, scales)
     apply = head.build().apply
     return jnp.asarray(apply({"params": params}, features, where=batch["where"], segment_ids=batch["segment_ids"]))

@@ -72,10 +72,8 @@ class Checkpoints:
                 continue
             if (stored := items["run"]) != self._run:
                 changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
-                different = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
-                other = (
-                    f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(different)})"
-                )
+                names = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
+                other = f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(names)})"
                 raise UserError(f"{other}. Choose another output directory, or remove this one.")
             try:
                 restored = together(functools.partial(self._read_state, step, state, items["checksums"]["arrays"]))
@@ -103,7 +101,8 @@ class Checkpoints:
         except Exception as error:  # Orbax raises bare Exception for damaged files
             raise UserError(f"{', '.join(names)}: cannot be read: {first_line(error)}") from error
         expected = values["checksums"]["jsons"]
-        if different := [name for name in ("data", "run") if json_digest(values[name]) != expected[name]]:
+        different = [name for name in ("data", "run") if json_digest(values[name]) != expected[name]]
+        if different:
             raise UserError(f"the checksum of {', '.join(different)} differs")
         return values
 

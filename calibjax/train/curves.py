@@ -99,7 +99,8 @@ def features_of(head: HeadConfig, arrays: Mapping[str, Any], scales: tuple[float
     """What the head reads, from the arrays of a batch, or of `TokenCurves.flat`; float32."""
     if "features" not in HEADS[head.kind].options:
         return jnp.zeros((*arrays["valid"].shape, 1), jnp.float32)
-    parts = {name: arrays[key] for name in head.features if (key := _stored_as(head, name))}
+    stored = {name: _stored_as(head, name) for name in head.features}
+    parts = {name: arrays[key] for name, key in stored.items() if key}
     stats = curves_of(arrays, scales).at(1.0) if len(parts) < len(head.features) else None
     return join_features(head.features, parts, stats)
 
@@ -116,8 +117,9 @@ def _stored_as(head: HeadConfig, feature: str) -> str | None:
 
 def stored_features(heads: Sequence[HeadConfig]) -> tuple[str, ...]:
     """The names of the arrays that hold features of these heads."""
-    pairs = ((head, name) for head in heads for name in head.features if "features" in HEADS[head.kind].options)
-    return tuple(sorted({key for head, name in pairs if (key := _stored_as(head, name))}))
+    reading = [head for head in heads if "features" in HEADS[head.kind].options]
+    keys = {_stored_as(head, name) for head in reading for name in head.features}
+    return tuple(sorted(key for key in keys if key))
 
 
 def token_curves(

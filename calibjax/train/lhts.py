@@ -86,7 +86,8 @@ class LhtsOptions(TuningOptions):
 
     def check(self, mesh: Mesh) -> None:
         super().check(mesh)
-        if len({f"{temperature:g}" for temperature in self.temperatures}) < max(len(self.temperatures), 1):
+        distinct = {f"{temperature:g}" for temperature in self.temperatures}
+        if not distinct or len(distinct) < len(self.temperatures):
             raise UserError("temperatures: expected at least one, and each once.")
 
     @classmethod
@@ -102,7 +103,8 @@ class LhtsOptions(TuningOptions):
     def objective(self) -> Horizon:
         """The objective of the mode, with the given options replaced."""
         values = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
-        return dataclasses.replace(MODES[self.mode], **{name: x for name, x in values.items() if x is not None})
+        given = {name: x for name, x in values.items() if x is not None}
+        return dataclasses.replace(MODES[self.mode], **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

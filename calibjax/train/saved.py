@@ -98,7 +98,8 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
         check_log_factor(log_factor)
         abstract = jax.eval_shape(config.init, jax.random.key(0))
-        if (count := sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))) > _MOST_PARAMETERS:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
+        if count > _MOST_PARAMETERS:
             raise ValueError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}")
         if lm is not None:
             check_fingerprint(lm, fingerprint)
