@@ -49,12 +49,12 @@ def debiased(c, y, index):
     return max(square, 0.0) ** 0.5
 
 
-def smoothed(c, y, bandwidth, nodes=4000):
+def smoothed(c, y, bandwidth):
     """∫ |residual density| by the cosine series of the points themselves."""
     k = np.arange(1, int(8 / (np.pi * bandwidth)) + 2)
     decay = np.exp(-((np.pi * k * bandwidth) ** 2) / 2)
     waves = (np.cos(np.pi * np.outer(k, c)) @ (c - y)) / len(c) * decay
-    t = np.linspace(0, 1, nodes + 1)
+    t = np.linspace(0, 1, 4000 + 1)
     return np.trapezoid(np.abs((c - y).mean() + 2 * np.cos(np.pi * np.outer(t, k)) @ waves), t)
 
 
@@ -93,8 +93,8 @@ def log_loss(c, y):
     return -(right + wrong).mean()
 
 
-def local(c, y, x, bandwidth, bins=15):
-    index = bins_of(c, bins)
+def local(c, y, x, bandwidth):
+    index = bins_of(c, 15)
     kernel = np.exp(-np.abs(x[:, None, :] - x[None, :, :]).mean(axis=-1) / bandwidth)
     kernel *= index[:, None] == index[None, :]
     return np.abs(kernel @ (c - y)) / kernel.sum(axis=1)

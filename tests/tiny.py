@@ -115,9 +115,9 @@ def make_sequences(count=40, *, vocab_size=VOCAB, length=LENGTH, seed=0) -> Sequ
     return as_sequences(tokens)
 
 
-def ragged(sequences: Sequences, seed=0) -> Sequences:
+def ragged(sequences: Sequences) -> Sequences:
     """The same sequences as packing leaves them: two segments, padding at the end, and targets that do not count."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     count, length = sequences.tokens.shape
     column = np.arange(length, dtype=np.int32)
     ends = rng.integers(length // 2, length + 1, (count, 1))
@@ -137,7 +137,7 @@ def ragged(sequences: Sequences, seed=0) -> Sequences:
     )
 
 
-def answered(lm: LanguageModel, sequences: Sequences, seed=0, scales=(0.2, 0.8)) -> Sequences:
+def answered(lm: LanguageModel, sequences: Sequences, scales=(0.2, 0.8)) -> Sequences:
     """The sequences with targets drawn from the model's own distribution, but flatter than the model believes it.
 
     The true scale of each token is one of two, and its hidden state determines which: what a head has to find.
@@ -145,7 +145,7 @@ def answered(lm: LanguageModel, sequences: Sequences, seed=0, scales=(0.2, 0.8))
     hidden = lm.hidden_states(sequences)
     scale = np.where(np.asarray(hidden, np.float64)[..., 0] > 0, *scales)
     q = np.exp(dense_log_probs(lm, sequences, np.log(scale))).cumsum(axis=-1)
-    drawn = (q < np.random.default_rng(seed).random(scale.shape)[..., None]).sum(axis=-1)
+    drawn = (q < np.random.default_rng(0).random(scale.shape)[..., None]).sum(axis=-1)
     targets = np.minimum(drawn, lm.config.vocab_size - 1).astype(np.int32)
     return sequences._replace(targets=np.where(sequences.segment_ids > 0, targets, 0).astype(np.int32))
 
@@ -218,7 +218,7 @@ def write_tokenizer(folder: Path, words: list[str]) -> None:
     fast.save_pretrained(folder)
 
 
-def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
+def write_text(file: Path, rows=60, words=24, seed=0) -> Path:
     """JSON lines of words; which word follows depends on the last one, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     lines = []
@@ -226,7 +226,7 @@ def write_text(file: Path, rows=60, words=24, seed=0, column="text") -> Path:
         row = [int(rng.integers(40))]
         while len(row) < words:
             row.append(int((row[-1] * 7 + rng.integers(3)) % 40))
-        lines.append(json.dumps({column: " ".join(WORDS[i] for i in row)}))
+        lines.append(json.dumps({"text": " ".join(WORDS[i] for i in row)}))
     file.write_text("\n".join(lines) + "\n")
     return file
 

@@ -227,11 +227,11 @@ def test_phase_of_correction():
     assert (growing.peak, growing.found) == (4, False)
 
 
-def drawn_layers(rng, gaps, noise=0.15, groups=80, tokens=10):
+def drawn_layers(rng, gaps, groups=80, tokens=10):
     """Sums of layers with equal answers: each has a confidence too high by its gap, and noise of its own."""
     p = np.clip(rng.uniform(0.3, 0.6, (groups, 1)) + rng.normal(0, 0.05, (groups, tokens)), 0, 1).ravel()
     right, group = (rng.random(p.size) < p).astype(np.float32), np.repeat(np.arange(groups), tokens)
-    noisy = (np.clip(p + gap + rng.normal(0, noise, p.size), 0, 1).astype(np.float32) for gap in gaps)
+    noisy = (np.clip(p + gap + rng.normal(0, 0.15, p.size), 0, 1).astype(np.float32) for gap in gaps)
     return [metrics.pooled_sums(confidence, right, groups=group) for confidence in noisy]
 
 

@@ -14,10 +14,10 @@ from calibjax.models import load_model
 from calibjax.models.generate import log_probs
 
 
-def write_analogies(file, count=30):
+def write_analogies(file):
     """Two categories; the fourth word is the third's successor, or its successor's."""
     rows = []
-    for i in range(count):
+    for i in range(30):
         step = 1 + i % 2
         numbers = (i % 40, (i + step) % 40, (3 * i + 5) % 40, (3 * i + 5 + step) % 40)
         rows.append({"category": f"step {step}"} | dict(zip("abcd", (WORDS[n] for n in numbers), strict=True)))

@@ -100,12 +100,12 @@ def test_the_entry_is_named(documents, tmp_path):
         print_report(document)
 
 
-def compared(log_losses, unconverged=(), reference="temperature", **against):
+def compared(log_losses, unconverged=(), **against):
     rows = {
         name: {"log_loss": value, "against": {"log_loss": against[name]} if name in against else {}}
         for name, value in log_losses.items()
     }
-    return {"methods": rows, "reference": reference, "sort": "ece", "not_converged": list(unconverged)}
+    return {"methods": rows, "reference": "temperature", "sort": "ece", "not_converged": list(unconverged)}
 
 
 def difference(value, noise, p=0.01):

@@ -34,10 +34,10 @@ def the_heads():
     }
 
 
-def requests(seed=0, count=40, shortest=25, longest=45):
+def requests(seed=0, count=40):
     """Most are read 32 tokens wide; half of them lose their start."""
     rng = np.random.default_rng(seed)
-    lengths = zip(rng.integers(shortest, longest, count), rng.integers(1, 6, count), strict=True)
+    lengths = zip(rng.integers(25, 45, count), rng.integers(1, 6, count), strict=True)
     drawn = [Continuation(*(rng.integers(0, VOCAB, n).tolist() for n in pair)) for pair in lengths]
     shared = drawn[0].context
     questions = [[*drawn[1].context[:14], *rng.integers(0, VOCAB, 4).tolist()] for _ in range(5)]  # after one beginning

@@ -151,12 +151,12 @@ def test_intervals_of_means(figures):
         assert max(abs(ends["low"] - oracle.low), abs(ends["high"] - oracle.high)) < 0.1 * width
 
 
-def worse(document, name="temperature", against=None, *, ece=0.99, nll=0.99):
+def worse(document, against=None, *, ece=0.99, nll=0.99):
     """The document with ATS's figures set from another row's, times a factor, and these tested differences."""
     changed = copy.deepcopy(document)
     for row in changed["held_out"]["methods"].values():
         row.update(against={}, against_uncalibrated={})
-    ats, other = changed["held_out"]["methods"]["ats"], changed["held_out"]["methods"][name]
+    ats, other = changed["held_out"]["methods"]["ats"], changed["held_out"]["methods"]["temperature"]
     ats["nll"], ats["ece"]["value"] = other["nll"] * nll, other["ece"]["value"] * ece
     if against is not None:
         ats["against"] = dict(zip(("ece", "nll"), against, strict=True))

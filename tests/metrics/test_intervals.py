@@ -28,19 +28,19 @@ def sums_of(confidence, correct, bins=BINS):
     return CalibrationSums(count, of_c, of_y, of_y, np.zeros((groups, 4)), zero, zero)
 
 
-def made(rng, ece, tokens=1, points=POINTS):
+def made(rng, ece, tokens=1):
     """Uniform confidence c, right with probability c (1 − 2 ECE): the gap of every bin is above 0, their sum the ECE.
 
     The tokens of a sequence are more or less often right together.
     """
-    c = rng.uniform(size=(points // tokens, tokens))
+    c = rng.uniform(size=(POINTS // tokens, tokens))
     factor = 1 + (0.8 * rng.choice([-1, 1], size=(len(c), 1)) * (1 - c) if tokens > 1 else 0)
     return c, rng.uniform(size=c.shape) < c * (1 - 2 * ece) * factor
 
 
-def least(coverage=0.95):
+def least():
     """Fewer of `DRAWS` intervals hold the truth once in ten thousand times, if their coverage is this."""
-    return binom.ppf(1e-4, DRAWS, coverage)
+    return binom.ppf(1e-4, DRAWS, 0.95)
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -49,9 +49,9 @@ def segments(length=TIME):
     return np.stack([np.ones(length), packed, index >= 130]).astype(np.int32)
 
 
-def numbers(heads=4, kv_heads=2, width=16):
+def numbers(heads=4, kv_heads=2):
     random = np.random.default_rng(0)
-    shapes = [(3, TIME, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(3, TIME, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 

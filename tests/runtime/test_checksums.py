@@ -118,7 +118,7 @@ def outcomes_of(directory, load, **options):
     return outcomes
 
 
-def flip_head(folder, count, seed=1):
+def flip_head(folder, count):
     config = HeadConfig(hidden_size=16, kind="mlp")
     params = jax.jit(config.init)(jax.random.key(0, impl="rbg"))
     save_head(folder / "head", FittedHead(config, params, "ab" * 32, log_factor=1 / 3), notes={"a": 1})
@@ -127,10 +127,10 @@ def flip_head(folder, count, seed=1):
         head = load_head(folder / "head")
         return bits(head.params), head.config, head.log_factor, head.fingerprint
 
-    return outcomes_of(folder / "head", load, count=count, seed=seed)
+    return outcomes_of(folder / "head", load, count=count, seed=1)
 
 
-def flip_model(folder, count, seed=2):
+def flip_model(folder, count):
     write_model(folder / "source")
     save_checkpoint(folder / "model", load_model(folder / "source"), dtype="float32")
 
@@ -138,10 +138,10 @@ def flip_model(folder, count, seed=2):
         lm = load_model(folder / "model")
         return bits(lm.params), lm.config, lm.fingerprint
 
-    return outcomes_of(folder / "model", load, count=count, seed=seed)
+    return outcomes_of(folder / "model", load, count=count, seed=2)
 
 
-def flip_training_checkpoint(folder, count, seed=3):
+def flip_training_checkpoint(folder, count):
     """Of the newer of two steps: that one is found damaged and the one before is read, or it is read as it was."""
     run, optimizer, directory = {"rate": 0.1}, OptimizerConfig().build(9), folder / "checkpoints"
     params = {"w": RNG.normal(size=(8, 6)).astype(np.float32), "b": np.ones(6, np.float32)}
@@ -167,7 +167,7 @@ def flip_training_checkpoint(folder, count, seed=3):
         shutil.copytree(folder / "copy", directory)
         raise UserError(f"{directory / '4'}: found damaged")
 
-    return outcomes_of(directory / "4", load, count=count, seed=seed)
+    return outcomes_of(directory / "4", load, count=count, seed=3)
 
 
 @pytest.mark.parametrize(("flip", "count"), [(flip_head, 14), (flip_model, 1), (flip_training_checkpoint, 4)])

@@ -35,9 +35,9 @@ def abstract_adapters(lm, lora):
     return jax.eval_shape(lambda key: decoder.init_adapters(lm.config, lora, key), jax.random.key(0))
 
 
-def random_adapters(lm, lora=LORA):
+def random_adapters(lm):
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract_adapters(lm, lora))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract_adapters(lm, LORA))
 
 
 def dense(objective, params, batch):
