@@ -246,7 +246,7 @@ TABLE = {
         ("others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
         ('"confidence": math.exp(total', '"confidence": math.exp(total / 1.5', "data/test_table.py -k server-chat"),
         ('if item["rank"] <= len(listed)', 'if item["rank"]', "data/test_table.py -k unlikely"),
-        ("choice.text.strip() in after", "place == 0", "data/test_table.py -k reasoning"),
+        ("after.lstrip().startswith(text)", "place == 0", "data/test_table.py -k reasoning"),
         ("not _LEAST < value", "not _LEAST <= value", "data/test_table.py -k sentinel"),
     ],
     "data/formats.py": [

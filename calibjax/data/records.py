@@ -184,12 +184,12 @@ def _known(value: float | None, place: int) -> float:
 
 def _reasoning_tokens(choice: _Choice) -> int:
     """The number of tokens before the answer, if the server counts those of the reasoning."""
-    if not choice.reasoning or not choice.text:
+    if not choice.reasoning:
         return 0
-    after = ""
+    after, text = "", (choice.text or "").strip()
     for place in reversed(range(len(choice.tokens))):
         after = choice.tokens[place] + after
-        if choice.text.strip() in after:
+        if text and after.lstrip().startswith(text):
             return place
     raise UserError("the tokens do not hold the answer, so its tokens cannot be told from those of the reasoning.")
 
