@@ -128,9 +128,9 @@ class TaskQuestions:
         subject = str(task.config.task_alias or part) if len(self.task.parts) > 1 else ""
         # Written answers take long: few at a time, so that progress shows and little is lost where a run is killed.
         size = BATCH if task.OUTPUT_TYPE == "multiple_choice" else min(lm.scorer.batch_size, BATCH)
+        task.set_fewshot_seed(self.context.seed)  # once: examples are drawn by a question's place, not by its batch
         for start in range(0, len(numbers), size):
             chosen = list(numbers[start : start + size])
-            task.set_fewshot_seed(self.context.seed)
             documents = [source[number] for number in chosen]
             prompts = [lm.prompt(task, document, self.shots(task)) for document in documents]
             check_same([str(len(chosen)), *prompts], f"the questions of {task.config.task}")
