@@ -141,13 +141,17 @@ def test_probes(run, material, monkeypatch):
 
 
 def test_samples_belong_to_their_question(run, tmp_path):
-    """The same samples where other questions are asked beside it."""
-    few = dataclasses.replace(run[0], limit=6, out=tmp_path / "few", further_confidences=("consistency",))
+    """The same samples where other questions are asked beside it, also in a run that resumes with other batches."""
+    few = dataclasses.replace(run[0], limit=12, out=tmp_path / "few", further_confidences=("consistency",))
     eval_tasks.run(few, log=lambda _: None)
     all_rows = {row["question"]: row for row in table_of(run)}
     rows = table_of((few,))
-    assert len(rows) == 6
+    assert len(rows) == 12
     assert [row["consistency"] for row in rows] == [all_rows[row["question"]]["consistency"] for row in rows]
+    for file in (few.out / "answers").glob("*.*"):
+        file.unlink()
+    eval_tasks.run(dataclasses.replace(few, batch_size=8), log=lambda _: None)
+    assert [row["consistency"] for row in table_of((few,))] == [row["consistency"] for row in rows]
 
 
 def test_the_table_can_be_decided_and_compared(run):

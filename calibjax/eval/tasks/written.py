@@ -169,7 +169,8 @@ class WrittenAnswers:
 
         file = None
         if directory is not None and batch.numbers:
-            file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{batch.numbers[0]}.json"
+            asked = f"{batch.numbers[0]}-{len(batch.numbers)}"  # a run that resumes may have other batches
+            file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{asked}.json"
         read = functools.partial(read_samples, questions=len(batch.numbers), count=count)
         return resumed(file, read, draw, lambda samples: {"samples": samples})
 
