@@ -97,6 +97,9 @@ def test_from_python(material, run, tmp_path):
     mine, of_command = (x["tasks"]["arc_easy"]["methods"]["uncalibrated"] for x in (document, run[1]))
     assert mine["ece"]["value"] == pytest.approx(of_command["ece"]["value"], rel=1e-6)  # other rows share a step
     assert (tmp_path / "some/new/answers").is_dir()
+    fewer = dataclasses.replace(options, batch_size=4, limit=2)
+    with pytest.raises(UserError, match=r"some/new: its answers are of .*, or of other options"):
+        evaluate_tasks(lm, ["arc_easy"], options=fewer, context=context)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import check_options
+from calibjax.runtime.options import check_options, options_identity
 
 if TYPE_CHECKING:
     from calibjax.eval.tasks.harness import Chat
@@ -74,7 +74,7 @@ def evaluate_tasks(
         The contents of metrics.json: "held_out", all tasks together, and "tasks", each by its name.
 
     Raises:
-        UserError: lm-eval is not installed, no such task, or options that do not fit.
+        UserError: lm-eval is not installed, no such task, options that do not fit, or a directory of another run.
 
     Example:
         >>> import calibjax
@@ -99,7 +99,8 @@ def evaluate_tasks(
         compared["temperature"] = FittedHead.constant(lm)  # a factor of the options, not of the tokens
     heads = {**compared, **heads}
     if context.directory is not None:
-        claim_answers(context.directory, lm, heads)
+        asked = {**options_identity(options), "seed": context.seed, "chat": chat and list(chat)}
+        claim_answers(context.directory, lm, heads, asked)
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
     )
