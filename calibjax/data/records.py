@@ -39,7 +39,10 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
-        for number, (place, row) in enumerate(rows.placed()):
+        for number, (place, row) in enumerate(rows.every()):
+            if isinstance(row, UserError):
+                yield place, row
+                continue
             try:
                 flat = flatten(row)
                 if flatten is _options:
@@ -74,18 +77,20 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
             raise UserError(f"{truth.name}: {name} {key} is there twice; expected one row for each.")
         known[key] = row
 
+    def joined(place: str, row: Row, number: int) -> Row | UserError:
+        key = str(number if name is None else row.get(name, _body(row).get(name)))
+        more = {column: value for column, value in known.get(key, {}).items() if column != name}
+        both = more.keys() & row.keys()
+        if not more:
+            return UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
+        if both:
+            return UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
+        return {**row, **more}
+
     def read() -> Iterator[Placed]:
         count = 0
-        for count, (place, row) in enumerate(rows.placed(), 1):
-            key = str(count - 1 if name is None else row.get(name, _body(row).get(name)))
-            more = {column: value for column, value in known.get(key, {}).items() if column != name}
-            both = more.keys() & row.keys()
-            result: Row | UserError = {**row, **more}
-            if not more:
-                result = UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
-            elif both:
-                result = UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
-            yield place, result
+        for count, (place, row) in enumerate(rows.every(), 1):
+            yield place, row if isinstance(row, UserError) else joined(place, row, count - 1)
         if name is None and count != len(known):
             raise UserError(f"{truth.name}: expected {count:,} rows, as in {rows.name}, got {len(known):,}.")
 

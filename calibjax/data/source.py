@@ -33,9 +33,13 @@ class Rows(Iterable[Row]):
     documents: bool = False  # each row is a whole text file, which continues from sequence to sequence
     skip_broken: bool = False  # rows that cannot be read are left out, instead of raising their error
 
+    def every(self) -> Iterator[Placed]:
+        """Each row, or what is wrong with it, with its place."""
+        return self.data() if callable(self.data) else _numbered(self.data)
+
     def placed(self, skipped: "Skipped | None" = None) -> Iterator[tuple[str, Row]]:
         """Yields each row with its place; counts those that are left out. Raises `UserError` for damaged data."""
-        for place, row in self.data() if callable(self.data) else _numbered(self.data):
+        for place, row in self.every():
             if not isinstance(row, UserError):
                 yield place, row
             elif not self.skip_broken:
