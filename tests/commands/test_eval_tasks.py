@@ -324,8 +324,24 @@ def test_judges():
     assert string_match("", "a", ["the", ""]) == string_match("", "", ["", "the"]) == 0
     assert find_judge("calibjax.eval.answers.judges:string_match") is string_match
     assert references({"answer": {"value": "x", "aliases": ["y"]}}) == ["x", "y"]
-    with pytest.raises(UserError, match="expected answers in correct_answers"):
-        references({"question": "?"})
+    assert references({"answer": ["x", "y"]}) == ["x", "y"]
+    assert references({"answer": "8 + 4 = 12\n#### 12"}) == ["12"]
+    for unread in ({"question": "?"}, {"answer": []}, {"answer": [["x"]]}):
+        with pytest.raises(UserError, match="expected answers in correct_answers"):
+            references(unread)
+
+
+def test_answers_that_are_not_read_are_refused_before_any_question(material, monkeypatch):
+    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
+
+    parts = task_manager(["triviaqa_local"], material[0]).load(["triviaqa_local"])["tasks"]
+    splits = parts["triviaqa"].dataset
+    splits["validation"] = splits["validation"].rename_column("answer", "target")
+    monkeypatch.setattr(TaskQuestions, "batches", None)
+    with pytest.raises(
+        UserError, match=r"^task triviaqa: expected answers in correct_answers, .* got question, target"
+    ):
+        evaluate_tasks(material[1], {"triviaqa": BenchmarkTask(parts, "")}, options=TasksOptions(max_new_tokens=4))
 
 
 CHAT_TEMPLATE = (

@@ -45,14 +45,15 @@ def plain_text(text: str) -> str:
 
 
 def references(document: Mapping[str, Any]) -> list[str]:
-    """The right answers of a question of TriviaQA or TruthfulQA; raises `UserError` for other forms."""
+    """The right answers of a question of TriviaQA, TruthfulQA, NQ or GSM8K; raises `UserError` for other forms."""
     if "correct_answers" in document:
         return list(document["correct_answers"])
     answer = document.get("answer")
     if isinstance(answer, Mapping) and "aliases" in answer:
         return [answer["value"], *answer["aliases"]] if answer.get("value") else list(answer["aliases"])
-    if isinstance(answer, str):
-        return [answer]
+    answers = [answer.rpartition("#### ")[2]] if isinstance(answer, str) else answer  # GSM8K's is after its reasoning
+    if isinstance(answers, list) and answers and all(isinstance(one, str) for one in answers):
+        return answers
     raise UserError(f"expected answers in correct_answers, answer or answer.aliases, got {', '.join(document)}.")
 
 

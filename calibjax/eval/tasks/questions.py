@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from calibjax.eval.answers.judges import references
 from calibjax.eval.answers.probe_features import PROBES
 from calibjax.eval.tasks.continuation import room_for_context
 from calibjax.eval.tasks.scoring import Continuation
 from calibjax.models.generate import Sampling
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import check_same
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, about
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -77,7 +78,9 @@ class TaskQuestions:
             if shots > examples:
                 raise UserError(f"shots: expected at most the {examples} examples of the task {name}, got {shots}.")
             if kind == "generate_until":
-                room_for_context(self.generation_options(task)["max_new_tokens"], self.model.max_length)
+                with about(f"task {name}"):
+                    room_for_context(self.generation_options(task)["max_new_tokens"], self.model.max_length)
+                    references(task.eval_docs[0])
 
     def shots(self, task: "ConfigurableTask") -> int:
         shots = self.options.shots_for(self.name)
