@@ -159,6 +159,9 @@ def test_mixed_samples_replace_their_share(tmp_path):
     again = mix_samples(lm, sequences, 0.4, directory=tmp_path, context=silent(seed=2))
     assert (tmp_path / "samples.npz").stat().st_mtime_ns == written
     np.testing.assert_array_equal(again.targets, mixed.targets)
+    other = make_sequences(30, seed=7)
+    of_other = mix_samples(lm, other, 0.4, directory=tmp_path, context=silent(seed=2))
+    np.testing.assert_array_equal(of_other.tokens[:, 0], other.tokens[:, 0])
 
 
 def test_quantiles():
