@@ -24,7 +24,10 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     """The rows of a table. Records are flattened, with `tokens` to a row for each token; other rows are unchanged."""
     columns = rows.first
     body = _body(columns)
-    if any(_records(body.get(name)) for name in ("choices", "output", "logprobs", "completion_probabilities")):
+    names = ("choices", "output", "logprobs", "completion_probabilities")
+    parts = [part for name in names for part in _records(body.get(name))[:1]]
+    of_servers = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
+    if parts and ("confidence" not in columns or any(of_servers & part.keys() for part in parts)):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         expected = "expected responses of a server with choices"
@@ -33,9 +36,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
         flatten = _options
     else:
         return rows
-    has_groups = tokens
-    if flatten is _answers:
-        has_groups = any(len(_records(_body(row).get("choices"))) > 1 for row in rows)
+    several = (len(_records(_body(row).get("choices"))) > 1 for row in rows)
+    has_groups = tokens or (flatten is _answers and any(several))
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
