@@ -131,14 +131,14 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
     Messages have `role` and `content`, or ShareGPT's `from` and `value`. Messages, tools and the arguments of calls may
     be JSON strings. Null values count as absent, because columnar files add them. In rows of several parts, which are
     TRL's prompt and completion as messages and LLaMA-Factory's `history` before a prompt and a response, only the last
-    part holds answers. The columns `system`, `tools`, `documents` and `chat_template_kwargs` are read as well.
+    part holds answers. Also read: `system`, `chat_template_kwargs`, and beside messages `tools` and `documents`.
     """
-    options: dict[str, Any] = {}
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
         parts = [_turns(row, column, place) for column in format.columns]
         options = _template_options(row, place)
     else:
         parts = _text_turns(row, format, place)
+        options = _template_options({"chat_template_kwargs": row.get("chat_template_kwargs")}, place)
     messages, answers = [], []
     if isinstance(row.get("system"), str) and row["system"]:
         messages.append({"role": "system", "content": string_at(row, "system", place)})
