@@ -16,6 +16,7 @@ from calibjax.cli import main
 from calibjax.commands import eval_tasks as benchmarks
 from calibjax.commands.eval_tasks import EvalTasksOptions
 from calibjax.data.table import read_table
+from calibjax.eval.answers.clusters import normalised_clusters
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.choices import right_options
@@ -321,6 +322,9 @@ def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
 def test_judges():
     assert string_match("", "A: The  Onion!", ["onion"]) == 1
     assert string_match("", "The.", ["the"]) == 1  # an article as the whole answer
+    assert string_match("", "\u201cSchindler\u2019s List\u201d", ["Schindler's List"]) == 1
+    assert string_match("", "Cafe\u0301", ["caf\u00e9"]) == 1
+    assert normalised_clusters("", ["Schindler\u2019s cafe\u0301", "Schindler's caf\u00e9", "cafe"]) == [0, 0, 1]
     assert string_match("", "a", ["the", ""]) == string_match("", "", ["", "the"]) == 0
     assert find_judge("calibjax.eval.answers.judges:string_match") is string_match
     assert references({"answer": {"value": "x", "aliases": ["y"]}}) == ["x", "y"]

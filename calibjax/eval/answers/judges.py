@@ -4,6 +4,7 @@ import functools
 import importlib
 import re
 import string
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,7 +21,7 @@ _QUESTION = (
     "Is the given answer correct? Reply with Yes or No.\nReply:"
 )
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4\u201c\u201d", " "))  # and quotes
 
 
 def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
@@ -39,8 +40,8 @@ def string_match(prompt: str, answer: str, right: Sequence[str]) -> float:
 
 
 def plain_text(text: str) -> str:
-    """A text in lower case, without punctuation, repeated spaces, and articles unless it is nothing else."""
-    text = text.lower().translate(_PUNCTUATION)
+    """A text in lower case and NFC, without punctuation, repeated spaces, and articles unless it is nothing else."""
+    text = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split()) or " ".join(text.split())
 
 
