@@ -213,12 +213,12 @@ def _read_columns(
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
     if suffix == ".npz":
-        if truth is not None:
-            raise UserError(f"truth: {path} holds arrays, which have no columns of another file; leave it out.")
+        if truth is not None or tokens:
+            raise UserError(f"truth, tokens: {path} holds arrays, which are no responses of a server; leave them out.")
         arrays, names = _load_npz(path, lambda name: _is_read(name, named))
         rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
         return _RawColumns(arrays, names, rows, Skipped())
-    if suffix == ".parquet" and truth is None:
+    if suffix == ".parquet" and truth is None and not tokens:
         return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
     skipped = Skipped()

@@ -51,7 +51,7 @@ def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Row]]) -> N
         cells = [row.get(name) for row in listed]
         try:
             columns[name] = pyarrow.array(cells) if out.suffix == ".parquet" else np.array(cells)
-            if out.suffix == ".npz" and columns[name].dtype == object:
+            if out.suffix == ".npz" and (columns[name].dtype == object or len({isinstance(x, str) for x in cells}) > 1):
                 raise ValueError("text, numbers and nothing")
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
             several = f"values of several types or lengths ({first_line(error)})"

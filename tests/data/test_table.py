@@ -94,6 +94,18 @@ def test_times_and_decimals_of_parquet_are_written_as_text(tmp_path, suffix):
     }
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz"])
+def test_tokens_are_of_responses(suffix):
+    with pytest.raises(UserError, match=rf"tokens: .*labels{suffix}.* responses of a server"):
+        read_table(CASES / f"labels{suffix}", outcomes=False, tokens=True)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
+def test_text_beside_numbers_is_refused_where_a_column_has_one_type(tmp_path, suffix):
+    with pytest.raises(UserError, match="column x holds values of several types"):
+        write_rows(tmp_path / f"t{suffix}", lambda: iter([{"x": 1}, {"x": "a"}]))
+
+
 def test_scores_without_a_label_are_columns_like_others(tmp_path):
     (tmp_path / "t.csv").write_text("confidence,correct,p,p_1\n0.7,1,0.3,0.1\n0.6,0,0.2,0.2\n")
     assert read_table(tmp_path / "t.csv").predictions.confidence.tolist() == [0.7, 0.6]
