@@ -130,14 +130,10 @@ def _read_choices(row: Row) -> list[_Choice]:
     choices = _records(body.get("choices"))
     if choices:
         return [_read_choice(choice) for choice in choices]
-    parts, items, texts = [], [], []
-    for item in _records(body.get("output")):  # OpenAI's Responses
-        parts += _records(item.get("content"))
-    for part in parts:
-        items += part.get("logprobs") or ()
-        texts.append(part.get("text") or "")
-    if parts:
-        return [_from_items(items, "".join(texts), "")]
+    parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
+    if parts:  # OpenAI's Responses
+        items = [item for part in parts for item in part.get("logprobs") or ()]
+        return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
     message = body.get("message") or {}
     text = message.get("content") or body.get("content") or body.get("response")
@@ -275,8 +271,7 @@ def _options(row: Row) -> list[Row]:
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
     largest = max(logits)
     chosen = logits.index(largest)
-    confidence = 1 / math.fsum(math.exp(value - largest) for value in logits)
-    flat = {"confidence": confidence, "logits": logits}
+    flat = {"confidence": 1 / math.fsum(math.exp(value - largest) for value in logits), "logits": logits}
     target = str(row.get("target", ""))
     correct = row.get("acc")
     if correct is not None:

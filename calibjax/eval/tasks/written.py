@@ -78,16 +78,13 @@ class WrittenAnswers:
             confidence = np.concatenate([confidence, self._further_confidences(batch, written, evidence)])
         correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
         texts, documents = written.texts(), batch.documents
-        process = batch.task.process_results
         return Answers(
             confidence=confidence,
             correct=np.broadcast_to(correct, confidence.shape).copy(),
             choice=np.full(confidence.shape, -1, np.int32),
             log_prob=np.full(confidence.shape, np.nan, np.float32),
             subject=batch.subjects(),
-            harness=harness_metrics(
-                [process(document, [text]) for document, text in zip(documents, texts, strict=True)]
-            ),
+            harness=harness_metrics(list(map(batch.task.process_results, documents, [[text] for text in texts]))),
             cut=np.array(written.cut, np.int32),
             too_long=0,
             question=np.array(written.questions, str),
