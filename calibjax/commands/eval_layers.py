@@ -5,8 +5,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from calibjax.commands import common
 from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
@@ -80,8 +78,8 @@ def _read(
     used = f"{len(questions.subjects):,} used, answers {', '.join(names)} after {questions.cue!r}"
     log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")
     # Questions of one subject stand together in most files: the halves should be alike.
-    order = np.random.default_rng(options.seed).permutation(len(questions.subjects))
-    halves = common.split_text(questions.sequences.take(order), 0.5, log, order="sequential")
+    halves = common.split_text(questions.sequences, 0.5, log, order="shuffled", seed=options.seed)
     letters = questions.letters if options.letters_only else None
-    subjects = tuple(questions.subjects[index] for index in order)
+    subject_of_row = dict(zip(questions.sequences.source.tolist(), questions.subjects, strict=True))
+    subjects = tuple(subject_of_row[row] for half in halves for row in half.source.tolist())
     return halves, "questions", {"letters": letters, "subjects": subjects}

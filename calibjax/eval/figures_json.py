@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from calibjax import metrics
 from calibjax.metrics.intervals import wilson_interval
@@ -70,7 +70,7 @@ def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
     return {"ece": {"value": ece.value, "low": ece.low, "high": ece.high, **convention}, "debiased_ece": ece.debiased}
 
 
-def wilson_json(correct: int, count: int) -> dict[str, float]:
+def wilson_json(correct: float, count: int) -> dict[str, float]:
     """The ends of `metrics.intervals.wilson_interval`."""
     low, high = wilson_interval(correct, count)
     return {"low": float(low), "high": float(high)}
@@ -105,10 +105,11 @@ def curve_json(curve: metrics.ReliabilityCurve) -> dict[str, Any]:
 
 
 def subject_rows(
-    subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
+    subjects: Sequence[str], confidence: Float[np.ndarray, " N"], correct: AnyArray
 ) -> list[dict[str, Any]]:
     """Mean confidence and accuracy of each subject ("" for none), the most overconfident first.
 
+    `correct` `[N]`: booleans, or numbers from 0 to 1.
     Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`, by `wilson_interval`) and gap,
     confidence minus accuracy; empty if no question has a subject.
     """
@@ -116,7 +117,7 @@ def subject_rows(
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         mine = numbers == number
-        count, right = int(mine.sum()), int(correct[mine].sum())
+        count, right = int(mine.sum()), float(correct[mine].sum(dtype=np.float64))
         accuracy = {"value": right / count, **wilson_json(right, count)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]

@@ -85,7 +85,7 @@ class PairedDifference(NamedTuple):
     p_value: float
 
 
-def wilson_interval(correct: AnyArray | int, count: AnyArray | int) -> tuple[np.ndarray, np.ndarray]:
+def wilson_interval(correct: AnyArray | float, count: AnyArray | int) -> tuple[np.ndarray, np.ndarray]:
     """Wilson's 95% interval of a proportion, for independent answers (Wilson 1927, doi 10.1080/01621459.1927.10502953).
 
     `correct` of `count` answers, of one shape; float64 low and high ends, NaN where `count` is. Unlike an interval from

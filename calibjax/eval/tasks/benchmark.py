@@ -287,7 +287,7 @@ def subjects_json(
     # One group per question, computed once: a subject is a slice.
     groups = [metrics.calibration_sums(*pair, **binning) for pair in pairs]
     sums_by_method = [CalibrationSums(*(np.asarray(field, np.float64) for field in sums)) for sums in groups]
-    for row in subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0] > 0):
+    for row in subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0]):
         in_subject = answers.subject == row["subject"]
         methods = {}
         for name, sums in zip(names, sums_by_method, strict=True):
