@@ -18,7 +18,7 @@ from calibjax.recalibrate.saved import check_directory, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import Count, run_identity
+from calibjax.runtime.options import Count, flag_of, run_identity
 
 _FEWEST_ROWS = 10
 _DACA = "daca"
@@ -68,8 +68,16 @@ class CompareOptions(
         given = [name for name in ("model", "data", "table") if getattr(self, name) is not None]
         if given not in (["model", "data"], ["table"]):
             raise UserError("give either --model and --data, or --table.")
-        if self.table is not None and self.split_order != "shuffled":
-            raise UserError("--split-order: rows of a table are always drawn at random; leave it out.")
+        if self.table is None:
+            source, not_read = "--model", ["columns", "tokens", "truth"]
+        else:
+            source, not_read = "--table", ["split", "split_order", "max_tokens", "adapter", "dtype"]
+        ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
+        if self.table is not None:
+            of_text = [field for field in dataclasses.fields(common.DataOptions) if field.name != "skip_broken"]
+            ignored += [flag_of(field.name) for field in of_text if getattr(self.text, field.name) != field.default]
+        if ignored:
+            raise UserError(f"{', '.join(ignored)}: not read with {source}; leave it out.")
         if self.base_table is not None and self.table is None:
             raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:

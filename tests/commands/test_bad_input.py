@@ -240,6 +240,11 @@ BAD = [
     (ATS, ["--data", "null.jsonl"], "null.jsonl, line 1: expected a JSON object, got 'null'"),
     (ATS, ["--data", "full"], "--data: full holds no data file"),
     (ATS, ["--split", "test"], "--split 'test': the file data.jsonl has no splits"),
+    (
+        ATS,
+        ["--eval-data", "data.jsonl", "--eval-split", "b"],
+        "split 'b': the file data.jsonl has no splits",
+    ),
     (LHTS, ["--analogies", "data.jsonl"], "--analogies: data.jsonl: expected analogies with columns category"),
     # models
     (ATS, ["--model", "nowhere/model/x"], "--model: nowhere/model/x does not exist"),
@@ -282,6 +287,7 @@ BAD = [
     ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected a head"),
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
+    ("compare", ["--tokens"], "--tokens: not read with --model"),
     ("compare", ["--methods", "magic"], "--methods: magic: expected all, or some of"),
     ("compare", ["--save", "x/../out"], "--save x/../out: expected another directory than --out"),
     ("compare", ["--save", "file"], "--save: file"),
