@@ -1,6 +1,7 @@
 """The page of a report: the heat map's data against the dense formula, hostile text, several runs, and a browser."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import re
@@ -13,6 +14,7 @@ from assets import data_path, model_path
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
+from calibjax.commands.eval_layers import EvalLayersOptions, _read
 from calibjax.eval import tokens
 from calibjax.eval.figures_json import subject_rows
 from calibjax.eval.report import page
@@ -137,6 +139,23 @@ def test_layers_of_questions(capsys):
     np.testing.assert_allclose(confidence, last["confidence"]["value"])
 
 
+def test_halves_of_questions_are_drawn_and_keep_their_subjects(tmp_path):
+    """The subject of each question is its number of words."""
+    rows = [
+        {"question": "one" + i * " one", "choices": ["two", "dog"], "answer": i % 2, "subject": str(i)}
+        for i in range(12)
+    ]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = EvalLayersOptions(model=str(model_path("craftgpt-5M")), data=str(tmp_path / "questions.jsonl"))
+    lm = load_model(options.model)
+    halves, _, found = _read(options, lm, lambda line: None)
+    lengths = np.concatenate([half.segment_ids.sum(axis=1) for half in halves])
+    words = [int(subject) for subject in found["subjects"]]
+    np.testing.assert_array_equal(words, lengths - lengths.min())
+    assert len(halves[0].tokens) == 6
+    assert set(words[:6]) != set(range(6))
+
+
 def test_subjects():
     """Wilson's interval is where (p − accuracy)² = z² p (1 − p) / n."""
     subjects = ("law", "art", "law", "law", "art", "law")
@@ -149,6 +168,8 @@ def test_subjects():
         for p in (accuracy["low"], accuracy["high"]):
             np.testing.assert_allclose((p - accuracy["value"]) ** 2, 1.959963984540054**2 * p * (1 - p) / n, atol=1e-12)
     assert subject_rows(("", ""), confidence[:2], correct[:2]) == []
+    (partly,) = subject_rows(("law", "law"), confidence[:2], np.array([0.2, 0.6], np.float32))
+    assert partly["accuracy"]["value"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +187,22 @@ def test_layers_refuses(runs, capsys, model, options, message, monkeypatch):
     text = () if "--data" in options else ("--data", "text.jsonl", "--text-column", "text", "--seq-len", "13")
     assert main(["eval", "layers", "--model", str(model), *text, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_runs_of_other_figures_share_the_columns(runs):
+    """A run without NLL beside one with it, in both orders: every cell is under its own title."""
+    whole = json.loads((runs[0] / "text" / "metrics.json").read_text())
+    without = copy.deepcopy(whole)
+    for row in without["held_out"]["methods"].values():
+        del row["nll"]
+    for documents in ((whole, without), (without, whole)):
+        table = page.comparison_of([page.Run(f"run {number}", document) for number, document in enumerate(documents)])
+        assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+        for row in table["rows"]:
+            document = documents[int(row[0][-1])]
+            brier = next(iter(document["held_out"]["methods"].values()))["brier"]
+            if row[3] == "uncalibrated":
+                assert float(row[table["columns"].index("Brier")]) == pytest.approx(brier, abs=1e-4)
 
 
 def test_report_of_several_runs(runs, capsys, tmp_path, monkeypatch):

@@ -234,7 +234,7 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
     methods, before = results["methods"], pair_of(results)[0]
     columns, arrows = ["method"], {}
     rows: dict[str, list[Any]] = {name: [title_of(name)] for name in names}
-    shown = _columns(results, keys)
+    shown = _columns([results], keys)
     shown.sort(key=lambda column: keys.index(column.key))
     for column in shown:
         texts = {name: column.text(row) for name, row in methods.items()}
@@ -261,8 +261,8 @@ def best_of(methods: Row, key: str) -> set[str]:
     return {name for name, value in values.items() if value == best}
 
 
-def _columns(results: Row, keys: Sequence[str]) -> list[tables.Column]:
-    return [column for column in tables.columns_of([results]) if column.key in keys]
+def _columns(sets: Sequence[Row], keys: Sequence[str]) -> list[tables.Column]:
+    return [column for column in tables.columns_of(sets) if column.key in keys]
 
 
 def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
@@ -295,19 +295,19 @@ def candidates_of(comparison: Row) -> list[list[str]]:
 
 def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Several runs in one table of the main figures and one diagram of their curves."""
-    befores, afters, rows, titles = {}, {}, [], []
+    befores, afters, rows = {}, {}, []
+    shown = _columns([run.document["held_out"] for run in runs], ("ece", "nll", "brier", "accuracy", "confidence"))
     for run in runs:
         options, held_out = run.document.get("run", {}), run.document["held_out"]
         methods, (before, after) = held_out["methods"], pair_of(held_out)
         befores[run.name], afters[run.name] = methods[before], methods[after]
-        shown = _columns(held_out, ("ece", "nll", "brier", "accuracy", "confidence"))
-        titles = [column.title for column in shown]
         origin = [run.name, notes.model_of(options), notes.data_of(options)]
         for name, row in methods.items():
             rows.append([*origin, title_of(name), *(column.text(row) for column in shown)])
     panels = [overlay("Before", befores), overlay("After", afters)]
     drawing = Drawing("runs", "Reliability of all runs", panels)
-    return {"columns": ["run", "model", "data", "method", *titles], "rows": rows, "drawing": drawing}
+    columns = ["run", "model", "data", "method", *(column.title for column in shown)]
+    return {"columns": columns, "rows": rows, "drawing": drawing}
 
 
 # --- text coloured by confidence ---
