@@ -68,14 +68,15 @@ def run(options: ApplyOptions, log: Log = print) -> Document:
     _write(options, table, columns)
     document: Document = {"rows": len(table), "method": recalibrator.name, "out": str(options.out)}
     document["converged"] = bool(recalibrator.state.report.converged)
-    if table.predictions.labels is not None or table.predictions.correct is not None:
+    outcome_known = table.predictions.correct is not None and "prediction" not in columns
+    if table.predictions.labels is not None or outcome_known:
         before = uncalibrated(table.predictions)
         correct = before.correct
         if "prediction" in columns:
             correct = (columns["prediction"] == table.predictions.labels).astype(np.float32)
         document["figures"] = {
-            "uncalibrated": _figures(before.confidence, before.correct),
-            recalibrator.name: _figures(columns["confidence"], correct),
+            "uncalibrated": _figures(before.confidence, before.correct, table.groups),
+            recalibrator.name: _figures(columns["confidence"], correct, table.groups),
         }
     if not options.json:
         _print(document, options)
@@ -95,8 +96,8 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
     return {"confidence": np.minimum(p.max(axis=1), 1.0), "prediction": recalibrated.argmax(axis=1), "p": p}
 
 
-def _figures(confidence: np.ndarray, correct: np.ndarray) -> dict[str, float]:
-    sums = metrics.pooled_sums(confidence, correct)
+def _figures(confidence: np.ndarray, correct: np.ndarray, groups: np.ndarray | None) -> dict[str, float]:
+    sums = metrics.pooled_sums(confidence, correct, groups=groups)
     summary, ece = metrics.summarise(sums), metrics.error_interval(sums)
     figures = {"log_loss": summary["nll"], "brier": summary["brier"]}
     figures |= {"ece": ece.value, "ece_low": ece.low, "ece_high": ece.high}

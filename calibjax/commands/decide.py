@@ -60,6 +60,11 @@ def run(options: DecideOptions, log: Log = print) -> Document:
         raise UserError(f"--by-category: {options.table} has no column category.")
     if options.claims and table.groups is None:
         raise UserError(f"--claims: {options.table} has no column group, which tells the answer of a claim.")
+    if table.groups is not None and not options.claims:
+        count = len(np.unique(table.groups))
+        if count < len(table):
+            dependent = f"{len(table):,} rows are of {count:,} groups, whose rows depend on each other"
+            log(f"WARNING: {dependent}: what follows holds for independent rows, such as one of each group")
     data, p = table.predictions, _probabilities(table)
     with about("--table"):
         decided = decide(

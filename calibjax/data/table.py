@@ -351,15 +351,16 @@ class _Columns:
         """Predictions with logits or with confidences; and the probabilities `[N, K]` of a file that has no logits."""
         takes_scores = not confidence_first and ("label" in names or not outcomes)
         probabilities, logits = self.class_scores(names) if takes_scores else (None, None)
-        if logits is not None:
-            labels = self.classes(names["label"], logits) if "label" in names else None
-            return Predictions(logits=logits, labels=labels), probabilities
-        if "confidence" in names and ("correct" in names or not outcomes):
+        if logits is not None and "label" in names:
+            return Predictions(logits=logits, labels=self.classes(names["label"], logits)), probabilities
+        if "confidence" in names and ("correct" in names or (logits is None and not outcomes)):
             confidence = self.fractions(names["confidence"], divisors.get("confidence", 1.0))
             correct = None
             if "correct" in names:
                 correct = self.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
-            return Predictions(confidence=confidence, correct=correct), None
+            return Predictions(logits=logits, confidence=confidence, correct=correct), probabilities
+        if logits is not None:
+            return Predictions(logits=logits), probabilities
         raise UserError(f"{self._path}: {_EXPECTED}; got: {_listed(self.names)}.")
 
     def readable_rows(self) -> np.ndarray:

@@ -63,8 +63,8 @@ class Result(NamedTuple):
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """The outcome of the uncalibrated predictions."""
-    if data.logits is None:
+    """The outcome of the uncalibrated predictions: of the confidences where there are no logits with labels."""
+    if data.logits is None or data.labels is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
     log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
@@ -379,7 +379,9 @@ def prediction_inputs(
 def run_comparison(
     inputs: ComparisonInputs, *, sort: SortKey, bins: int, closed: Closed, context: RunContext
 ) -> Comparison:
-    """Fits and compares all contenders of the inputs."""
+    """Fits and compares all contenders of the inputs; raises `UserError` for a single group, whose resamples agree."""
+    if inputs.groups is not None and len(np.unique(inputs.groups)) < 2:
+        raise UserError(f"held out: expected at least two {inputs.clusters}, got one: no interval. Give more.")
     results, failed = _run(inputs.contenders, context)
     results = {"uncalibrated": Result(inputs.base, 0.0, 0, None), **results}
     options: dict[str, Any] = {"bins": bins, "closed": closed, "seed": context.seed, "sort": sort}

@@ -416,6 +416,39 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     }
 
 
+def test_one_group_gives_no_intervals():
+    logits, labels, _ = made()
+    halves = [Predictions(logits=logits[part], labels=labels[part]) for part in (slice(0, 2000), slice(2000, None))]
+    with pytest.raises(UserError, match="held out: expected at least two groups, got one"):
+        comparison_of(*halves, methods=["temperature"], groups=np.zeros(2000))
+
+
+def test_options_of_text_are_refused_with_a_table(files, capsys):
+    code, _, error = compare(capsys, "--table", files / "binary.csv", "--split", "test", "--max-rows", "5")
+    assert code == 2
+    assert "--split, --max-rows: not read with --table" in error
+
+
+def test_apply_resamples_groups_and_reads_the_confidence_that_was_compared(tmp_path, capsys):
+    """Rows that stand 16 times in a group: the interval is that of the rows once, and not a quarter as wide."""
+    rng = np.random.default_rng(0)
+    confidence, group = rng.uniform(0.5, 1.0, 300).repeat(16), np.arange(300).repeat(16)
+    correct = (rng.random(300) < 0.4).repeat(16)
+    columns = {"confidence": confidence, "correct": correct, "logit_0": 8 * confidence, "logit_1": 0 * confidence}
+    pa_csv.write_csv(pa.table(columns), tmp_path / "rows.csv")
+    pa_csv.write_csv(pa.table(columns | {"group": group}), tmp_path / "groups.csv")
+    state = METHODS["histogram"].fit(read_table(tmp_path / "rows.csv").predictions)
+    save(tmp_path / "fitted", "histogram", state)
+    widths = []
+    for name in ("rows", "groups"):
+        command = ["apply", "--table", tmp_path / f"{name}.csv", "--method", tmp_path / "fitted", "--json"]
+        assert main([*map(str, command), "--out", str(tmp_path / f"{name}.npz")]) == 0
+        figures = json.loads(capsys.readouterr().out)["figures"]["uncalibrated"]
+        np.testing.assert_allclose(figures["confidence"], confidence.mean(), rtol=1e-6)
+        widths.append(figures["ece_high"] - figures["ece_low"])
+    assert widths[1] > 2 * widths[0]
+
+
 @pytest.mark.parametrize(
     ("given", "out"),
     [(".csv", ".jsonl"), (".jsonl", ".parquet"), (".parquet", ".npz"), (".npz", ".csv"), (".csv", ".tsv")],

@@ -88,6 +88,12 @@ def test_what_is_printed(capsys, table, monkeypatch):
     assert "no threshold is guaranteed to keep at most 0.05 of the answers wrong" in printed
 
 
+def test_rows_that_depend_on_each_other(capsys, tmp_path):
+    write_csv(tmp_path / "t.csv", {"confidence": np.arange(40) / 40, "correct": [1] * 40, "group": np.arange(40) // 4})
+    assert main(["decide", "--json", "--table", str(tmp_path / "t.csv")]) == 0
+    assert "WARNING: 40 rows are of 10 groups" in capsys.readouterr().err
+
+
 SCORES = {
     "k/11": lambda rng, x: np.round(x * 11) / 11,
     "two digits": lambda rng, x: x.round(2),
@@ -134,7 +140,7 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
                 title = f"{part}, {TITLES[name]}" if part else TITLES[name]
                 assert next(line for line in printed.splitlines() if line.startswith(title + " ")).split().count(text)
                 if name == "claims" or (not part and name == "answers"):
-                    assert f" above {text}: " in printed.splitlines()[0]
+                    assert f" above {text}: " in next(line for line in printed.splitlines() if "WARNING" not in line)
                 assert row["answered"] == (own > float(text)).mean()
                 if confidence.dtype == np.float32 or kind in ("k/11", "two digits"):
                     assert row["answered"] == (own.astype(np.float32) > np.float32(text)).mean()
