@@ -134,8 +134,8 @@ def main(options: Options) -> calibjax.Evaluation:
         data = calibjax.load_text(options.data, lm, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         tokens = frozen_pass(lm, fit, options)
-        directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"  # of these options
-        fitted = {}
+        checksum = zlib.crc32(repr((options, lm.fingerprint)).encode() + fit.tokens.tobytes())
+        directory, fitted = options.out / "checkpoints" / f"{checksum:x}", {}
         for name, kind in (("temperature", "constant"), ("ats", "mlp")):
             config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
             params = train(config, tokens, options, mesh, directory / name)

@@ -96,7 +96,8 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
     state = params, jax.jit(optimizer.init)(params)
     loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
     policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"
+    checksum = zlib.crc32(repr((options, scorer.fingerprint)).encode() + data.tokens.tobytes())
+    directory = options.out / "checkpoints" / f"{checksum:x}"
     with ocp.CheckpointManager(directory.absolute(), options=policy) as manager:
         last_step = manager.latest_step() or 0
         if last_step:

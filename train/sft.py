@@ -91,7 +91,8 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
     state = params, jax.jit(optimizer.init)(params)
     loader = batches(data.arrays(), options.batch_size, seed=options.seed, steps=options.steps)
     policy = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=options.save_every)
-    directory = options.out / "checkpoints" / f"{zlib.crc32(repr(options).encode()):x}"  # of these options
+    checksum = zlib.crc32(repr((options, lm.fingerprint)).encode() + data.tokens.tobytes())
+    directory = options.out / "checkpoints" / f"{checksum:x}"
     with ocp.CheckpointManager(directory.absolute(), options=policy) as manager:
         last_step = manager.latest_step() or 0
         if last_step:

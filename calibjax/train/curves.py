@@ -163,6 +163,7 @@ def token_curves(
     tokens = int(sequences.where.sum())
     identity = {
         "model": lm.fingerprint,
+        "dtype": str(lm.dtype),
         "sequences": array_hash(sequences._asdict()),
         "arrays": {name: [list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()},
         "scales": list(curves.scales),
@@ -187,7 +188,7 @@ def token_curves(
         start += real
     bar.close()
     kept = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
-    digest = f"{lm.fingerprint}-{identity['sequences']}"
+    digest = f"{lm.fingerprint}-{lm.dtype}-{identity['sequences']}"
     return TokenCurves(kept, curves.scales, sequences.source, lm.fingerprint, digest)
 
 
@@ -300,7 +301,8 @@ class _Store:
             for file in self._files.values():
                 with contextlib.suppress(OSError):
                     file.unlink()
-            raise UserError(f"keep: cannot write to {self._directory} ({error}); keep it in memory.") from error
+            remedy = "keep it in memory, with another directory"
+            raise UserError(f"keep: cannot write to {self._directory} ({error}); {remedy}.") from error
         return 0
 
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:

@@ -49,6 +49,17 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     assert ("in memory" in lines[0]) == (keep == "memory")
 
 
+def test_curves_of_another_dtype_are_not_read(tmp_path):
+    """The fingerprint of a model does not depend on the dtype it computes in; its logits do."""
+    head = [HeadConfig(kind="constant", hidden_size=16)]
+    curves = [
+        token_curves(make_lm(dtype=dtype), SEQUENCES, head, keep="disk", context=silent(tmp_path))
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    assert curves[0].hash != curves[1].hash
+    assert (curves[0].arrays["max_logit"] != curves[1].arrays["max_logit"]).any()
+
+
 def test_a_head_that_attends_reads_tokens_that_do_not_count(tmp_path):
     head = HeadConfig(kind="transformer", hidden_size=16, num_heads=2, features=("logit_statistics", "max_logit"))
     tokens = token_curves(LM, SEQUENCES, [head], batch_size=4, context=silent(tmp_path))
