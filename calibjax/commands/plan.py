@@ -104,6 +104,9 @@ class PlanOptions(JsonOptions):
         fields = {"model", "batch_size", "seq_len", "dtype"}
         fields |= set(SftOptions.__dataclass_fields__) if command == "train sft" else {"head_kind", "tokens"}
         planned = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
+        if command == "train ats":
+            recipe = RECIPES.get(str(content.get("recipe")), RECIPES["default"])
+            planned = {"batch-size": recipe["batch_size"], "head-kind": recipe["head_kind"]} | planned
         return {"objective": command.removeprefix("train "), **planned}
 
 
@@ -214,6 +217,8 @@ def parse_topology(text: str) -> Topology:
         axes = [1, 1, 1] if kind == "v5p" else [1, 1]
         while math.prod(axes) < int(shape) // (2 if kind == "v5p" else 1):  # of v5p it counts cores, two of a chip
             axes[axes.index(min(axes))] *= 2
+        if math.prod(axes) != max(int(shape) // (2 if kind == "v5p" else 1), 1):
+            raise UserError(f"--topology {text}: no power of two; give the chips along each axis (v5p:4x4x12).")
         shape = "x".join(map(str, sorted(axes, reverse=kind == "v5p")))
     return Topology(f"{kind}:{shape}", chip, math.prod(map(int, shape.split("x"))))
 

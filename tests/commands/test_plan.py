@@ -18,6 +18,7 @@ from calibjax.commands import plan as planning
 from calibjax.kernels import SCALES
 from calibjax.models.shapes import SHAPES
 from calibjax.runtime.compilers import DoesNotCompile, compiler_version, with_compiler
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.hlo import collectives, executions
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train.options import AtsOptions, make_plan
@@ -352,6 +353,8 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2", dataclasses.replace(SHAPES["gpt2"], max_positions=256))
     found = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
     assert (found["objective"], found["seq"]) == ("ats", 256)
+    file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: paper\n")
+    assert plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")["batch"] == 8
     file.write_text("command: compare\nbins: 2\n")
     assert main(["plan", "--config", str(file), "--topology", "v5e-4"]) == 2
     assert "is of `calibjax compare`, not of `calibjax plan`" in capsys.readouterr().err
@@ -369,6 +372,11 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
 )
 def test_topologies(text, name, devices):
     assert (planning.parse_topology(text).name, planning.parse_topology(text).devices) == (name, devices)
+
+
+def test_a_slice_of_another_size():
+    with pytest.raises(UserError, match="--topology v5p-384: no power of two"):
+        parse_topology("v5p-384")
 
 
 def test_hub_ids_are_published_models(capsys):
