@@ -190,6 +190,7 @@ def test_names_of_sets():
 
     assert names("a/lima.jsonl.gz", "wiki/test.txt.gz", "org/set/") == ["lima", "wiki/test", "set"]
     assert names("a/x.jsonl", "b/x.jsonl") == ["a/x", "b/x"]
+    assert names("a/held_out.jsonl") == ["a/held_out"]  # "held_out" is the run's own part
     for sources in (("a/x.jsonl", "a/x.csv"), ("a/x.v1.jsonl", "a/x.v2.jsonl"), ("a/b/x.txt", "c/b/x.txt")):
         assert len(set(names(*sources))) == 2, sources
 

@@ -334,9 +334,11 @@ class EvalDataOptions:
 
     Attributes:
         eval_data: further sets to evaluate on: files, directories or hub ids.
+        eval_split: split of these sets, as --split.
     """
 
     eval_data: tuple[str, ...] = presentation(())
+    eval_split: str | None = presentation(None)
 
 
 def load_placed(
@@ -433,7 +435,7 @@ def check_sources(options: Any) -> None:
     if len(sources) > len({os.path.abspath(source) for source in sources}):
         raise UserError(f"--data: expected different sets, got {', '.join(sources)}.")
     checks = [("--data", source, options.split, len(sources) > 1) for source in sources]
-    checks += [("--eval-data", source, None, True) for source in further]
+    checks += [("--eval-data", source, options.eval_split, True) for source in further]
     for option, source, split, column_optional in checks:
         if not is_hub_id(source):
             with about(option):
@@ -519,7 +521,7 @@ def _set_name(source: str, sources: tuple[str, ...]) -> str:
     def long_name(path: str) -> str:
         return f"{Path(path).absolute().parent.name}/{short_name(path)}"
 
-    says_little = short_name(source) in ("train", "valid", "validation", "test", "data")
+    says_little = short_name(source) in ("train", "valid", "validation", "test", "data", "held_out")
     candidates = [long_name] if says_little else [short_name, long_name]
     for name_of in candidates:
         if sum(name_of(other) == name_of(source) for other in set(sources)) == 1:

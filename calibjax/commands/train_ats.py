@@ -56,7 +56,7 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     held_out = concatenate([part for _, part in parts.values()])
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
     # Every set is read before training starts: a wrong path must not cost the run.
-    further = options.text.read_all(options.eval_data, lm, log)
+    further = options.text.read_all(options.eval_data, lm, log, split=options.eval_split)
     for name, part in further.items():
         common.warn_of_repeats(concatenate(list(fit.values())), part, name, log)
     sets = {"held_out": held_out, **further}

@@ -58,11 +58,11 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     read = options.text.read(options.data, base, log, split=options.split)
     fit, held_out = options.split_text(read, log, options.seed)
     # Every set is read before training starts: a wrong path must not cost the run.
-    sets = {"held_out": held_out, **options.text.read_all(options.eval_data, base, log)}
-    for name, part in sets.items():
+    further = options.text.read_all(options.eval_data, base, log, split=options.eval_split)
+    for name, part in further.items():
         check_resamples(part, name)
-        if part is not held_out:
-            common.warn_of_repeats(fit, part, name, log)
+        common.warn_of_repeats(fit, part, name, log)
+    sets = {"held_out": held_out, **further}
     train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
     log(f"split: {training}, {len(held_out.tokens):,} held out")

@@ -155,7 +155,7 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
 
 def _check_one_split(directory: Path, splits: list[str], names: str) -> None:
     if len(set(splits)) > 1:
-        raise UserError(f"{directory} holds several splits: {names}. Choose one: split (on the command line, --split).")
+        raise UserError(f"{directory} holds several splits: {names}. Choose one: split (or --split, --eval-split).")
 
 
 def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
