@@ -4,9 +4,9 @@
 
 The frozen pass computes the hidden states of all sequences, those to fit on and those held out. Divided by it are the
 fit (`calibjax.fit_ats`) and the exact evaluation of the base model, temperature scaling and the head on the held-out
-sequences (`calibjax.evaluate`). Most programs are compiled before, on a few sequences; those of the heads that are chosen only
-then are compiled in the time that is measured, and the last line leaves this out. The pass is timed before and after the
-rest, because the speed of a machine drifts.
+sequences (`calibjax.evaluate`). Most programs are compiled before, on a few sequences. Those of the heads that are
+chosen are compiled in the time that is measured; a further ratio leaves this out. The pass is timed before and after
+the rest, because the speed of a machine drifts.
 """
 
 import dataclasses

@@ -49,7 +49,7 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
         fit_fraction=FIT_FRACTION,
         texts=100,
         dtype="bfloat16",
-        text=DataOptions(seq_len=1024, packing=False, max_sequences=sequences),
+        text=DataOptions(seq_len=1024, full_sequences=True, max_sequences=sequences),
         lhts=LhtsOptions(
             temperatures=(0.9,),
             mode="official",
