@@ -182,7 +182,9 @@ class ColumnOptions:
             for pair in re.split(r",(?=\w+=)", argument.strip(", ")):
                 if not re.fullmatch(r"\w+=.+", pair):
                     raise UserError(f"--columns {pair}: expected pairs such as confidence=prob,correct=ok.")
-                role, columns[role] = pair.split("=", 1)
+                role, name = pair.split("=", 1)
+                if columns.setdefault(role, name) != name:
+                    raise UserError(f"--columns: expected one column as {role}, got {columns[role]} and {name}.")
         with about("--table"):
             table = read_table(file, columns=columns, tokens=self.tokens, truth=self.truth, **options)
         for note in table.notes:

@@ -288,6 +288,7 @@ BAD = [
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--tokens"], "--tokens: not read with --model"),
+    ("decide", ["--columns", "confidence=a,confidence=b"], "--columns: expected one column as confidence, got a and b"),
     ("compare", ["--methods", "magic"], "--methods: magic: expected all, or some of"),
     ("compare", ["--save", "x/../out"], "--save x/../out: expected another directory than --out"),
     ("compare", ["--save", "file"], "--save: file"),
