@@ -79,7 +79,7 @@ def main(bench: Bench) -> None:
     before = frozen_pass(lm, data)
     compilations: list[float] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compilations.append(seconds) if event == COMPILATION else None
+        lambda event, duration_secs, **kwargs: compilations.append(duration_secs) if event == COMPILATION else None
     )
     fitting, evaluation, figures = fit_and_evaluate(lm, fit, held_out)
     after = frozen_pass(lm, data)
