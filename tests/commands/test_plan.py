@@ -376,7 +376,7 @@ def test_topologies(text, name, devices):
 
 def test_a_slice_of_another_size():
     with pytest.raises(UserError, match="--topology v5p-384: no power of two"):
-        parse_topology("v5p-384")
+        planning.parse_topology("v5p-384")
 
 
 def test_hub_ids_are_published_models(capsys):
