@@ -82,9 +82,9 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     prompt, most = options.text_prompt_tokens, (prompts.segment_ids == 1).sum(axis=1).min()
     if prompt > most:
         raise UserError(f"--text-prompt-tokens: expected at most {most}, as in all texts, got {prompt}.")
-    asked = None
+    items = None
     if options.analogies is not None:
-        asked = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
+        items = load_analogies(options.analogies, base, count=options.analogy_rows, seed=options.seed)
 
     fits: dict[str, Any] = {}
     models = {"pretrained": base}
@@ -113,9 +113,9 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
                 texts[name][f"{temperature:g}"] = evaluate_text(
                     lm, base, prompts, temperature=temperature, batch_size=batch_size, context=titled, **writing
                 )
-            if asked is not None:
+            if items is not None:
                 titled = context.titled(f"{name}: analogies")
-                analogies[name] = evaluate_analogies(lm, asked, options.myopic, batch_size=batch_size, context=titled)
+                analogies[name] = evaluate_analogies(lm, items, options.myopic, batch_size=batch_size, context=titled)
     identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
     document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}
     document["held_out"] = results_json(results, seed=options.seed)

@@ -113,11 +113,11 @@ def evaluate_layers(
         confidence = outputs.confidence[-1, : counts[0]]
         correct = outputs.correct[-1, : counts[0]]
         sets = directions.choose_sets(options.direction, confidence, correct)
-        found = directions.find_directions(lm, fit, readout, sets, **steps)
+        fitted = directions.find_directions(lm, fit, readout, sets, **steps)
         space = directions.null_space(lm)
         binned = {**steps, **convention}
-        on_fit = directions.sweep(lm, fit, readout, found, swept, options.strengths, **binned)
-        on_held_out = directions.sweep(lm, held_out, readout, found, swept, options.strengths, **binned)
+        on_fit = directions.sweep(lm, fit, readout, fitted, swept, options.strengths, **binned)
+        on_held_out = directions.sweep(lm, held_out, readout, fitted, swept, options.strengths, **binned)
         neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)
         ablation = directions.ablate(lm, halves, readout, neurons, space, **binned)
     layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
@@ -127,10 +127,10 @@ def evaluate_layers(
     methods = {"uncalibrated": row_json(before, closed=options.closed, seed=context.seed)}
     if chosen != directions.UNEDITED:
         methods["edited"] = row_json(after, closed=options.closed, seed=context.seed)
-    fractions = space.fraction(found.vectors)
+    fractions = space.fraction(fitted.vectors)
     rows: list[dict[str, Any]] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
-        for index, (gap, length, fraction) in enumerate(zip(found.gap, found.length, fractions, strict=True))
+        for index, (gap, length, fraction) in enumerate(zip(fitted.gap, fitted.length, fractions, strict=True))
     ]
     return {
         "schema": SCHEMA,
@@ -139,7 +139,7 @@ def evaluate_layers(
         "subjects": subject_rows(subjects, outputs.confidence[-1], outputs.correct[-1]),
         "direction": {
             "recipe": options.direction,
-            "counts": list(found.counts),
+            "counts": list(fitted.counts),
             "expected_fraction": space.expected,
             "rows": rows,
             "chosen": {"layer": chosen.layer, "strength": chosen.strength},
