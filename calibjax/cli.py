@@ -262,6 +262,8 @@ def _one_line(error: Exception, options: Any) -> str:
     message = " ".join(str(error).split())
     start = re.match(r"(--[\w-]+: )?([a-z_]+(?:, [a-z_]+)*)(=|: )", message)
     arguments = start[2].split(", ") if start else []
+    if start and start[1] == "--eval-data: ":
+        arguments = [{"split": "eval_split"}.get(name, name) for name in arguments]
     if start and names.issuperset(arguments):
         options_given = ", ".join(map(flag_of, arguments))
         message = f"{options_given}{': ' if start[3] == ': ' else ' '}{message[start.end() :]}"

@@ -429,6 +429,8 @@ def check_sources(options: Any) -> None:
     data, further = getattr(options, "data", None), getattr(options, "eval_data", ())
     if data == ():
         raise UserError("--data: expected at least one file, directory or hub id, got none.")
+    if getattr(options, "eval_split", None) is not None and not further:
+        raise UserError("--eval-split: expected --eval-data, the sets that it is a split of.")
     if data is None and not further:
         return
     from calibjax.data import is_hub_id, is_multiple_choice

@@ -74,10 +74,10 @@ class CompareOptions(
             source, not_read = "--table", ["split", "split_order", "max_tokens", "adapter", "dtype"]
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
         if self.table is not None:
-            of_text = [field for field in dataclasses.fields(common.DataOptions) if field.name != "skip_broken"]
-            ignored += [flag_of(field.name) for field in of_text if getattr(self.text, field.name) != field.default]
+            fields = [field for field in dataclasses.fields(common.DataOptions) if field.name != "skip_broken"]
+            ignored += [flag_of(field.name) for field in fields if getattr(self.text, field.name) != field.default]
         if ignored:
-            raise UserError(f"{', '.join(ignored)}: not read with {source}; leave it out.")
+            raise UserError(f"{', '.join(ignored)}: not read with {source}; leave out.")
         if self.base_table is not None and self.table is None:
             raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:

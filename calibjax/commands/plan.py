@@ -105,7 +105,10 @@ class PlanOptions(JsonOptions):
         fields |= set(SftOptions.__dataclass_fields__) if command == "train sft" else {"head_kind", "tokens"}
         planned = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
         if command == "train ats":
-            recipe = RECIPES.get(str(content.get("recipe")), RECIPES["default"])
+            name = content.get("recipe", "default")
+            if name not in [*RECIPES]:
+                raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
+            recipe = RECIPES[name]
             planned = {"batch-size": recipe["batch_size"], "head-kind": recipe["head_kind"]} | planned
         return {"objective": command.removeprefix("train "), **planned}
 

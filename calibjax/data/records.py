@@ -26,8 +26,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     body = _body(columns)
     names = ("choices", "output", "logprobs", "completion_probabilities")
     parts = [part for name in names for part in _records(body.get(name))[:1]]
-    of_servers = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
-    if parts and ("confidence" not in columns or any(of_servers & part.keys() for part in parts)):
+    server_keys = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
+    if parts and ("confidence" not in columns or any(server_keys & part.keys() for part in parts)):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         expected = "expected responses of a server with choices"

@@ -97,7 +97,9 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         else:
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
-        base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
+        base: Any = None
+        if needed_statistics or None in heads:
+            base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
         per_method = []
         for head, log_scale in zip(heads, log_scales, strict=True):
             stats = base
@@ -106,7 +108,9 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
             else:
                 if log_scale is None:
                     log_scale = log_scale_of(head, tokens, base)
-                scaled = stats_of(log_scale, statistics=("log_normalizer",))
+                # The other statistics do not depend on the scale.
+                scaled = stats_of(log_scale, statistics=_STATISTICS if base is None else ("log_normalizer",))
+                base = scaled if base is None else base
                 stats = base._replace(log_normalizer=scaled.log_normalizer, scale=scaled.scale)
             outputs = {
                 "confidence": stats.confidence(),

@@ -364,7 +364,7 @@ class _Parameter:
         self._places = {device: _bounds(index or (), shape) for device, index in places.items()}
         self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
         shapes = {key: [end - start for start, end in key] for key in self._places.values()}
-        self._shards = {key: _aligned(of_shard, self._bits) for key, of_shard in shapes.items()}
+        self._shards = {key: _aligned(shard, self._bits) for key, shard in shapes.items()}
 
     def overlaps(self, chunk: _Chunk) -> Iterator[tuple[np.ndarray, Index]]:
         """Yields the part of each shard that a chunk fills, and the index of these values in the chunk."""

@@ -239,11 +239,12 @@ BAD = [
     (ATS, ["--data", "nowhere.jsonl"], "--data: nowhere.jsonl does not exist"),
     (ATS, ["--data", "null.jsonl"], "null.jsonl, line 1: expected a JSON object, got 'null'"),
     (ATS, ["--data", "full"], "--data: full holds no data file"),
+    (ATS, ["--eval-split", "b"], "--eval-split: expected --eval-data, the sets that it is a split of"),
     (ATS, ["--split", "test"], "--split 'test': the file data.jsonl has no splits"),
     (
         ATS,
         ["--eval-data", "data.jsonl", "--eval-split", "b"],
-        "split 'b': the file data.jsonl has no splits",
+        "--eval-split 'b': the file data.jsonl has no splits",
     ),
     (LHTS, ["--analogies", "data.jsonl"], "--analogies: data.jsonl: expected analogies with columns category"),
     # models

@@ -355,6 +355,9 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     assert (found["objective"], found["seq"]) == ("ats", 256)
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: paper\n")
     assert plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")["batch"] == 8
+    file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: papers\n")
+    assert main(["plan", "--config", str(file), "--topology", "v5e-4"]) == 2
+    assert "recipe: expected one of default, paper, got 'papers'" in capsys.readouterr().err
     file.write_text("command: compare\nbins: 2\n")
     assert main(["plan", "--config", str(file), "--topology", "v5e-4"]) == 2
     assert "is of `calibjax compare`, not of `calibjax plan`" in capsys.readouterr().err

@@ -80,12 +80,12 @@ class OptionTemperature(NamedTuple):
         return f"temperature over the options {temperatures}{bound}, {fitted}"
 
 
-def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead], asked: Any = None) -> None:
-    """Records what the answers in `directory` belong to: model, heads and `asked`, the options as JSON has them; raises
-    `UserError` if it records others."""
+def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead], settings: Any = None) -> None:
+    """Records the model, the heads and the `settings` (JSON-able) of the answers in `directory`; raises `UserError` if
+    it records others."""
     digests = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
-    further = {"dtype": str(lm.dtype), "asked": asked}  # not in the files of earlier versions
-    identity = {"base_fingerprint": lm.fingerprint, "heads": digests, **further}
+    model = {"base_fingerprint": lm.fingerprint, "dtype": str(lm.dtype)}
+    identity = {**model, "heads": digests, "settings": settings}
     file = directory / "model.json"
 
     def claim() -> None:
@@ -94,8 +94,8 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
             write_file(file, json_text(identity))
             return
         try:
-            same = {**further, **read_json(file)} == identity
-        except (TypeError, ValueError) as error:
+            same = read_json(file) == identity
+        except ValueError as error:
             raise UserError(f"{file}: not readable ({error}). Choose another directory, or remove this one.") from error
         if not same:
             different = "its answers are of a model or head with other weights or dtype, or of other options"

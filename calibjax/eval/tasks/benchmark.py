@@ -99,8 +99,8 @@ def evaluate_tasks(
         compared["temperature"] = FittedHead.constant(lm)  # a factor of the options, not of the tokens
     heads = {**compared, **heads}
     if context.directory is not None:
-        asked = {**options_identity(options), "seed": context.seed, "chat": chat and list(chat)}
-        claim_answers(context.directory, lm, heads, asked)
+        settings = {**options_identity(options), "seed": context.seed, "chat": chat and list(chat)}
+        claim_answers(context.directory, lm, heads, settings)
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
     )

@@ -166,8 +166,8 @@ class WrittenAnswers:
 
         file = None
         if directory is not None and batch.numbers:
-            asked = f"{batch.numbers[0]}-{len(batch.numbers)}"  # a run that resumes may have other batches
-            file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{asked}.json"
+            questions = f"{batch.numbers[0]}-{len(batch.numbers)}"  # a run that resumes may have other batches
+            file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{questions}.json"
         read = functools.partial(read_samples, questions=len(batch.numbers), count=count)
         return resumed(file, read, draw, lambda samples: {"samples": samples})
 
