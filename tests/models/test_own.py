@@ -78,7 +78,7 @@ def test_every_form_of_a_model(want, form):
         got = calibjax.calibrated_confidence(lm, fitted.head, HELD_OUT)
         expected = calibjax.calibrated_confidence(LM, want[0].head, HELD_OUT)
         np.testing.assert_array_equal(got.argmax, expected.argmax)
-        np.testing.assert_allclose(got.confidence, expected.confidence, atol=1e-4)
+        np.testing.assert_allclose(got.confidence, expected.confidence, atol=1e-3)  # slopes are solved to 1e-4 of NLL
 
 
 def test_rows_of_predictions():
