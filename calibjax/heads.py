@@ -115,10 +115,10 @@ def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: 
     """For each token the mean over all tokens of its segment that count, earlier and later ones."""
     counts = jnp.ones(values.shape, bool) if where is None else where
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
-    same = same.astype(values.dtype)
-    total = jnp.einsum("bts,bs->bt", same, jnp.where(counts, values, 0.0), precision=jax.lax.Precision.HIGHEST)
-    return total / jnp.maximum(jnp.sum(same, axis=-1), 1.0)
+    in_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
+    weights = in_segment.astype(values.dtype)
+    total = jnp.einsum("bts,bs->bt", weights, jnp.where(counts, values, 0.0), precision=jax.lax.Precision.HIGHEST)
+    return total / jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
 
 
 class ConstantHead(nn.Module):
@@ -183,11 +183,11 @@ class TransformerHead(_Head):
         keep: bool = False,
     ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
         features = features.astype(self.dtype)
-        starts: dict[str, Any] = {} if self.identity_start else {"kernel_init": _torch_kernel_init}
+        init: dict[str, Any] = {} if self.identity_start else {"kernel_init": _torch_kernel_init}
         if features.shape[-1] != self.block.hidden_size:
             width = self.block.hidden_size
-            features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **starts)(features)
-        block = Block(self.block, dtype=self.dtype, name="block", **starts)
+            features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **init)(features)
+        block = Block(self.block, dtype=self.dtype, name="block", **init)
         if segment_ids is None:
             segment_ids = jnp.ones(features.shape[:2], jnp.int32)
         if cache is None:
@@ -214,11 +214,11 @@ class HeadEntry(NamedTuple):
     attends: bool = False  # whether it reads earlier tokens, whose keys and values it can `keep` in a cache
 
 
-_SHARED = ("identity_start", "pooling", "min_scale")
+_COMMON = ("identity_start", "pooling", "min_scale")
 
 
-def _shared(config: "HeadConfig") -> dict[str, Any]:
-    return {name: getattr(config, name) for name in _SHARED}
+def _common(config: "HeadConfig") -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _COMMON}
 
 
 def _transformer(config: "HeadConfig") -> nn.Module:
@@ -234,17 +234,17 @@ def _transformer(config: "HeadConfig") -> nn.Module:
     inner_size = config.intermediate_size or 4 * size
     head_sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
     block = BlockConfig(hidden_size=size, intermediate_size=inner_size, norm_eps=1e-6, **head_sizes)
-    return TransformerHead(block, **_shared(config))
+    return TransformerHead(block, **_common(config))
 
 
 HEADS: dict[str, HeadEntry] = {
     "constant": HeadEntry(lambda config: ConstantHead(config.min_scale), ("min_scale",)),
-    "linear": HeadEntry(lambda config: LinearHead(**_shared(config)), ("features", *_SHARED)),
+    "linear": HeadEntry(lambda config: LinearHead(**_common(config)), ("features", *_COMMON)),
     "mlp": HeadEntry(
-        lambda config: MLPHead(config.intermediate_size or config.hidden_size, config.normalize, **_shared(config)),
-        ("features", "intermediate_size", "normalize", *_SHARED),
+        lambda config: MLPHead(config.intermediate_size or config.hidden_size, config.normalize, **_common(config)),
+        ("features", "intermediate_size", "normalize", *_COMMON),
     ),
-    "transformer": HeadEntry(_transformer, ("features", "intermediate_size", "num_heads", *_SHARED), attends=True),
+    "transformer": HeadEntry(_transformer, ("features", "intermediate_size", "num_heads", *_COMMON), attends=True),
 }
 """Kind of head -> how it is built, and what it reads of its configuration."""
 
@@ -364,8 +364,8 @@ def head_features(
     if "log_std_logits" in names:
         covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
         augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)
-        moved = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
-        variance = jnp.sum(moved * augmented, axis=-1, keepdims=True)
+        projected = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
+        variance = jnp.sum(projected * augmented, axis=-1, keepdims=True)
         parts["log_std_logits"] = 0.5 * jnp.log(jnp.maximum(variance, 1e-12))
     return join_features(names, parts, stats)
 

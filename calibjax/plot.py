@@ -75,7 +75,7 @@ def reliability(
     reach = np.nan_to_num(np.stack([y - low, high - y]).clip(min=0))
     ax.errorbar(x, y, reach, fmt="o", linewidth=1, markersize=3.5, capsize=2, **marks)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    return clear_spines(ax)
+    return style_axes(ax)
 
 
 def temperature_histogram(
@@ -114,7 +114,7 @@ def temperature_histogram(
     ticks = [t for t in grid if low <= t <= high]
     ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
     ax.minorticks_off()
-    return legend(clear_spines(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return legend(style_axes(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, ax: "Axes | None" = None) -> "Axes":
@@ -133,7 +133,7 @@ def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, a
         rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
         figures = figures or ("accuracy", "confidence")
         shown = [name for name in figures if name in rows[0]]
-        curves = {name: with_ends(row[name] for row in rows) for name in shown}
+        curves = {name: values_and_ends(row[name] for row in rows) for name in shown}
     for name, colour, mark in zip(figures or curves, itertools.cycle(LINES), itertools.cycle(MARKS), strict=False):
         if name not in curves:
             raise UserError(f"layers: expected some of {', '.join(curves)}, got {name}.")
@@ -150,7 +150,7 @@ def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, a
             ax.axvspan(phase["peak"], last, color=MUTED, alpha=0.2, linewidth=0)
     ax.set(xlabel="layer (0: embeddings)", ylim=(0, None))
     ax.locator_params(axis="x", integer=True)
-    return legend(clear_spines(ax))
+    return legend(style_axes(ax))
 
 
 def risk_coverage(
@@ -184,7 +184,7 @@ def risk_coverage(
     error = 1 - np.cumsum(right) / covered
     ax.plot(covered / count.sum(), error, color=colour or _colour_of(name), marker=marker, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
-    return clear_spines(ax)
+    return style_axes(ax)
 
 
 def forest(
@@ -216,10 +216,10 @@ def forest(
     ax.set_yticks(lines, [name.replace("_", " ") for name in differences], fontsize="small", parse_math=False)
     ax.set(ylim=(-0.7, len(lines) - 0.3), xlabel=title or "difference")
     ax.locator_params(axis="x", nbins=5)
-    return clear_spines(ax)
+    return style_axes(ax)
 
 
-def clear_spines(ax: "Axes") -> "Axes":
+def style_axes(ax: "Axes") -> "Axes":
     """Hides all spines but the left and the bottom one, and colours these as a report expects."""
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -236,7 +236,7 @@ def legend(ax: "Axes", **options: Any) -> "Axes":
     return ax
 
 
-def with_ends(figures: Iterable[Mapping[str, Any]]) -> np.ndarray:
+def values_and_ends(figures: Iterable[Mapping[str, Any]]) -> np.ndarray:
     """Value, low and high of N figures, `[N, 3]`."""
     return _numbers([[figure["value"], figure["low"], figure["high"]] for figure in figures])
 
@@ -287,7 +287,7 @@ def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, An
     from calibjax.metrics.intervals import wilson_interval
 
     confidence, correct = _points(confidence, correct)
-    sums = metrics.total(metrics.calibration_sums(confidence, correct, bins=bins))
+    sums = metrics.total_sums(metrics.calibration_sums(confidence, correct, bins=bins))
     n = np.where(np.asarray(sums.count) > 0, sums.count, np.nan)
     low, high = wilson_interval(sums.correct, n)
     points = {"confidence": sums.confidence / n, "accuracy": sums.correct / n, "low": low, "high": high}

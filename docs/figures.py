@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from calibjax.plot import LINES, MARKS, MUTED, clear_spines, legend
+from calibjax.plot import LINES, MARKS, MUTED, legend, style_axes
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "figures"
@@ -100,7 +100,7 @@ def learning_curve(shown: list[Table]):
             margin = (base - least) / 20
             axis.set(xscale="log", xlabel="tokens to fit on", ylabel=f"{measure}, held out", title=table.section)
             axis.set_ylim(least - margin, base + margin)
-            clear_spines(axis)
+            style_axes(axis)
     legend(figure.axes[1])
     return figure
 
@@ -125,7 +125,7 @@ def smoothing(shown: list[Table]):
                     label=label if data == "alpaca" else None,
                 )
         axis.set(title=table.section, xlabel="label smoothing β")
-        clear_spines(axis)
+        style_axes(axis)
     axes = figure.axes
     axes[0].set_ylabel("ECE, held out (dashed: LIMA)")
     legend(axes[-1])
@@ -149,7 +149,7 @@ def rows_of(shown: list[Table], label: Callable[[Table], str], measures: tuple[s
             axis.plot([number(cell) for cell in shown_cells], height, "o", color=LINES[0], markersize=4)
             axis.axvline(number(values["temperature scaling"]), color=MUTED, linestyle="--", linewidth=1)
             axis.set_xlabel(f"{measure} (uncalibrated: {values['uncalibrated'].split()[0]})")
-            clear_spines(axis)
+            style_axes(axis)
         of_table[0].set_yticks(height, names, fontsize="small")
         of_table[0].set_title(label(table), loc="left", fontsize="medium")
     return figure
@@ -172,7 +172,7 @@ def alpha(shown: list[Table]):
                 axis.plot(weights, values, f"{mark}-", color=colour, markersize=5, label=loss)
             axis.axhline(float(scaled[1 + column]), color=MUTED, linestyle="--", linewidth=1)
             axis.set(xlabel="alpha", ylabel=f"{measure}, held out", title=table.lead.split(" (")[0])
-            clear_spines(axis)
+            style_axes(axis)
     legend(axes[0, 0])
     return figure
 
@@ -193,7 +193,7 @@ def ats(shown: list[Table]):
         axis.plot([number(text) for text in cell], place, mark, color=colour, markersize=5, label=method)
     axis.set_yticks(height, [table.section.replace("`", "") for table in shown], fontsize="small")
     axis.set_xlabel("ECE, held out, with 95% interval")
-    clear_spines(axis)
+    style_axes(axis)
     legend(axis)
     return figure
 
@@ -208,7 +208,7 @@ def variety(shown: list[Table]):
                 [p[1] for p in points], [p[0] for p in points], f"{mark}-", color=colour, markersize=4, label=row[0]
             )
         axis.set(title=table.section, xlabel="distinct-2")
-        clear_spines(axis)
+        style_axes(axis)
     figure.axes[0].set_ylabel("log p of a token")
     legend(figure.axes[0])
     return figure
@@ -222,7 +222,7 @@ def layer_curves(shown: list[Table]):
             axis.plot([number(cell) for cell in table.column(name)], f"{mark}-", color=colour, markersize=4, label=name)
         axis.set(xlabel="layer", xticks=range(len(table.rows)))
         axis.set_title(table.section.split(",")[0].replace(" on ", "\non "), fontsize="small")
-        clear_spines(axis)
+        style_axes(axis)
     legend(figure.axes[0])
     return figure
 
@@ -238,7 +238,7 @@ def costs(shown: list[Table]):
         axis.axvline(1, color=MUTED, linestyle="--", linewidth=1)
         axis.set_xlabel("CPU time, forward pass = 1")
         axis.set_title(table.lead.split("; ")[2].split(":")[0], fontsize="small")
-        clear_spines(axis)
+        style_axes(axis)
     return figure
 
 
@@ -257,7 +257,7 @@ def scaling(shown: list[Table]):
         axis.set(xlabel="devices", title=f"{objective}, Llama-3.1-8B", yscale="log")
         axis.set_xscale("log", base=2)
         axis.set_xticks([4, 16, 64, 256], ["4", "16", "64", "256"])
-        clear_spines(axis)
+        style_axes(axis)
     figure.axes[0].set_ylabel("milliseconds, lower bound")
     legend(figure.axes[1])
     return figure
@@ -275,7 +275,7 @@ def operators(shown: list[Table]):
     axis.axhline(1, color=MUTED, linestyle="--", linewidth=1)
     axis.set_xticks(np.arange(len(rows)) + 0.32, [row[0].split(" (")[0] for row in rows], fontsize="small")
     axis.set_ylabel("time, optax = 1")
-    clear_spines(axis)
+    style_axes(axis)
     legend(axis)
     return figure
 
@@ -297,7 +297,7 @@ def predicted(shown: list[Table]):
             2.0 ** np.arange(10, 16), ["1,024", "2,048", "4,096", "8,192", "16,384", "32,768"], fontsize="small"
         )
         axis.set(xlabel="tokens", title=chip)
-        clear_spines(axis)
+        style_axes(axis)
         legend(axis)
     figure.axes[0].set_ylabel("predicted / fastest measured")
     figure.axes[0].set_ylim(0, None)
@@ -319,7 +319,7 @@ def performance(shown: list[Table]):
     axis.set_yticks(places, names, fontsize="small")
     axis.axvline(1, color=MUTED, linewidth=1)
     axis.set_xlabel("their time / ours")
-    clear_spines(axis)
+    style_axes(axis)
     return figure
 
 

@@ -48,7 +48,7 @@ def temperature_heads(args: argparse.Namespace) -> Jobs:
     paper = calibjax.AtsOptions(recipe="paper")
     plan = make_plan(paper, lm.config.hidden_size)
     steps = plan.epochs * len(data.tokens) // plan.batch_size
-    start = plan.head.init(jax.random.key(0))  # as `fit_ats` does with its default seed
+    start = plan.heads[-1].init(jax.random.key(0))  # as `fit_ats` does with its default seed
 
     def ours(options: calibjax.AtsOptions = paper) -> Any:
         return calibjax.fit_ats(lm, data, options, calibjax.RunContext().silent()).head.params
@@ -71,7 +71,7 @@ def temperature_heads(args: argparse.Namespace) -> Jobs:
             yield loss(head, *row) / len(batch["tokens"])
 
     def theirs() -> Any:
-        head = authors_head(plan.head, start)
+        head = authors_head(plan.heads[-1], start)
         optimizer = torch.optim.AdamW(head.parameters(), plan.optimizer.learning_rate, weight_decay=0.0)
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, steps)
         for batch in batches(data.arrays(), plan.batch_size, seed=0, epochs=plan.epochs):
@@ -83,7 +83,7 @@ def temperature_heads(args: argparse.Namespace) -> Jobs:
             optimizer.zero_grad()
         return head
 
-    heads = [authors_head(plan.head, start), authors_head(plan.head, ours()), theirs()]
+    heads = [authors_head(plan.heads[-1], start), authors_head(plan.heads[-1], ours()), theirs()]
     with torch.no_grad():
         first, *last = [float(sum(losses(head, data.arrays()))) for head in heads]
     assert abs(last[0] - last[1]) < 0.01 * abs(first - last[1]), f"the losses differ: {first}, then {last}"

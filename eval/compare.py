@@ -39,9 +39,9 @@ class Options:
 def main(options: Options) -> calibjax.Comparison:
     arrays = np.load(options.table)
     logits, labels = arrays["logits"], arrays["labels"]
-    first_half, second_half = np.array_split(np.random.default_rng(options.seed).permutation(len(labels)), 2)
-    fit = recalibrate.Predictions(logits=logits[first_half], labels=labels[first_half])
-    held_out = recalibrate.Predictions(logits=logits[second_half], labels=labels[second_half])
+    fit_rows, held_out_rows = np.array_split(np.random.default_rng(options.seed).permutation(len(labels)), 2)
+    fit = recalibrate.Predictions(logits=logits[fit_rows], labels=labels[fit_rows])
+    held_out = recalibrate.Predictions(logits=logits[held_out_rows], labels=labels[held_out_rows])
     comparison = calibjax.compare(fit, held_out, options.methods, context=calibjax.RunContext(seed=options.seed))
     print(comparison)
 
@@ -51,9 +51,9 @@ def main(options: Options) -> calibjax.Comparison:
     fitted = comparison.recalibrator(name)
     output = fitted(held_out)  # log-probabilities [N, K], or confidences [N] in the most likely class
     confidence = output if output.ndim == 1 else np.exp(output.max(axis=1))
-    predicted = (logits[second_half] if output.ndim == 1 else output).argmax(axis=1)
+    predicted = (logits[held_out_rows] if output.ndim == 1 else output).argmax(axis=1)
     figure, axes = plt.subplots(figsize=(4, 4), layout="constrained")
-    plot.reliability(confidence, predicted == labels[second_half], ax=axes)
+    plot.reliability(confidence, predicted == labels[held_out_rows], ax=axes)
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "reliability.png", dpi=150)
     recalibrate.save(options.out / "method", name, fitted.state)

@@ -14,6 +14,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 
 import calibjax
@@ -78,17 +79,15 @@ def main(options: Options) -> list[dict[str, float]]:
         confidence, correct = predictions(lm, data, options.batch_size)
     print(f"{correct.shape[1]:,} tokens\nlayer  accuracy  confidence     ECE     MCE")
     rows = []
-    for layer in range(len(confidence)):
+    for layer, (c, y) in enumerate(zip(confidence, correct, strict=True)):
         row = {
-            "accuracy": float(correct[layer].mean()),
-            "confidence": float(confidence[layer].mean()),
-            "ece": float(metrics.expected_calibration_error(confidence[layer], correct[layer])),
-            "mce": float(metrics.maximum_calibration_error(confidence[layer], correct[layer])),
+            "accuracy": float(y.mean()),
+            "confidence": float(c.mean()),
+            "ece": float(metrics.expected_calibration_error(c, y)),
+            "mce": float(metrics.maximum_calibration_error(c, y)),
         }
         rows.append(row)
         print(f"{layer:5}  {row['accuracy']:8.4f}  {row['confidence']:10.4f}  {row['ece']:.4f}  {row['mce']:.4f}")
-
-    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name in ("accuracy", "confidence", "ece"):

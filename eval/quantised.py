@@ -62,7 +62,7 @@ def main() -> None:
             f"first {name}": dataclasses.replace(head, fingerprint=lm.fingerprint)
             for name, head in reference_heads.items()
         }
-        figures = calibjax.evaluate(lm, held_out, own_heads | carried).figures
+        figures = calibjax.evaluate(lm, held_out, own_heads | carried).results
         order = ("uncalibrated", "temperature", "first temperature", "ats", "first ats")
         cells = [", ".join(f"{figures[name][figure].value:.4f}" for figure in ("nll", "ece")) for name in order]
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)

@@ -35,9 +35,10 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Positional
 from calibjax.train import AtsOptions, load_head, save_head
-from calibjax.train.ats import fit_ats, fit_temperature_head, train_head
+from calibjax.train.ats import fit_ats, train_head
 from calibjax.train.curves import token_curves
 from calibjax.train.options import make_plan
+from calibjax.train.solve import fit_token_temperature
 
 TEMPERATURE, BASE = "temperature scaling", "uncalibrated"
 COMPARED = ("nll", "brier", "ece")
@@ -142,16 +143,16 @@ def fit_heads(
         plans = {name: make_plan(options, lm.config.hidden_size) for name, options in variants.items()}
         batch_size = next(iter(plans.values())).batch_size
         top_k = max(LOSSES[plan.trials[0].loss].top_k for plan in plans.values())
-        heads = [plan.head for plan in plans.values()]
+        heads = [plan.heads[-1] for plan in plans.values()]
         tokens = token_curves(lm, sequences, heads, top_k=top_k, keep="disk", batch_size=batch_size, context=context)
         for name, seed in context.bar(missing, title=f"fitting {directory.name}", unit="head"):
             if name == TEMPERATURE:
-                head = fit_temperature_head(lm, sequences, batch_size, tokens)
+                head = FittedHead.constant(lm, fit_token_temperature(tokens).log_scale)
             else:
                 plan, place = plans[name], places[name, seed]
                 silent = dataclasses.replace(context.silent(), directory=place.with_suffix(".fit"), seed=seed)
-                params = train_head(tokens, plan, plan.head, plan.trials[0], context=silent)
-                head = FittedHead(plan.head, to_host(params), lm.fingerprint)
+                params = train_head(tokens, plan, plan.heads[-1], plan.trials[0], context=silent)
+                head = FittedHead(plan.heads[-1], to_host(params), lm.fingerprint)
             save_head(places[name, seed], head)
     return {
         name: [load_head(place, lm) for (of, _), place in places.items() if of == name]

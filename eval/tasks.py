@@ -52,13 +52,14 @@ def prompt(row: dict[str, Any]) -> str:
 def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], batch_size: int) -> np.ndarray:
     """Logits at the letters after each prompt, float32 `[N, K]`; −inf where a question has fewer than K options."""
     encode = lm.tokenizer.encode
-    letter_ids = np.array([encode(f" {letter}", add_special_tokens=False)[-1] for letter in LETTERS])
     prompts = [encode(prompt(row)) for row in rows]
-    option_counts = [len(row["options"]) for row in rows]
-    if len(set(letter_ids[: max(option_counts)].tolist())) < max(option_counts):
+    option_counts = np.array([len(row["options"]) for row in rows])
+    letters = LETTERS[: option_counts.max()]
+    letter_ids = np.array([encode(f" {letter}", add_special_tokens=False)[-1] for letter in letters])
+    if len(set(letter_ids.tolist())) < option_counts.max():
         raise calibjax.UserError(f"expected at most {len(LETTERS)} options, whose letters end in different tokens.")
     longest = max(map(len, prompts))
-    logits = np.full((len(rows), max(option_counts)), -np.inf, np.float32)
+    parts = []
     for first in range(0, len(rows), batch_size):
         batch = prompts[first : first + batch_size]
         tokens = np.zeros((batch_size, longest), np.int32)
@@ -67,11 +68,11 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
             tokens[row, : len(ids)] = ids
             segment_ids[row, : len(ids)] = 1
         hidden = lm.hidden_states(tokens, segment_ids=segment_ids)  # [B, T, D]
-        last = np.array([len(ids) - 1 for ids in batch])
-        letter_scores = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last])[:, letter_ids]
-        for row, count in enumerate(option_counts[first : first + batch_size]):
-            logits[first + row, :count] = np.asarray(letter_scores[row, :count])
-    return logits
+        last_token = np.array([len(ids) - 1 for ids in batch])
+        logits = unembed(lm.config, lm.params, hidden[np.arange(len(batch)), last_token])  # [B, V]
+        parts.append(np.asarray(logits[:, letter_ids]))
+    is_option = np.arange(len(letters)) < option_counts[:, None]
+    return np.where(is_option, np.concatenate(parts), -np.inf)
 
 
 def main(options: Options) -> calibjax.Comparison:
@@ -82,9 +83,9 @@ def main(options: Options) -> calibjax.Comparison:
     labels = np.array([row["answer"] for row in rows])
     print(f"{len(rows):,} questions, accuracy {np.mean(logits.argmax(axis=1) == labels):.4f}")
     order = np.random.default_rng(options.seed).permutation(len(rows))
-    first_half, second_half = np.array_split(order, 2)
-    fit = recalibrate.Predictions(logits=logits[first_half], labels=labels[first_half])
-    held_out = recalibrate.Predictions(logits=logits[second_half], labels=labels[second_half])
+    fit_rows, held_out_rows = np.array_split(order, 2)
+    fit = recalibrate.Predictions(logits=logits[fit_rows], labels=labels[fit_rows])
+    held_out = recalibrate.Predictions(logits=logits[held_out_rows], labels=labels[held_out_rows])
     comparison = calibjax.compare(fit, held_out, ["temperature"], context=calibjax.RunContext(seed=options.seed))
     print(comparison)
     return comparison

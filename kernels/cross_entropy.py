@@ -14,7 +14,7 @@ With z = h Wᵀ, lse = log Σ_v exp(z_v), target y and smoothing β, the loss of
 At N = 8,192 tokens and V = 256,000 words the logits take 8 GB. But a token needs only three numbers of them: lse, z_y
 and mean z. So the vocabulary passes block by block:
 
-1. forward: a block of logits [COLUMNS, TOKENS] exists on the chip only. It updates a running maximum m, Σ exp(z − m)
+1. forward: a block of logits [BLOCK_V, BLOCK_N] exists on the chip only. It updates a running maximum m, Σ exp(z − m)
    and Σ z, and gives z_y if it holds the target. When m rises by δ, the sum so far is multiplied by exp(−δ). This rule
    (an online softmax) merges any two parts of a vocabulary, also those of two devices.
 2. backward: the logits of a block are recomputed, dz follows from lse, and is multiplied at once. For dh it is
@@ -23,7 +23,7 @@ and mean z. So the vocabulary passes block by block:
 
 This takes five matrix products instead of three, and no array of size N·V. Label smoothing adds one constant, β/V.
 
-Layout: the vocabulary lies along sublanes (axis 0), tokens along lanes (axis 1); a row is [1, TOKENS].
+Layout: the vocabulary lies along sublanes (axis 0), tokens along lanes (axis 1); a row is [1, BLOCK_N].
 
 Sources: Milakov and Gimelshein 2018 (online softmax, arXiv 1805.02867); Wijmans et al. 2025 (no logits in memory,
 arXiv 2411.09009); Szegedy et al. 2016 (label smoothing, arXiv 1512.00567, section 7).
@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 # Block sizes. A block holds all of D: two operands and their float32 sums fit into VMEM up to D of some 4,096.
-TOKENS, COLUMNS = 256, 512
+BLOCK_N, BLOCK_V = 256, 512
 LOWEST = jnp.finfo(jnp.float32).min
 
 
@@ -72,7 +72,7 @@ def zero_at_first_step(*sum_refs: Any) -> None:
 def forward_kernel(
     targets_ref, hidden_ref, unembedding_ref, out_ref, max_ref, sum_exp_ref, sum_ref, target_ref, *, vocab_size: int
 ):
-    """Grid (blocks of tokens, blocks of the vocabulary): writes lse, z_y and mean z, rows of `out_ref` [8, TOKENS]."""
+    """Grid (blocks of tokens, blocks of the vocabulary): writes lse, z_y and mean z, rows of `out_ref` [8, BLOCK_N]."""
     block = pl.program_id(1)
     zero_at_first_step(sum_exp_ref, sum_ref, target_ref)
 
@@ -81,7 +81,7 @@ def forward_kernel(
         max_ref[...] = jnp.full(max_ref.shape, LOWEST)
 
     z = matmul(unembedding_ref[...], hidden_ref[...], (1, 1))
-    v = global_index(z.shape, 0, block, COLUMNS)
+    v = global_index(z.shape, 0, block, BLOCK_V)
     masked = jnp.where(v < vocab_size, z, LOWEST)
     new_max = jnp.maximum(max_ref[...], jnp.max(masked, axis=0, keepdims=True))
     block_sum_exp = jnp.sum(jnp.exp(masked - new_max), axis=0, keepdims=True)
@@ -98,19 +98,19 @@ def forward_kernel(
 
 
 def logit_cotangents(lse_and_g, targets, hidden, unembedding, block: Array, beta: float, vocab_size: int):
-    """dz [COLUMNS, TOKENS] of a block of the vocabulary; rows 0 and 1 of `lse_and_g` [8, TOKENS] are lse and g."""
+    """dz [BLOCK_V, BLOCK_N] of a block of the vocabulary; rows 0 and 1 of `lse_and_g` [8, BLOCK_N] are lse and g."""
     z = matmul(unembedding, hidden, (1, 1))
     lse, g = lse_and_g[0:1, :], lse_and_g[1:2, :]
-    v = global_index(z.shape, 0, block, COLUMNS)
+    v = global_index(z.shape, 0, block, BLOCK_V)
     smoothed_target = (1.0 - beta) * (v == targets[0:1, :]) + beta / vocab_size
     return jnp.where(v < vocab_size, g * (jnp.exp(z - lse) - smoothed_target), 0.0).astype(hidden.dtype)
 
 
-def d_hidden_kernel(lse_and_g_ref, targets_ref, hidden_ref, unembedding_ref, out_ref, sum_ref, *, beta, sizes):
-    """Grid (blocks of tokens, blocks of the vocabulary): dh of a block of tokens. `sizes`: (N, V)."""
-    block, (_, vocab_size) = pl.program_id(1), sizes
+def d_hidden_kernel(lse_and_g_ref, targets_ref, hidden_ref, unembedding_ref, out_ref, sum_ref, *, beta, vocab_size):
+    """Grid (blocks of tokens, blocks of the vocabulary): dh of a block of tokens."""
+    block = pl.program_id(1)
     zero_at_first_step(sum_ref)
-    w = zero_past_end(unembedding_ref[...], block, COLUMNS, vocab_size)
+    w = zero_past_end(unembedding_ref[...], block, BLOCK_V, vocab_size)
     dz = logit_cotangents(lse_and_g_ref, targets_ref, hidden_ref[...], w, block, beta, vocab_size)
     sum_ref[...] += matmul(dz, w, (0, 0))
 
@@ -119,14 +119,15 @@ def d_hidden_kernel(lse_and_g_ref, targets_ref, hidden_ref, unembedding_ref, out
         out_ref[...] = sum_ref[...].astype(out_ref.dtype)
 
 
-def d_unembedding_kernel(lse_and_g_ref, targets_ref, hidden_ref, unembedding_ref, out_ref, sum_ref, *, beta, sizes):
-    """Grid (blocks of the vocabulary, blocks of tokens): dW of a block of the vocabulary. `sizes`: (N, V)."""
-    tokens, vocab_size = sizes
+def d_unembedding_kernel(
+    lse_and_g_ref, targets_ref, hidden_ref, unembedding_ref, out_ref, sum_ref, *, beta, tokens, vocab_size
+):
+    """Grid (blocks of the vocabulary, blocks of tokens): dW of a block of the vocabulary."""
     vocab_block, token_block = pl.program_id(0), pl.program_id(1)
     zero_at_first_step(sum_ref)
-    h, w = zero_past_end(hidden_ref[...], token_block, TOKENS, tokens), unembedding_ref[...]
+    h, w = zero_past_end(hidden_ref[...], token_block, BLOCK_N, tokens), unembedding_ref[...]
     dz = logit_cotangents(lse_and_g_ref, targets_ref, h, w, vocab_block, beta, vocab_size)
-    dz = jnp.where(global_index(dz.shape, 1, token_block, TOKENS) < tokens, dz, 0)
+    dz = jnp.where(global_index(dz.shape, 1, token_block, BLOCK_N) < tokens, dz, 0)
     sum_ref[...] += matmul(dz, h, (1, 0))
 
     @pl.when(token_block == pl.num_programs(1) - 1)
@@ -143,12 +144,12 @@ def run(kernel: Any, operands: tuple[Array, ...], out: str, scratch: Any, interp
     """
     *per_token, hidden, unembedding = operands
     width = hidden.shape[1]
-    token_blocks, vocab_blocks = pl.cdiv(len(hidden), TOKENS), pl.cdiv(len(unembedding), COLUMNS)
+    token_blocks, vocab_blocks = pl.cdiv(len(hidden), BLOCK_N), pl.cdiv(len(unembedding), BLOCK_V)
     token_axis, vocab_axis = (1, 0) if out == "unembedding" else (0, 1)  # of the grid
     specs = {
-        "per_token": pl.BlockSpec((8, TOKENS), lambda *step: (0, step[token_axis])),
-        "hidden": pl.BlockSpec((TOKENS, width), lambda *step: (step[token_axis], 0)),
-        "unembedding": pl.BlockSpec((COLUMNS, width), lambda *step: (step[vocab_axis], 0)),
+        "per_token": pl.BlockSpec((8, BLOCK_N), lambda *step: (0, step[token_axis])),
+        "hidden": pl.BlockSpec((BLOCK_N, width), lambda *step: (step[token_axis], 0)),
+        "unembedding": pl.BlockSpec((BLOCK_V, width), lambda *step: (step[vocab_axis], 0)),
     }
     per_token_shape = jax.ShapeDtypeStruct((8, len(hidden)), jnp.float32)
     like = {"per_token": per_token_shape, "hidden": hidden, "unembedding": unembedding}[out]
@@ -177,7 +178,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """The loss [N], and lse [N] for the backward pass."""
     kernel = functools.partial(forward_kernel, vocab_size=len(unembedding))
-    scratch = [pltpu.VMEM((1, TOKENS), jnp.float32)] * 4
+    scratch = [pltpu.VMEM((1, BLOCK_N), jnp.float32)] * 4
     operands = (stack_rows(targets), hidden, unembedding)
     lse, target, mean, *_ = run(kernel, operands, "per_token", scratch, interpret)
     loss = lse - (1.0 - label_smoothing) * target - label_smoothing * mean
@@ -207,12 +208,12 @@ def cross_entropy_fwd(hidden: Array, unembedding: Array, targets: Array, label_s
 
 def cross_entropy_bwd(label_smoothing: float, interpret: bool, residuals: tuple[Array, ...], g: Array):
     hidden, unembedding, targets, lse = residuals
-    width, options = hidden.shape[1], {"beta": label_smoothing, "sizes": (len(hidden), len(unembedding))}
+    width, options = hidden.shape[1], {"beta": label_smoothing, "vocab_size": len(unembedding)}
     operands = (stack_rows(lse, jnp.where(targets >= 0, g, 0.0)), stack_rows(targets), hidden, unembedding)
     kernel = functools.partial(d_hidden_kernel, **options)
-    d_hidden = run(kernel, operands, "hidden", [pltpu.VMEM((TOKENS, width), jnp.float32)], interpret)
-    kernel = functools.partial(d_unembedding_kernel, **options)
-    d_unembedding = run(kernel, operands, "unembedding", [pltpu.VMEM((COLUMNS, width), jnp.float32)], interpret)
+    d_hidden = run(kernel, operands, "hidden", [pltpu.VMEM((BLOCK_N, width), jnp.float32)], interpret)
+    kernel = functools.partial(d_unembedding_kernel, tokens=len(hidden), **options)
+    d_unembedding = run(kernel, operands, "unembedding", [pltpu.VMEM((BLOCK_V, width), jnp.float32)], interpret)
     return d_hidden, d_unembedding, None
 
 

@@ -61,14 +61,14 @@ def test_a_directory_changes_nothing(fitted, tmp_path):
 def test_an_evaluation_shows_its_figures(fitted):
     """`eval/test_tokens.py` has the figures and their intervals against dense formulas."""
     found = calibjax.evaluate(LM, SEQUENCES, fitted.heads, context=silent())
-    assert list(found.figures) == ["uncalibrated", "temperature", "ats"]
+    assert list(found.results) == ["uncalibrated", "temperature", "ats"]
     assert found.tokens == SEQUENCES.where.sum()
-    for name, of_method in found.figures.items():
+    for name, of_method in found.results.items():
         for key, figure in of_method.items():
             value = found.document["methods"][name][key]
             assert figure.value == (value["value"] if isinstance(value, dict) else value)
             assert figure.low <= figure.value <= figure.high
-    figure = found.figures["ats"]["nll"]
+    figure = found.results["ats"]["nll"]
     assert f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]" in repr(found)
     assert repr(found).count("\n") == 3
 
@@ -114,7 +114,7 @@ def test_texts_are_read_in_sequences_that_the_model_takes():
     texts = [list(np.random.default_rng(row).integers(0, VOCAB, 50)) for row in range(9)]
     data = calibjax.load_text(texts, LM, seq_len=LM.config.max_positions)
     assert (
-        calibjax.evaluate(LM, texts, context=silent()).figures == calibjax.evaluate(LM, data, context=silent()).figures
+        calibjax.evaluate(LM, texts, context=silent()).results == calibjax.evaluate(LM, data, context=silent()).results
     )
     fitted, want = (calibjax.fit_ats(LM, source, QUICK, silent()).head for source in (texts, data))
     chex.assert_trees_all_equal(fitted.params, want.params)

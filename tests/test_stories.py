@@ -33,11 +33,11 @@ def run(script, **options):
 def test_ats(tmp_path):
     """The base model's figures are exact; its temperature is that of `fit_ats`, and the head no worse than it."""
     model, data = str(asset(MODEL)), str(asset(ALPACA))
-    figures = run("train/ats.py", model=model, data=data, out=tmp_path, max_sequences=150, epochs=10).figures
+    figures = run("train/ats.py", model=model, data=data, out=tmp_path, max_sequences=150, epochs=10).results
     lm = calibjax.load_model(model)
     fit, held_out = calibjax.split_sequences(calibjax.load_text(data, lm, seq_len=256, max_sequences=150), 0.7)
     fitted = calibjax.fit_ats(lm, fit, calibjax.AtsOptions(head_kind="linear", features=("logit_statistics",)))
-    expected = calibjax.evaluate(lm, held_out, fitted.heads).figures
+    expected = calibjax.evaluate(lm, held_out, fitted.heads).results
     assert figures["uncalibrated"] == expected["uncalibrated"]
     for name, by in (("temperature", 5e-3), ("ats", 2e-2)):
         assert abs(figures[name]["nll"].value - expected[name]["nll"].value) < by, name
@@ -49,7 +49,7 @@ def test_sft(tmp_path):
     model, data = str(asset(MODEL)), str(asset(ALPACA))
     options = {"max_sequences": 100, "steps": 30, "seq_len": 128, "learning_rate": 1e-3}
     figures = run("train/sft.py", model=model, data=data, out=tmp_path, **options)
-    nll = {name: evaluation.figures["uncalibrated"]["nll"].value for name, evaluation in figures.items()}
+    nll = {name: evaluation.results["uncalibrated"]["nll"].value for name, evaluation in figures.items()}
     assert nll["fine-tuned"] < nll["base"]
     assert calibjax.load_model(tmp_path / "model").config.vocab_size
 

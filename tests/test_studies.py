@@ -105,11 +105,11 @@ def test_every_variant_is_a_head_of_one_loss(studies, name):
     study = studies.Study(name=name, model="", data=(), out=Path())
     variants, against = studies.variants_of(name)
     plans = {variant: make_plan(study.head(**changes), 64) for variant, changes in variants.items()}
-    assert len({(plan.head, plan.trials) for plan in plans.values()}) == len(plans), "two are alike"
+    assert len({(plan.heads[-1], plan.trials) for plan in plans.values()}) == len(plans), "two are alike"
     for plan in plans.values():
         assert len(plan.trials) == 1
         assert not plan.refit_temperature
-        jax.eval_shape(plan.head.init, jax.random.key(0))
+        jax.eval_shape(plan.heads[-1].init, jax.random.key(0))
     assert set(against) | set(against.values()) <= set(plans)
 
 

@@ -103,7 +103,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
         return stats.mean(losses.cross_entropy(stats))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, batch: Tokens) -> tuple[Any, jax.Array]:
+    def train_step(state: Any, batch: Tokens) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
@@ -120,7 +120,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
             order = np.random.default_rng((options.seed, epoch)).permutation(count)
             epoch_losses = []
             for index in np.split(order[: steps_per_epoch * batch_size], steps_per_epoch):
-                state, value = step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
+                state, value = train_step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
                 epoch_losses.append(value)
             print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")
             manager.save(epoch + 1, args=ocp.args.StandardSave(state))
@@ -140,10 +140,10 @@ def main(options: Options) -> calibjax.Evaluation:
             config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
             params = train(config, tokens, options, mesh, directory / name)
             fitted[name] = calibjax.FittedHead(config, params, lm.fingerprint)
-        figures = calibjax.evaluate(lm, held_out, fitted)
+        evaluation = calibjax.evaluate(lm, held_out, fitted)
     calibjax.save_head(options.out / "head", fitted["ats"])
-    print(f"{figures}\nhead: {options.out / 'head'}; use it with calibjax.load_head")
-    return figures
+    print(f"{evaluation}\nhead: {options.out / 'head'}; use it with calibjax.load_head")
+    return evaluation
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
         return -jnp.sum(jax.lax.stop_gradient(weight) * log_likelihood(scorer, params, batch))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+    def train_step(state: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, scorer_params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
@@ -103,12 +103,12 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
         if last_step:
             state = manager.restore(last_step, args=ocp.args.StandardRestore(state))
         remaining = itertools.islice(loader, last_step, None)  # batches depend on the seed and their number alone
-        for number, batch in enumerate(remaining, start=last_step + 1):
-            state, value = step(state, scorer.params, batch)
-            if number % 10 == 0 or number == options.steps:
-                print(f"step {number:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
-            is_last = number == options.steps
-            manager.save(number, args=ocp.args.StandardSave(state), force=is_last)  # and every `save_every` steps
+        for step, batch in enumerate(remaining, start=last_step + 1):
+            state, value = train_step(state, scorer.params, batch)
+            is_last = step == options.steps
+            if step % 10 == 0 or is_last:
+                print(f"step {step:,} of {options.steps:,}, weighted NLL of a sequence {float(value):.2f}")
+            manager.save(step, args=ocp.args.StandardSave(state), force=is_last)  # and every `save_every` steps
     return scorer.with_params(state[0])
 
 
@@ -133,7 +133,7 @@ def main(options: Options) -> dict[str, float]:
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         student = train(scorer, fit, options)
         # The purpose of T < 1: under the scorer, the student's samples are likelier than the scorer's own.
-        prompts = held_out.tokens[:16, :8]
+        prompts = held_out.tokens[:16, :8]  # 16 prompts of 8 tokens, which are continued by 32
         likelihood = {}
         for name, model in (("scorer", scorer), ("student", student)):
             sampling = calibjax.Sampling(temperature=1.0, key=jax.random.key(options.seed))

@@ -80,7 +80,7 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
         )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+    def train_step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
@@ -98,12 +98,12 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
         if last_step:
             state = manager.restore(last_step, args=ocp.args.StandardRestore(state))
         remaining = itertools.islice(loader, last_step, None)  # batches depend on the seed and their number alone
-        for number, batch in enumerate(remaining, start=last_step + 1):
-            state, value = step(state, batch)
-            if number % 10 == 0 or number == options.steps:
-                print(f"step {number:,} of {options.steps:,}, loss {float(value):.4f}")
-            is_last = number == options.steps
-            manager.save(number, args=ocp.args.StandardSave(state), force=is_last)  # and every `save_every` steps
+        for step, batch in enumerate(remaining, start=last_step + 1):
+            state, value = train_step(state, batch)
+            is_last = step == options.steps
+            if step % 10 == 0 or is_last:
+                print(f"step {step:,} of {options.steps:,}, loss {float(value):.4f}")
+            manager.save(step, args=ocp.args.StandardSave(state), force=is_last)  # and every `save_every` steps
     return lm.with_params(state[0])
 
 
@@ -115,12 +115,12 @@ def main(options: Options) -> dict[str, calibjax.Evaluation]:
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         print(f"{int(np.sum(fit.where)):,} tokens to train on, {int(np.sum(held_out.where)):,} held out")
         tuned = train(lm, fit, options)
-        figures = {"base": calibjax.evaluate(lm, held_out), "fine-tuned": calibjax.evaluate(tuned, held_out)}
+        evaluations = {"base": calibjax.evaluate(lm, held_out), "fine-tuned": calibjax.evaluate(tuned, held_out)}
         save_model(options.out / "model", tuned.config, tuned.params, like=Path(options.model), replace=True)
-    for name, evaluation in figures.items():
+    for name, evaluation in evaluations.items():
         print(f"{name}: {evaluation}")
     print(f"model: {options.out / 'model'}; it loads in calibjax and in transformers")
-    return figures
+    return evaluations
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
         base = uncalibrated(data._replace(labels=np.zeros(len(table), np.int32)))
         data = data._replace(confidence=base.confidence)
     recalibrated = recalibrator(data)
-    if recalibrator.method.gives == "confidence":
+    if recalibrator.method.returns == "confidence":
         return {"confidence": recalibrated}
     p = np.exp(recalibrated)
     return {"confidence": np.minimum(p.max(axis=1), 1.0), "prediction": recalibrated.argmax(axis=1), "p": p}

@@ -119,7 +119,7 @@ class OutputOptions(JsonOptions):
         out: output directory.
         json: print metrics.json to standard output at the end, and nothing else there.
         quiet: show no progress bars.
-        seed: seed of everything random.
+        seed: random seed of the whole run.
     """
 
     out: Path = presentation()
@@ -214,13 +214,13 @@ class DataOptions:
         prompt_template: text before the answer, such as "{instruction}\\n{input}\\n", in place of the chat template.
         score_template_text: include in the loss what the chat template writes between its generation prompt and an
             answer, such as an empty <think></think>.
-        max_rows: read only the first so many rows.
+        max_rows: number of rows to read, from the first; by default all.
         skip_broken: leave out rows that cannot be read, instead of stopping at the first; they are counted.
         seq_len: tokens per sequence; by default a length that holds 95% of the rows with answers (128 to 1,024), and
             128 for plain text, within the model's context.
         full_sequences: cut each row to exactly --seq-len tokens and drop shorter rows; nothing is packed or padded.
         packing: pack several short examples into one sequence, each attending to itself alone; --no-packing pads.
-        max_sequences: keep only the first so many sequences.
+        max_sequences: number of sequences to keep, from the first; by default all.
     """
 
     text_column: str | None = None

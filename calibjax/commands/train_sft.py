@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from calibjax.commands import common
-from calibjax.data import Sequences, hold_back
+from calibjax.data import Sequences, validation_split
 from calibjax.data.sequences import check_resamples
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tokens import MethodResult, evaluate_tokens
@@ -63,7 +63,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
         check_resamples(part, name)
         common.warn_of_repeats(fit, part, name, log)
     sets = {"held_out": held_out, **further}
-    train_rows, validation_rows = hold_back(fit, options.sft.validation_fraction, options.seed)
+    train_rows, validation_rows = validation_split(fit, options.sft.validation_fraction, options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
     log(f"split: {training}, {len(held_out.tokens):,} held out")
     validation = fit.take(validation_rows)

@@ -16,11 +16,11 @@ from calibjax.data.sequences import check_context as check_context
 from calibjax.data.sequences import check_ids as check_ids
 from calibjax.data.sequences import concatenate as concatenate
 from calibjax.data.sequences import count_repeats as count_repeats
-from calibjax.data.sequences import divide as divide
-from calibjax.data.sequences import hold_back as hold_back
+from calibjax.data.sequences import fold_indices as fold_indices
 from calibjax.data.sequences import limit_tokens as limit_tokens
 from calibjax.data.sequences import make_sequences as make_sequences
 from calibjax.data.sequences import split_sequences as split_sequences
+from calibjax.data.sequences import validation_split as validation_split
 from calibjax.data.source import Rows as Rows
 from calibjax.data.source import is_hub_id as is_hub_id
 from calibjax.data.source import read_source as read_source

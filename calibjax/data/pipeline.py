@@ -47,8 +47,8 @@ def batches(
     for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
         if value is not None and value < least:
             raise UserError(f"{name}: expected an integer >= {least}, got {value}.")
-    last = (steps or 0) * batch_size if epochs is None else epochs * rows  # total number of rows
-    steps = max(last // batch_size, 1)
+    total_rows = (steps or 0) * batch_size if epochs is None else epochs * rows
+    steps = max(total_rows // batch_size, 1)
     gather = _gather(arrays, batch_size, part)
 
     @functools.lru_cache(maxsize=2)
@@ -57,7 +57,7 @@ def batches(
 
     def batch(step: Any) -> Batch:
         # Whole batches: grain's shuffle of rows is slow next to the step of a small model.
-        drawn = np.arange(step * batch_size, min((step + 1) * batch_size, last))
+        drawn = np.arange(step * batch_size, min((step + 1) * batch_size, total_rows))
         epochs = drawn // rows
         parts = [order(int(epoch))[drawn[epochs == epoch] % rows] for epoch in np.unique(epochs)]
         return gather(np.concatenate(parts))

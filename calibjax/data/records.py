@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
-_LEAST = -9999.0  # what OpenAI writes in place of a log-probability that is not known
+_UNKNOWN_LOG_PROB = -9999.0  # what OpenAI writes in place of a log-probability that is not known
 
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
@@ -51,8 +51,8 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                     question, filter = row["doc_id"], row.get("filter")
                     first = filters.setdefault(f"{question} {row.get('doc_hash')}", filter)
                     if first != filter:
-                        several = f"the filters {first} and {filter}: keep the rows of one filter"
-                        raise UserError(f"question {question} is there for {several}.")
+                        both = f"the filters {first} and {filter}"
+                        raise UserError(f"question {question} has rows of {both}: keep one filter.")
             except UserError as error:
                 yield place, UserError(f"{place}: {error}")
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -76,7 +76,7 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
     for number, row in enumerate(truth):
         key = str(number if name is None else row.get(name))
         if key in known:
-            raise UserError(f"{truth.name}: {name} {key} is there twice; expected one row for each.")
+            raise UserError(f"{truth.name}: {name} {key} occurs twice; expected one row for each.")
         known[key] = row
 
     def joined(place: str, row: Row, number: int) -> Row | UserError:
@@ -171,7 +171,7 @@ def _answers(row: Row) -> list[Row]:
     for number, choice in enumerate(choices):
         echoes_prompt = choice.log_probs[0] is None and bool(choice.top)
         start = _prompt_tokens(row) if echoes_prompt else _reasoning_tokens(choice)
-        log_probs = [_known(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
+        log_probs = [_checked_log_prob(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
             raise UserError("the answer has no tokens.")
         answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs), **_scalars(row)}
@@ -179,8 +179,8 @@ def _answers(row: Row) -> list[Row]:
     return flat
 
 
-def _known(value: float | None, place: int) -> float:
-    if value is None or not _LEAST < value <= 1e-3:
+def _checked_log_prob(value: float | None, place: int) -> float:
+    if value is None or not _UNKNOWN_LOG_PROB < value <= 1e-3:
         raise UserError(f"token {place}: expected a log-probability, got {value}: the answer's is unknown.")
     return min(float(value), 0.0)
 

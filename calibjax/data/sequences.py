@@ -154,14 +154,14 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
     group: list[list[_Piece]] = []
     free = np.full(_GROUP, length)
     for piece in pieces:
-        at = int(np.argmax(free >= len(piece.where)))
-        if free[at] < len(piece.where):
+        slot = int(np.argmax(free >= len(piece.where)))
+        if free[slot] < len(piece.where):
             yield group
-            group, at, free = [], 0, np.full(_GROUP, length)
-        if at == len(group):
+            group, slot, free = [], 0, np.full(_GROUP, length)
+        if slot == len(group):
             group.append([])
-        group[at].append(piece)
-        free[at] -= len(piece.where)
+        group[slot].append(piece)
+        free[slot] -= len(piece.where)
     if group:
         yield group
 
@@ -235,7 +235,7 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
                 yield hashlib.blake2b(content, digest_size=16).digest()
 
 
-def divide(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
+def fold_indices(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
     """Divides at least 2 sequences into 2 to `folds` folds of about equal size, none empty; returns ascending indices.
 
     Rows are drawn at random by `seed`; a row is in the fold in which it starts. A single row is cut into equal parts.
@@ -279,7 +279,9 @@ def concatenate(sets: list[Sequences]) -> Sequences:
     return joined._replace(source=np.concatenate(sources))
 
 
-def hold_back(sequences: Sequences, fraction: float, seed: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
+def validation_split(
+    sequences: Sequences, fraction: float, seed: int
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
     """Draws sequences for validation by `seed` >= 0: (train, validation), ascending indices, neither empty.
 
     Whole rows are drawn until the next row would exceed `int(fraction * S)` sequences, 0 < fraction < 1. Rows that are

@@ -20,7 +20,7 @@ from calibjax.eval.report.terminal import result_text
 from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
-from calibjax.recalibrate.contract import class_count, select
+from calibjax.recalibrate.contract import checked_fields, class_count
 from calibjax.runtime.arrays import AnyArray, ceil_div
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError, first_line
@@ -68,7 +68,7 @@ def uncalibrated(data: Predictions) -> Outcome:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
     log_probs = jax.jit(lambda block: jax.nn.log_softmax(jnp.asarray(block.logits, jnp.float32), axis=-1))
-    return _distribution(log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
+    return _log_prob_outcome(log_probs, ("logits",), data, np.asarray(data.logits).argmax(axis=1))
 
 
 def contenders(
@@ -101,10 +101,10 @@ def contenders(
 
 def _contender(method: Method, calibration: Predictions, held_out: Predictions, base: Outcome) -> Contender:
     def predict(state: Any) -> Outcome:
-        if method.gives == "log_probs":
+        if method.returns == "log_probs":
             assert base.choice is not None
             apply = functools.partial(jax.jit(method.apply), state)
-            return _distribution(apply, method.apply_reads, held_out, base.choice)
+            return _log_prob_outcome(apply, method.apply_reads, held_out, base.choice)
         reads = Predictions(**{field: getattr(held_out, field) for field in method.apply_reads})
         confidence = np.asarray(jax.jit(method.apply)(state, reads))
         return Outcome(confidence, base.correct, base.choice)
@@ -112,7 +112,7 @@ def _contender(method: Method, calibration: Predictions, held_out: Predictions, 
     return Contender(lambda: method.fit(calibration), predict)
 
 
-def _distribution(
+def _log_prob_outcome(
     apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
 ) -> Outcome:
     """The outcome of a method that returns log-probabilities, in blocks of rows."""
@@ -214,7 +214,7 @@ def comparison_json(
             "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
-            "reliability": reliability_json(metrics.total(sums[name]), drawn["bins"]),
+            "reliability": reliability_json(metrics.total_sums(sums[name]), drawn["bins"]),
             "curve": curve_json(curve),
         }
     for name, row in rows.items():
@@ -347,7 +347,7 @@ def compare(
             raise UserError(f"{name}: expected Predictions, got {type(data).__name__}.")
     fields = ("confidence", "correct") if fit.logits is None else ("logits", "labels")
     for data in (fit, held_out):
-        select(data, fields, impossible="logits" in fields)
+        checked_fields(data, fields, impossible="logits" in fields)
     count = len(np.asarray(getattr(held_out, fields[0])))
     if groups is not None and np.shape(groups) != (count,):
         raise UserError(f"groups: expected a label for each of {count} held-out predictions, got {np.shape(groups)}.")

@@ -35,7 +35,7 @@ def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
 def row_json(sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", seed: int = 0) -> dict[str, Any]:
     """The figures of one method, as in `results_json` but without temperatures. `sums` has groups `[G]`."""
     row: dict[str, Any] = metrics.summarise(sums)
-    whole, drawn = metrics.total(sums), draws_of(sums, seed)
+    whole, drawn = metrics.total_sums(sums), draws_of(sums, seed)
     row |= ece_json(metrics.error_interval(sums, seed=seed), bins=len(whole.count), closed=closed)
     row["reliability"] = reliability_json(whole, drawn["bins"])
     ends = {name: metrics.percentile_interval(drawn[name]) for name in ("nll", "brier", "accuracy")}

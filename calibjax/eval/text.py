@@ -177,14 +177,14 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
     return Analogies(choices, np.array(right), categories)
 
 
-def accuracy(
-    log_probs: Float[np.ndarray, "Q C"], right: Int[np.ndarray, " Q"], temperature: float
+def choice_probability(
+    scores: Float[np.ndarray, "Q C"], right: Int[np.ndarray, " Q"], temperature: float
 ) -> Float[np.ndarray, " Q"]:
     """Probability of drawing the correct choice; at temperature 0 of the most likely one, ties divided equally."""
-    most = log_probs.max(axis=1, keepdims=True)
-    chances = np.exp(log_probs - most) if temperature else (log_probs == most).astype(float)
-    chances /= chances.sum(axis=1, keepdims=True)
-    return chances[np.arange(len(right)), right]
+    largest = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - largest) if temperature else (scores == largest).astype(float)
+    p /= p.sum(axis=1, keepdims=True)
+    return p[np.arange(len(right)), right]
 
 
 def evaluate_analogies(
@@ -204,21 +204,21 @@ def evaluate_analogies(
     temperatures, base = list(dict.fromkeys(temperatures)), FittedHead.constant(lm)
     heads = {f"{t:g}": dataclasses.replace(base, log_factor=-math.log(max(t, _COLDEST))) for t in temperatures}
     scorer, choices = Scorer(lm, heads, batch_size=batch_size), analogies.choices
-    log_probs = np.zeros((len(heads), len(choices)))
+    choice_scores = np.zeros((len(heads), len(choices)))
     context = context or RunContext()
     bar = context.bar(scorer.stream(choices), title=context.title or "analogies", unit="choice", total=len(choices))
     for number, score in bar:
-        log_probs[:, number] = score.log_probs.sum(axis=1, dtype=np.float64)
+        choice_scores[:, number] = score.log_probs.sum(axis=1, dtype=np.float64)
     results: dict[str, dict[str, Any]] = {}
     groups = np.array(analogies.categories)
-    scores_of_each = log_probs.reshape(len(heads), -1, CHOICES)
-    for name, temperature, scores in zip(heads, temperatures, scores_of_each, strict=True):
-        is_right = accuracy(scores, analogies.right, temperature)
+    by_question = choice_scores.reshape(len(heads), -1, CHOICES)
+    for name, temperature, scores in zip(heads, temperatures, by_question, strict=True):
+        accuracy = choice_probability(scores, analogies.right, temperature)
         categories = sorted(set(analogies.categories))
         results[name] = {
-            "accuracy": float(is_right.mean()),
-            "error": float(is_right.std() / np.sqrt(len(is_right))),
-            "questions": len(is_right),
-            "categories": {category: float(is_right[groups == category].mean()) for category in categories},
+            "accuracy": float(accuracy.mean()),
+            "error": float(accuracy.std() / np.sqrt(len(accuracy))),
+            "questions": len(accuracy),
+            "categories": {category: float(accuracy[groups == category].mean()) for category in categories},
         }
     return results

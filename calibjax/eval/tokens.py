@@ -64,17 +64,18 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="compact")
-def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, compact=False):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
+def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, scored_only=False):
     """Sums and outputs of every method on one batch; a configuration of None is the base model.
 
     All methods share the frozen forward pass, and the base model's statistics where heads have features of them.
-    `compact`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all methods;
-    not for tokens that several devices hold.
+    `scored_only`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all
+    methods; not for tokens that several devices hold.
     """
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    heads = [config and (config, arrays) for config, arrays in zip(head_configs, head_arrays, strict=True)]
+    pairs = zip(head_configs, head_arrays, strict=True)
+    heads = [None if config is None else (config, arrays) for config, arrays in pairs]
     needed_statistics = {statistic for config in head_configs if config for statistic in config.statistics}
 
     def log_scale_of(head, tokens, base=None):
@@ -90,7 +91,7 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     def method_outputs(block):
         """The outputs of every method by name, for tokens and their log scales, None where not yet known."""
         tokens, log_scales = block
-        if compact and platform().name == "cpu":
+        if scored_only and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
             layer = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "where": tokens["where"]}
             stats_of = hold_logits(tokens["hidden"], unembedding, tokens["targets"], **layer)
@@ -125,7 +126,7 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
 
     inputs = (shared, known_log_scales)
     results = []
-    for outputs in _in_blocks(method_outputs, inputs) if compact else method_outputs(inputs):
+    for outputs in _in_blocks(method_outputs, inputs) if scored_only else method_outputs(inputs):
         confidence, correct, valid = outputs["confidence"], outputs["correct"], outputs["valid"]
         binning = {"bins": bins, "closed": closed, "where": valid}
         sums = metrics.calibration_sums(confidence, correct, log_prob=outputs["log_prob"], **binning)
@@ -176,7 +177,7 @@ def evaluate_tokens(
     head_arrays = [head.arrays for head in heads.values()]
     frozen = frozen_arrays(lm, *(config for config in configs if config))
     mesh = context_mesh()
-    compact = lm.unembedding is not None and (mesh is None or mesh.size == 1)
+    scored_only = lm.unembedding is not None and (mesh is None or mesh.size == 1)
     parts: dict[str, list[tuple[metrics.CalibrationSums, TokenOutputs | None]]] = {name: [] for name in names}
     histograms = {name: np.zeros(len(TEMPERATURE_EDGES) - 1, np.int64) for name in names}
     bar = context.bar(title=context.title or "evaluation", unit="sequence", total=len(sequences.tokens))
@@ -186,7 +187,7 @@ def evaluate_tokens(
     batch_size = even_batch_size(len(sequences.tokens), batch_size)
     for batch, real in eval_batches(sequences.arrays(), batch_size):
         static = (lm.config, configs, lm.dtype, bins, closed)
-        outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, compact=compact))
+        outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, scored_only=scored_only))
         for name, (sums, tokens, valid, grid) in zip(names, outputs_of_batch, strict=True):
             sums = metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums))
             inside = np.clip(tokens.temperature[valid], TEMPERATURE_EDGES[0], TEMPERATURE_EDGES[-1])
@@ -234,27 +235,27 @@ def results_json(
                 pair_draws = draws[name], draws[other]
                 row[field] = differences_of((row, methods[other]), pair, pair_draws, ("nll", "brier"), seed)
     first = next(iter(results.values()))
-    return {"tokens": int(metrics.total(first.sums).points), "methods": methods}
+    return {"tokens": int(metrics.total_sums(first.sums).points), "methods": methods}
 
 
 class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
-        figures: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token) with 95% intervals.
+        results: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token) with 95% intervals.
         document: JSON-able: every figure, as `held_out` of metrics.json.
     """
 
     tokens: int
-    figures: dict[str, dict[str, metrics.Interval]]
+    results: dict[str, dict[str, metrics.Interval]]
     document: Mapping[str, Any]
 
     def __repr__(self) -> str:
         title, names = f"{self.tokens:,} tokens", ("ece", "nll", "brier")
-        width = max(map(len, (title, *self.figures)))
+        width = max(map(len, (title, *self.results)))
         lines = [title.ljust(width) + "".join(f"  {name.upper():<24}" for name in names)]
-        for method, figures in self.figures.items():
-            intervals = [figures[name] for name in names]
+        for method, result in self.results.items():
+            intervals = [result[name] for name in names]
             cells = [f"{x.value:.4f} [{x.low:.4f}, {x.high:.4f}]" for x in intervals]
             lines.append(method.ljust(width) + "".join(f"  {cell:<24}" for cell in cells))
         return "\n".join(line.rstrip() for line in lines)
@@ -293,7 +294,7 @@ def evaluate(
         >>> lm = calibjax.LanguageModel.random(vocab_size=32)
         >>> texts = [[(row + step) % 32 for step in range(20)] for row in range(40)]
         >>> evaluation = calibjax.evaluate(lm, texts, context=calibjax.RunContext().silent())
-        >>> evaluation.tokens, sorted(evaluation.figures["uncalibrated"])
+        >>> evaluation.tokens, sorted(evaluation.results["uncalibrated"])
         (760, ['brier', 'ece', 'nll'])
     """
     context = context or RunContext()
@@ -309,12 +310,12 @@ def evaluate(
     with jax.set_mesh(context.mesh):
         results = evaluate_tokens(lm, data, named, batch_size=batch_size, bins=bins, closed=closed, context=context)
     document = results_json(results, closed=closed, seed=context.seed)
-    figures = {}
+    intervals = {}
     for name, row in document["methods"].items():
         ece = row["ece"]
-        figures[name] = {"ece": metrics.Interval(ece["value"], ece["low"], ece["high"])}
-        figures[name] |= {key: metrics.Interval(row[key], **row["intervals"][key]) for key in ("nll", "brier")}
-    return Evaluation(document["tokens"], figures, document)
+        intervals[name] = {"ece": metrics.Interval(ece["value"], ece["low"], ece["high"])}
+        intervals[name] |= {key: metrics.Interval(row[key], **row["intervals"][key]) for key in ("nll", "brier")}
+    return Evaluation(document["tokens"], intervals, document)
 
 
 _SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5  # of the heat map of a report

@@ -174,7 +174,7 @@ def _run_on_auto_axes(
 ) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
     """`run_call` where no axis of the mesh is explicit; `with_logits` has the logits, see `hold_logits`."""
     call = dispatch.call()
-    inputs, valid, broken = flat_inputs(arrays, scale, ignore_index)
+    inputs, valid, bad_target = flat_inputs(arrays, scale, ignore_index)
     length = dispatch.shapes.hidden.shape[0]
     inputs = inputs._replace(
         hidden=padded(inputs.hidden, length),
@@ -190,7 +190,7 @@ def _run_on_auto_axes(
     values = {name: x[: valid.size].reshape(*valid.shape, *x.shape[1:]) for name, x in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.
-        values["target_logit"] = jnp.where(broken, jnp.nan, values["target_logit"])
+        values["target_logit"] = jnp.where(bad_target, jnp.nan, values["target_logit"])
     if "correct" in dispatch.statistics:
         values["correct"] = values["argmax"] == arrays.targets
     values = {name: value for name, value in values.items() if name in dispatch.statistics}
@@ -206,15 +206,15 @@ def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs
     hidden, unembedding, targets, bias, where = arrays
     shape = hidden.shape[:-1]
     valid = jnp.ones(shape, bool) if where is None else jnp.broadcast_to(where, shape)
-    broken = jnp.zeros(shape, bool)
+    bad_target = jnp.zeros(shape, bool)
     if targets is not None:
         valid = valid & (targets != ignore_index)
         in_range = (targets >= 0) & (targets < unembedding.shape[0])
-        broken = valid & ~in_range
+        bad_target = valid & ~in_range
         targets = jnp.where(in_range, targets, 0).reshape(-1).astype(jnp.int32)
     scale = jnp.where(valid, scale, 1.0).reshape(-1)
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), unembedding, bias, scale, targets, valid.reshape(-1))
-    return inputs, valid, broken
+    return inputs, valid, bad_target
 
 
 class Dispatch(NamedTuple):
@@ -395,7 +395,7 @@ def explain(
         f"for {machine.name} ({machine.device_kind})"
     ]
     lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
-    lines += ["implementations, best first:", *(_line(dispatch, name, chosen) for name in IMPLEMENTATIONS)]
+    lines += ["implementations, best first:", *(_describe(dispatch, name, chosen) for name in IMPLEMENTATIONS)]
     if chosen is None:
         return "\n".join([*lines, f"none that was requested can run: {called} raises NotImplementedError"])
     if scales is not None:
@@ -411,12 +411,12 @@ def explain(
         ("unembedding", False, True),
         ("hidden and unembedding", True, True),
     ):
-        forward, backward = _products(call, d_hidden, d_unembedding)
+        forward, backward = _matmul_counts(call, d_hidden, d_unembedding)
         lines.append(f"  {what:<23} {forward} + {backward}")
     return "\n".join(lines)
 
 
-def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
+def _describe(dispatch: Dispatch, name: str, chosen: str | None) -> str:
     runs, note = dispatch.check(name)
     if runs and name == chosen:
         note = f"chosen: {note}"
@@ -425,7 +425,7 @@ def _line(dispatch: Dispatch, name: str, chosen: str | None) -> str:
     return f"  {name:<11} {note}"
 
 
-def _products(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
+def _matmul_counts(call: Call, d_hidden: bool, d_unembedding: bool) -> tuple[int, int]:
     """Products N·D·V of the forward and the backward pass."""
     in_forward = d_hidden and operator.forward_gives_d_hidden(call, hidden_alone=not d_unembedding)
     gradients = (d_hidden and not in_forward) + d_unembedding

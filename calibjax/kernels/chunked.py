@@ -23,8 +23,8 @@ from calibjax.runtime.arrays import ceil_div
 _COLUMNS = 1152
 _HELD_COLUMNS = 8192  # of a chunk of logits that are at hand, enough for XLA's CPU compiler to divide it among cores
 _LOGITS_BYTES = 64 * 2**20  # at most of one [N, C] float32 block
-_FEW = 64  # tokens up to which copying the unembedding slice by slice would cost as much as the product
-_ACCELERATOR = 8  # times as many columns and bytes: small kernels leave a GPU idle, and no block fits into its cache
+_FEW_TOKENS = 64  # tokens up to which copying the unembedding slice by slice would cost as much as the product
+_ACCELERATOR_FACTOR = 8  # of columns and bytes: small kernels leave a GPU idle, and no block fits into its cache
 
 
 def choose_chunk_size(tokens: int, vocab_size: int) -> int:
@@ -34,9 +34,9 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     vocabulary if its logits take no more, so that no slice is copied. Elsewhere 8 times as many columns and bytes.
     Decided while tracing, by `platforms.platform()`.
     """
-    factor = 1 if platform().name == "cpu" else _ACCELERATOR
+    factor = 1 if platform().name == "cpu" else _ACCELERATOR_FACTOR
     fitting = factor * _LOGITS_BYTES // (4 * max(tokens, 1))
-    if tokens <= _FEW and vocab_size <= fitting:
+    if tokens <= _FEW_TOKENS and vocab_size <= fitting:
         return vocab_size
     columns = min(factor * _COLUMNS, fitting)
     whole_lanes = max(columns // 128 * 128, 128)
@@ -46,14 +46,14 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
 _Saved = tuple[Array | None, Array | None]  # logits of the first piece [N, C'] and of the chunks after it [K, N, C]
 
 
-def _chunk(options: Options, tokens: int, vocab_size: int) -> int:
+def _chunk_size(options: Options, tokens: int, vocab_size: int) -> int:
     return min(options.chunk_size or choose_chunk_size(tokens, vocab_size), vocab_size)
 
 
 def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: int) -> tuple[Array, Array]:
     """Rows `start` to `start + width` of W, and softcap(h W_cᵀ + b_c), float32 [N, C]."""
     weights = take_rows(inputs.unembedding, start, width)
-    z = options.product(inputs.hidden, weights, (1, 1))
+    z = options.matmul(inputs.hidden, weights, (1, 1))
     if inputs.bias is not None:
         z = z + take_rows(inputs.bias, start, width)[None, :]
     return weights, softcapped(z, options.softcap)
@@ -81,7 +81,7 @@ def take_rows(array: Array, start: Array | int, width: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, start, width, axis=0)
 
 
-def put(whole: Array | None, block: Array | None, start: Array | int, add: bool = False) -> Array | None:
+def update_rows(whole: Array | None, block: Array | None, start: Array | int, add: bool = False) -> Array | None:
     """`whole` with `block` in place of its rows from `start` on, or added to them; None stays None."""
     if whole is None or block is None:
         return None
@@ -108,13 +108,13 @@ def add_gradients(
     `add`: gradients in unembedding and bias are added to what is there; otherwise they replace it.
     """
     narrow = dz.astype(hidden.dtype)
-    d_hidden = None if carry.hidden is None else options.product(narrow, weights, (1, 0))
-    d_weights = None if carry.unembedding is None else options.product(narrow, hidden, (0, 0))
+    d_hidden = None if carry.hidden is None else options.matmul(narrow, weights, (1, 0))
+    d_weights = None if carry.unembedding is None else options.matmul(narrow, hidden, (0, 0))
     d_bias = None if carry.bias is None else jnp.sum(dz, axis=0, dtype=jnp.float32)
     return Gradients(
-        hidden=put(carry.hidden, d_hidden, 0, add=True),
-        unembedding=put(carry.unembedding, d_weights, start, add=add),
-        bias=put(carry.bias, d_bias, start, add=add),
+        hidden=update_rows(carry.hidden, d_hidden, 0, add=True),
+        unembedding=update_rows(carry.unembedding, d_weights, start, add=add),
+        bias=update_rows(carry.bias, d_bias, start, add=add),
     )
 
 
@@ -133,7 +133,7 @@ class Chunked(Implementation):
 
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
         vocab_size = inputs.unembedding.shape[0]
-        chunk = _chunk(options, inputs.hidden.shape[0], vocab_size)
+        chunk = _chunk_size(options, inputs.hidden.shape[0], vocab_size)
         return f"{chunk} columns at a time, {ceil_div(vocab_size, chunk)} chunks"
 
     def forward(
@@ -161,13 +161,13 @@ class Chunked(Implementation):
                 if targets is not None:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     e = jnp.where(column == (targets - start)[:, None], 0.0, e)
-                summed = options.product(e.astype(hidden.dtype), weights, (1, 0))
+                summed = options.matmul(e.astype(hidden.dtype), weights, (1, 0))
                 moments = moments._replace(expected_row=summed * stats.inverse_weight(moments.weight)[:, None])
             total = moments if total is None else stats.merge(total, moments, scale)
             return total, z if save else None
 
-        chunk = min(_HELD_COLUMNS, vocab_size) if self._logits is not None else _chunk(options, len(hidden), vocab_size)
-        total, saved = fold(step, None, vocab_size, chunk)
+        width = _HELD_COLUMNS if self._logits is not None else _chunk_size(options, len(hidden), vocab_size)
+        total, saved = fold(step, None, vocab_size, min(width, vocab_size))
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
@@ -210,5 +210,5 @@ class Chunked(Implementation):
             return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None), None
 
         carry = first_gradients(inputs, wanted, into)
-        chunk = _chunk(options, len(hidden), len(unembedding))
+        chunk = _chunk_size(options, len(hidden), len(unembedding))
         return fold(step, carry, len(unembedding), chunk, cotangents.saved)[0]

@@ -35,7 +35,7 @@ class Options(NamedTuple):
         """The s of the sums over the vocabulary: [N], or [1, K] where all tokens have the same scales."""
         return inputs.scale if self.scales is None else jnp.asarray(self.scales, jnp.float32)[None, :]
 
-    def product(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    def matmul(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
         """The product of two matrices over one dimension of each, in float32."""
         dimensions = (((contract[0],), (contract[1],)), ((), ()))
         return jax.lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
@@ -134,8 +134,8 @@ def dz_of_logits(
         dz = uniform if dz is None else dz + uniform
     dz = jnp.zeros_like(z) if dz is None else dz * (slope_in_units(z, options.softcap) if slope is None else slope)
     k = 0
-    while (height := value(f"g{k}")) is not None:
-        dz = dz + jnp.where(hit(k), height, 0.0)
+    while (coefficient := value(f"g{k}")) is not None:
+        dz = dz + jnp.where(hit(k), coefficient, 0.0)
         k += 1
     return dz
 

@@ -21,8 +21,8 @@ Reduction = Literal["none", "mean", "sum"]
 
 _BLOCK_BYTES = 24 * 2**20  # of the float32 logits of one block of tokens, which stay in a CPU's last-level cache
 _BLOCK_TOKENS = 128  # under which the products are too narrow, and reading and writing dW for each block shows
-_BLOCK_PART = 32  # a block of more tokens than that has at most this part, 1/32, of all tokens
-_ACCELERATOR = 16  # times as many bytes and tokens elsewhere
+_MOST_BLOCKS = 32  # a block holds at least 1/32 of all tokens
+_ACCELERATOR_FACTOR = 16  # times as many bytes and tokens elsewhere
 
 
 class _Loss(NamedTuple):
@@ -162,8 +162,8 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
     - on a CPU 128 tokens, elsewhere 2,048; twice as many where a logit takes 2 bytes;
     - 1/32 of all tokens.
     """
-    factor = (1 if platform().name == "cpu" else _ACCELERATOR) * round(4 / bytes_per_logit)
-    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _BLOCK_PART)
+    factor = (1 if platform().name == "cpu" else _ACCELERATOR_FACTOR) * round(4 / bytes_per_logit)
+    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _MOST_BLOCKS)
     blocks = max(ceil_div(tokens, block), 1)
     return max(ceil_div(tokens, blocks), 1)
 
@@ -179,8 +179,8 @@ def prefers_one_block(tokens: int, size: int, bytes_per_logit: float, gradient_b
 
 def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str]) -> tuple[Array, dict[str, Any]]:
     """The reduced loss and its gradients in `wanted` for flat inputs, formed block by block."""
-    inputs, valid, broken = api.flat_inputs(arrays, scale, loss.ignore_index)
-    inputs, broken = operator.with_dtypes(inputs), broken.reshape(-1)
+    inputs, valid, bad_target = api.flat_inputs(arrays, scale, loss.ignore_index)
+    inputs, bad_target = operator.with_dtypes(inputs), bad_target.reshape(-1)
     tokens = inputs.hidden.shape[0]
     vocab_size, width = inputs.unembedding.shape
     weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
@@ -188,6 +188,13 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
     if "scale" in wanted:
         call = call._replace(statistics=call.statistics | {"expected_logit"})
     flags = tuple(() if name in wanted else None for name in Gradients._fields)
+    bytes_per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
+    sums_in_float32 = "unembedding" in wanted and inputs.unembedding.dtype.itemsize < 4
+    gradient_bytes = 4 * width if sums_in_float32 else 0
+    size = choose_block_size(tokens, vocab_size, bytes_per_logit)
+    if call.options.save_logits or prefers_one_block(tokens, size, bytes_per_logit, gradient_bytes):
+        size = tokens
+    one_block = 0 < tokens <= size
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
         total, gradients, d_scale = carry
@@ -201,7 +208,7 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
         outputs, _rows, saved = operator.forward(call, block, call.statistics, save=True)
 
         def reduced(outputs: dict[str, Array], s: Array) -> Array:
-            target_logit = jnp.where(block_rows(broken), jnp.nan, outputs["target_logit"])
+            target_logit = jnp.where(block_rows(bad_target), jnp.nan, outputs["target_logit"])
             values = loss.per_token({**outputs, "target_logit": target_logit}, s)
             return jnp.sum(jnp.where(block.valid, block_rows(weights) * values, 0.0))
 
@@ -209,22 +216,16 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
         residuals = operator.Residuals(block, outputs, None, saved, flags)
         into = None if one_block else gradients._replace(hidden=None)
         d_outputs = {name: x for name, x in g.items() if name != "expected_logit"}  # the loss does not read it
-        added = operator.input_gradients(call, residuals, d_outputs, into)
+        block_grads = operator.input_gradients(call, residuals, d_outputs, into)
         if d_scale is not None:
-            d_scale = chunked.put(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
+            d_scale = chunked.update_rows(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
         if not one_block:
-            added = added._replace(hidden=chunked.put(gradients.hidden, added.hidden, start))
-        return (total + value, added, d_scale), None
+            block_grads = block_grads._replace(hidden=chunked.update_rows(gradients.hidden, block_grads.hidden, start))
+        return (total + value, block_grads, d_scale), None
 
-    per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    sums_in_float32 = "unembedding" in wanted and inputs.unembedding.dtype.itemsize < 4
-    size = choose_block_size(tokens, vocab_size, per_logit)
-    if call.options.save_logits or prefers_one_block(tokens, size, per_logit, 4 * width if sums_in_float32 else 0):
-        size = tokens
-    one_block = 0 < tokens <= size
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in wanted}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
-    if one_block:  # nothing is added to dW, which has the dtype of W from the start
+    if one_block:  # nothing is block_grads to dW, which has the dtype of W from the start
         (value, gradients, d_scale), _ = step(carry, 0, tokens, None)
     else:
         (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))

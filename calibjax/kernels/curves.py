@@ -65,7 +65,7 @@ class VocabCurves:
         """The statistics at inverse temperature s > 0, `[...]` or a scalar, without the vocabulary.
 
         Differentiable in `scale`, as `vocab_stats`, by the derivatives of the interpolated function. Beyond the first
-        and the last of `scales` f continues as `interpolation.continued` describes.
+        and the last of `scales` f continues as `interpolation.extrapolate` describes.
 
         Example:
             >>> import jax.numpy as jnp
@@ -75,10 +75,10 @@ class VocabCurves:
         """
         scale = api.as_scale(scale, self.valid.shape)
         jets = interpolation.Jet(self.log_weight, self.expected_difference, self.logit_variance)
-        counted = jnp.where(self.valid, scale, 1.0)
-        f, slope, curvature = interpolation.interpolate(self.scales, jax.lax.stop_gradient(jets), counted)
+        safe_scale = jnp.where(self.valid, scale, 1.0)
+        f, slope, curvature = interpolation.interpolate(self.scales, jax.lax.stop_gradient(jets), safe_scale)
         values = {
-            "log_normalizer": counted * self.max_logit + f,
+            "log_normalizer": safe_scale * self.max_logit + f,
             "expected_logit": self.max_logit + slope,
             "logit_variance": jnp.maximum(jax.lax.stop_gradient(curvature), 0.0),
         }
@@ -133,8 +133,8 @@ def vocab_curves(
         raise ValueError("save_logits: it changes a backward pass, and vocab_curves has none; leave it out.")
     if not 0 <= top_k <= unembedding.shape[0]:
         raise ValueError(f"top_k: expected 0 to the vocabulary size {unembedding.shape[0]}, got {top_k}.")
-    unknown = () if targets is not None else ("target_logit", "correct")
-    statistics = tuple(name for name in STATISTICS if name not in unknown)
+    need_targets = {"target_logit", "correct"}
+    statistics = tuple(name for name in STATISTICS if targets is not None or name not in need_targets)
     arrays = api.Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = api.prepare(arrays, softcap, statistics, sharding, execution, scales)
     arrays = jax.lax.stop_gradient(arrays)

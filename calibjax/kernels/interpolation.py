@@ -47,9 +47,9 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
     start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
     is_below, is_above = scale < table[0], scale > table[-1]
     regions = (
-        continued(left, jnp.where(is_below, scale - start, 0.0)),
-        _between(start, left, end, right, jnp.clip(scale, start, end)),
-        continued(right, jnp.where(is_above, scale - end, 0.0)),
+        extrapolate(left, jnp.where(is_below, scale - start, 0.0)),
+        _hermite(start, left, end, right, jnp.clip(scale, start, end)),
+        extrapolate(right, jnp.where(is_above, scale - end, 0.0)),
     )
     return jax.tree.map(lambda low, mid, high: jnp.where(is_below, low, jnp.where(is_above, high, mid)), *regions)
 
@@ -68,7 +68,7 @@ def _at(x: Float[Array, "... K"], index: Array) -> Array:
     return jnp.take_along_axis(x, index[..., None], axis=-1, mode="promise_in_bounds")[..., 0]
 
 
-def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
+def _hermite(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
     """The polynomial of degree five with both jets, and its derivatives, at a scale from `start` to `end`."""
     h = end - start
     t = (scale - start) / h
@@ -78,10 +78,10 @@ def _between(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> J
     rise = right.value - left.value
     # The part of the rise that slopes and curvatures do not explain, of order h⁵. Where it is small, little cancels.
     excess = rise - 0.5 * (d0 + d1) - (e0 - e1) / 12.0
-    bend = d1 - d0
+    slope_change = d1 - d0
     a2 = 0.5 * e0
-    a3 = 10.0 * excess + bend - (2.0 * e0 + e1) / 3.0
-    a4 = -15.0 * excess - 0.5 * bend + 0.25 * (e0 + e1)
+    a3 = 10.0 * excess + slope_change - (2.0 * e0 + e1) / 3.0
+    a4 = -15.0 * excess - 0.5 * slope_change + 0.25 * (e0 + e1)
     a5 = 6.0 * excess
     value = _polynomial(t, left.value, d0, a2, a3, a4, a5)
     slope = _polynomial(t, d0, 2.0 * a2, 3.0 * a3, 4.0 * a4, 5.0 * a5)
@@ -94,7 +94,7 @@ def _polynomial(t: Array, *coefficients: Array) -> Array:
     return functools.reduce(lambda total, c: c + t * total, reversed(coefficients))
 
 
-def continued(jet: Jet, distance: Array) -> Jet:
+def extrapolate(jet: Jet, distance: Array) -> Jet:
     """f at a signed distance δ from its first node (δ < 0) or its last node (δ > 0), with two derivatives; convex.
 
     Below the first node, the parabola with the value, slope and curvature of that node. Above the last,

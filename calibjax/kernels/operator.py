@@ -247,7 +247,7 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
     d_hidden = cotangents.expected_row
     if d_hidden is None:
         d_hidden = jnp.zeros((tokens, width), jnp.float32)
-    everything = None if cotangents.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
+    sum_of_rows = None if cotangents.uniform is None else jnp.sum(unembedding, axis=0, dtype=jnp.float32)
     one_hots = []
     for ids, g in cotangents.one_hots:
         inside = (ids >= 0) & (ids < vocab_size)
@@ -262,8 +262,8 @@ def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
             block = take(cotangents.softmax)[:, None] * take(d_hidden).astype(jnp.float32)
         for g, ids in one_hots:
             block = block + take(g)[:, None] * unembedding[take(ids)].astype(jnp.float32)
-        if cotangents.uniform is not None and everything is not None:
-            block = block + take(cotangents.uniform)[:, None] * everything[None, :]
+        if cotangents.uniform is not None and sum_of_rows is not None:
+            block = block + take(cotangents.uniform)[:, None] * sum_of_rows[None, :]
         if valid is not None:
             block = jnp.where(take(valid)[:, None], block, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, block.astype(d_hidden.dtype), start, axis=0)

@@ -54,7 +54,7 @@ def dense_values(
     else:
         at_scales = jax.lax.map(functools.partial(dense_cumulants, difference), jnp.asarray(scales, z.dtype))
         log_weight, shift, variance = (jnp.moveaxis(x, 0, -1) for x in at_scales)
-    everything = {
+    values = {
         "log_normalizer": log_weight,
         "mean_logit": jnp.mean(z, axis=-1),
         "max_logit": jnp.max(z, axis=-1),
@@ -64,8 +64,8 @@ def dense_values(
     }
     if targets is not None:
         target = jnp.take_along_axis(z, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
-        everything["target_logit"] = target[..., 0]
-    return everything
+        values["target_logit"] = target[..., 0]
+    return values
 
 
 def dense_stats(

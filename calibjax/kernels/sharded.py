@@ -182,8 +182,8 @@ def _split_rows(inputs: Inputs, shards: int) -> tuple[Inputs, _Tail | None]:
     cut = unembedding.shape[0] // shards * shards
     if cut == unembedding.shape[0]:
         return inputs, None
-    head = inputs._replace(unembedding=unembedding[:cut], bias=None if bias is None else bias[:cut])
-    return head, {"unembedding": unembedding[cut:], "bias": None if bias is None else bias[cut:]}
+    main = inputs._replace(unembedding=unembedding[:cut], bias=None if bias is None else bias[:cut])
+    return main, {"unembedding": unembedding[cut:], "bias": None if bias is None else bias[cut:]}
 
 
 def _input_specs(sharding: VocabSharding) -> Any:
@@ -256,7 +256,7 @@ def sum_over_vocab(
     length = round_up(tokens, sharding.count(sharding.tokens))
     inputs = inputs._replace(hidden=padded(inputs.hidden, length), scale=padded(inputs.scale, length))
     per_token = padded(per_token, length)
-    head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+    main, tail = _split_rows(inputs, sharding.count(sharding.vocab))
 
     def local(inputs: Inputs, tail: _Tail | None, per_token: Array) -> Array:
         def step(total: Array, part: Inputs, *_: Any) -> tuple[Array, None]:
@@ -268,7 +268,7 @@ def sum_over_vocab(
 
     tokens_spec = P(sharding.tokens)
     spread = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
-    return spread(head, tail, per_token)[:tokens]
+    return spread(main, tail, per_token)[:tokens]
 
 
 def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: int) -> Moments:
@@ -347,8 +347,8 @@ class Sharded(Implementation):
     @functools.partial(jax.jit, static_argnums=range(4))
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
         sharding = self.sharding
-        head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
-        tail_start = head.unembedding.shape[0]
+        main, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+        tail_start = main.unembedding.shape[0]
 
         def local(inputs: Inputs, tail: _Tail | None) -> tuple[Moments, Any]:
             def step(total: Moments | None, part: Inputs, start: Array | int, _: Any) -> tuple[Moments, Any]:
@@ -374,7 +374,7 @@ class Sharded(Implementation):
 
         out_specs = (P(sharding.tokens), _per_device_specs(sharding))
         spread = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
-        moments, (expected_row, saved) = spread(head, tail)
+        moments, (expected_row, saved) = spread(main, tail)
         return moments._replace(expected_row=expected_row), saved
 
     @functools.partial(jax.jit, static_argnums=range(3))
@@ -382,8 +382,8 @@ class Sharded(Implementation):
         self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:
         sharding = self.sharding
-        head, tail = _split_rows(inputs, sharding.count(sharding.vocab))
-        tail_start = head.unembedding.shape[0]
+        main, tail = _split_rows(inputs, sharding.count(sharding.vocab))
+        tail_start = main.unembedding.shape[0]
         per_device = (cotangents.expected_row, cotangents.saved)
         cotangents = cotangents._replace(expected_row=None, saved=None)
 
@@ -433,7 +433,7 @@ class Sharded(Implementation):
         specs = _input_specs(sharding)
         in_specs = (specs, P(), P(sharding.tokens), _per_device_specs(sharding))
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-        whole, rest = spread(head, tail, cotangents, per_device)
+        whole, rest = spread(main, tail, cotangents, per_device)
         joined = []
         for x, y in zip(whole, rest, strict=True):
             joined.append(x if x is None or y is None else jnp.concatenate([x, y]))

@@ -204,10 +204,10 @@ def first_equal(x: Float[Array, "N C"], largest: Float[Array, " N"]) -> Int[Arra
 def octaves(scales: tuple[float, ...]) -> int:
     """The number of octaves L of K scales: the largest with `scales[k + K/L] == 2 * scales[k]` for every k."""
     count = len(scales)
-    for an_octave in range(1, count):
-        doubled = tuple(2.0 * scale for scale in scales[:-an_octave])
-        if count % an_octave == 0 and scales[an_octave:] == doubled:
-            return count // an_octave
+    for per_octave in range(1, count):
+        doubled = tuple(2.0 * scale for scale in scales[:-per_octave])
+        if count % per_octave == 0 and scales[per_octave:] == doubled:
+            return count // per_octave
     return 1
 
 

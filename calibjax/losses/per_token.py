@@ -114,13 +114,15 @@ def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array,
     return _masked(-(one_minus_prob**gamma) * log_prob, stats)
 
 
-def sample_dependent_focal(stats: VocabStats, *, low: float = 5.0, high: float = 3.0) -> Float[Array, "..."]:
+def sample_dependent_focal(
+    stats: VocabStats, *, gamma_below: float = 5.0, gamma_above: float = 3.0
+) -> Float[Array, "..."]:
     """FLSD-53, the focal loss with a focusing γ that adapts to the token (Mukhoti et al. 2020, section 4).
 
-    −(1−q_y)^γ log q_y with γ = `low` where q_y < 0.2 and `high` elsewhere; the step in γ is not differentiated.
+    −(1−q_y)^γ log q_y with γ = `gamma_below` where q_y < 0.2, else `gamma_above`; the step in γ is not differentiated.
     Reads `log_normalizer` and `target_logit`.
     """
-    gamma = jnp.where(stats.log_prob() < math.log(0.2), jnp.float32(low), jnp.float32(high))
+    gamma = jnp.where(stats.log_prob() < math.log(0.2), gamma_below, gamma_above)
     return focal(stats, gamma)
 
 

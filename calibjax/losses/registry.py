@@ -44,7 +44,7 @@ class Loss(NamedTuple):
     top_k: int = 0
     per_micro_batch: bool = False
 
-    def weight(self) -> Hyperparameter | None:
+    def main_parameter(self) -> Hyperparameter | None:
         """The hyper-parameter that `--alpha` sets; None if the loss has none."""
         return None if self.alpha is None else self.hyperparameters[self.alpha]
 
@@ -94,8 +94,8 @@ LOSSES: dict[str, Loss] = {
         per_token.sample_dependent_focal,
         _TARGET,
         {
-            "low": Hyperparameter(5.0, _NON_NEGATIVE, "focusing exponent below the threshold"),
-            "high": Hyperparameter(3.0, _NON_NEGATIVE, "focusing exponent from the threshold on"),
+            "gamma_below": Hyperparameter(5.0, _NON_NEGATIVE, "focusing exponent below the threshold"),
+            "gamma_above": Hyperparameter(3.0, _NON_NEGATIVE, "focusing exponent from the threshold on"),
         },
     ),
     "focal-calibration": Loss(

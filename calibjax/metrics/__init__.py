@@ -52,5 +52,5 @@ from calibjax.metrics.sums import CalibrationSums as CalibrationSums
 from calibjax.metrics.sums import bin_index as bin_index
 from calibjax.metrics.sums import calibration_sums as calibration_sums
 from calibjax.metrics.sums import equal_mass_index as equal_mass_index
-from calibjax.metrics.sums import total as total
+from calibjax.metrics.sums import total_sums as total_sums
 from calibjax.runtime.options import Closed as Closed

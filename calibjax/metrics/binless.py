@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import Points, array_namespace, check, metric, nonzero, points
+from calibjax.metrics._points import array_namespace, check, metric, nonzero, points
 from calibjax.runtime.arrays import AnyArray, as_array
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
@@ -27,14 +27,6 @@ def _nodes_of(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
     at = confidence * intervals
     node = xp.clip(xp.floor(at).astype(np.int32), 0, intervals - 1)
     return node, at - node
-
-
-def _residual_grid(data: Points) -> Float[Array, " M"]:
-    """Σ (confidence − correctness)/n at grid nodes on [0, 1]; a point is split linearly between two nodes."""
-    node, upper = _nodes_of(data.confidence, _FINE)
-    residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
-    above = residual * upper
-    return jnp.zeros(_FINE + 1).at[node].add(residual - above).at[node + 1].add(above)
 
 
 def _smoothed_error(waves: Float[Array, " M"], bandwidth: Array) -> Array:
@@ -64,7 +56,10 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
         float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
-    grid = _residual_grid(data)
+    # Σ (confidence − correctness)/n at the nodes of a grid; a point is split linearly between two nodes.
+    node, upper = _nodes_of(data.confidence, _FINE)
+    residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
+    grid = jnp.zeros(_FINE + 1).at[node].add(residual * (1 - upper)).at[node + 1].add(residual * upper)
     # The cosine transform of the grid, by the Fourier transform of its even extension.
     doubled_ends = grid.at[jnp.array([0, -1])].multiply(2)
     waves = jnp.fft.rfft(jnp.concatenate([doubled_ends, grid[-2:0:-1]])).real / 2

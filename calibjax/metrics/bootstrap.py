@@ -140,7 +140,7 @@ def resample_metric(
     Raises:
         ValueError: for invalid shapes or values, weights other than 0 and 1, no point that counts, or no resample.
     """
-    confidence, correct, groups = _select(confidence, correct, groups, where)
+    confidence, correct, groups = _counted_points(confidence, correct, groups, where)
     statistic = getattr(metric, "from_sums", None)
     if statistic is not None:
         sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
@@ -164,7 +164,7 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
     return jax.jit(resampled)
 
 
-def _select(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """Confidence, correctness and group of the points that count, checked."""
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
@@ -183,7 +183,7 @@ def _error_sums(
     metric: Callable, arrays: tuple[Any, Any], groups: Any = None, where: Any = None, bins: int = 15, **options: Any
 ) -> tuple[CalibrationSums, dict[str, Any]]:
     """Sums per pool for a binned error of (confidence, correct), and the options of `error_interval`."""
-    confidence, correct, groups = _select(*arrays, groups, where)
+    confidence, correct, groups = _counted_points(*arrays, groups, where)
     closed = options.pop("closed", "right")
     if getattr(metric, "from_sums", None) is None:  # its bins depend on the points
         index = equal_mass_index(jnp.asarray(confidence, jnp.float32), jnp.ones(len(confidence)), bins)

@@ -225,7 +225,7 @@ class _Observed(NamedTuple):
 
     @property
     def value(self) -> np.ndarray:
-        return self._figure(self.gaps)
+        return self._statistic(self.gaps)
 
     @property
     def zeroing_level(self) -> float:
@@ -267,11 +267,11 @@ class _Observed(NamedTuple):
 
     def error(self, levels: _Levels) -> Float[np.ndarray, " K"]:
         """Statistic of each candidate."""
-        return self._figure(self.candidates(levels))
+        return self._statistic(self.candidates(levels))
 
     def drawn(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
         """Statistic of each candidate plus noise."""
-        return self._figure(self.candidates(levels)[:, None] + self.noise)
+        return self._statistic(self.candidates(levels)[:, None] + self.noise)
 
     def solve(self, tails: Sequence[float], starts: _Levels, directions: _Direction, bounds: _Bounds) -> np.ndarray:
         """Steps t `[K]` in `bounds` at which P(drawn <= observed) at level starts + t·directions reaches each tail."""
@@ -306,7 +306,7 @@ class _Observed(NamedTuple):
         steps = self.solve(tails, starts, directions, bounds)
         return [float(x) for x in self.error(starts + directions * steps[:, None])]
 
-    def _figure(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
+    def _statistic(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
         """The weighted sum over models of the norm of their gaps."""
         size = np.abs(gaps)
         if self.norm == "l1":

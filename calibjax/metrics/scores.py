@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import is_known, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
-from calibjax.metrics.sums import CalibrationSums, total
+from calibjax.metrics.sums import CalibrationSums, total_sums
 from calibjax.runtime.arrays import AnyArray, as_array
 
 
@@ -40,7 +40,7 @@ def summarise(sums: CalibrationSums) -> dict[str, float]:
     Leading axes of the sums (sequences, batches) are added up. `nll` is NaN if a point that counts has no
     log-probability. Raises ValueError if no point counts.
     """
-    whole = total(sums)
+    whole = total_sums(sums)
     count, confidence, correct, _ = whole.whole()
     if not count:
         raise ValueError("summarise: expected at least one point that counts, got none.")

@@ -1,7 +1,7 @@
 """Bins of confidences, and sums over points that most metrics follow from.
 
 `calibration_sums` is a pure JAX function that gives the float32 sums of a batch. Sums of disjoint points add up field
-by field; `total` adds them in float64 on the host, so that many batches lose no digits.
+by field; `total_sums` adds them in float64 on the host, so that many batches lose no digits.
 """
 
 import math
@@ -16,7 +16,7 @@ from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Closed
 
 _CHUNK = 2**14  # points that are added in plain float32; the sums of chunks are added in two floats
-_FEW = 32  # edges: of more, XLA for CPUs no longer unrolls the comparisons, and takes a hundred times as long
+_FEW_EDGES = 32  # with more, XLA for CPUs no longer unrolls the comparisons: a hundred times slower
 
 
 def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
@@ -26,7 +26,7 @@ def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
 
 def _search(edges: Array, values: Array, side: str) -> Array:
     """`searchsorted`: compares few edges in one fused pass, which is fastest, and searches many by bisection."""
-    method = "compare_all" if edges.size <= _FEW else "scan"
+    method = "compare_all" if edges.size <= _FEW_EDGES else "scan"
     return jnp.searchsorted(edges, values, side=side, method=method).astype(jnp.int32)
 
 
@@ -203,7 +203,7 @@ def _chunk_sums(arrays: tuple[Array, ...], bins: int) -> CalibrationSums:
     )
 
 
-def total(sums: CalibrationSums) -> CalibrationSums:
+def total_sums(sums: CalibrationSums) -> CalibrationSums:
     """Adds up all leading axes, in float64 on the host."""
     added = {}
     for name, value in sums._asdict().items():

@@ -54,8 +54,8 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_indices(segment_ids)
-    places = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
-    return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **places}
+    layout = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
+    return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **layout}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

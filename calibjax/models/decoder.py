@@ -206,18 +206,19 @@ def extend(
     Returns hidden states after the final norm, and the cache with the new tokens.
     """
     if cache is None:
-        seen, counted = segment_ids, segment_positions(segment_ids)
+        all_segment_ids, default_positions = segment_ids, segment_positions(segment_ids)
     else:
-        cache, counted = reserve(cache, segment_ids)
-        seen = cache.segment_ids
-    positions = counted if positions is None else positions
+        cache, default_positions = reserve(cache, segment_ids)
+        all_segment_ids = cache.segment_ids
+    positions = default_positions if positions is None else positions
     if until is not None:
-        columns = seen.shape[1]
+        columns = all_segment_ids.shape[1]
         before = columns - tokens.shape[1]
         until = jnp.pad(until + before, ((0, 0), (before, 0)), constant_values=columns)
     with _matmul_precision(dtype):
         module = Decoder(config, dtype)
-        out: Any = module.apply({"params": params}, tokens, seen, positions, cache=cache, keep=True, until=until)
+        options: Any = {"cache": cache, "keep": True, "until": until}
+        out: Any = module.apply({"params": params}, tokens, all_segment_ids, positions, **options)
     hidden, new = out
     return hidden, full_cache(new, segment_ids) if cache is None else fill(cache, new)
 

@@ -74,8 +74,8 @@ def batch_hidden(
         return batch["hidden"].astype(dtype)
     if isinstance(config, FunctionConfig):
         return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
-    places: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-    return jax.lax.stop_gradient(decoder.hidden_states(config, frozen.params, batch["tokens"], **places, dtype=dtype))
+    layout: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
+    return jax.lax.stop_gradient(decoder.hidden_states(config, frozen.params, batch["tokens"], **layout, dtype=dtype))
 
 
 def frozen_features(
@@ -114,8 +114,8 @@ def batch_log_scale(
     `stats`: the statistics at s = 1 that the head's features read; if None, they are computed.
     """
     features = frozen_features(config, head_config.features, frozen, batch["hidden"], dtype, stats)
-    places: Any = {name: batch[name] for name in ("where", "segment_ids")}
-    log_scale = head_config.build().apply({"params": head_arrays.params}, features, **places)
+    layout: Any = {name: batch[name] for name in ("where", "segment_ids")}
+    log_scale = head_config.build().apply({"params": head_arrays.params}, features, **layout)
     return jnp.asarray(log_scale) + head_arrays.log_factor
 
 

@@ -80,7 +80,7 @@ class Sampling:
         calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
         key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
             its seed in `prompt_seeds` and its text.
-        count: samples of each prompt, K; each prompt is processed once.
+        num_samples: samples of each prompt, K; each prompt is processed once.
         prompt_seeds: an integer for each prompt, which is folded into the key; default: the prompt's index.
 
     Raises:
@@ -96,7 +96,7 @@ class Sampling:
     top_p: float | None = None
     calibrated: bool = False
     key: PRNGKeyArray | None = None
-    count: int = 1
+    num_samples: int = 1
     prompt_seeds: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -109,8 +109,9 @@ class Sampling:
             raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
         if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
             raise UserError("top_k, top_p and calibrated need a temperature above 0.")
-        if self.count < 1 or (self.count > 1 and not self.temperature):
-            raise UserError(f"count: expected 1, or more than one with a temperature above 0, got {self.count}.")
+        count = self.num_samples
+        if count < 1 or (count > 1 and not self.temperature):
+            raise UserError(f"num_samples: expected 1, or more than one with a temperature above 0, got {count}.")
         if self.temperature and self.key is None:
             raise UserError("key: sampling needs one, such as jax.random.key(0); temperature=0 does not sample.")
 
@@ -211,24 +212,24 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, length)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        drawn_from = drawn_from + noise
-        return first_equal(drawn_from, jnp.max(drawn_from, axis=-1))
+        perturbed = drawn_from + noise  # the Gumbel-max trick
+        return first_equal(perturbed, jnp.max(perturbed, axis=-1))
 
     def add_token(state: _State, logits: Array, log_scale: Array, caches: _Caches) -> _State:
         """Adds a token to every row that has not ended."""
         calibrated = jnp.exp(log_scale)[:, None] * logits
         token = choose(logits, calibrated, state.length)
-        alive = ~state.done
+        active = ~state.done
 
         def log_prob(z: Array) -> Array:
             return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
 
         columns = Generation(
-            tokens=jnp.where(alive, token, -1),
-            base_log_probs=jnp.where(alive, log_prob(logits), 0.0),
-            confidence=jnp.where(alive, jnp.exp(log_prob(calibrated)), 0.0),
-            temperature=jnp.where(alive, jnp.exp(-log_scale), 1.0),
-            where=alive,
+            tokens=jnp.where(active, token, -1),
+            base_log_probs=jnp.where(active, log_prob(logits), 0.0),
+            confidence=jnp.where(active, jnp.exp(log_prob(calibrated)), 0.0),
+            temperature=jnp.where(active, jnp.exp(-log_scale), 1.0),
+            where=active,
         )
         generated = jax.tree.map(
             lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.length, axis=1),
@@ -283,7 +284,7 @@ def generate(
             generation_config.json, or else the tokenizer's end of sequence.
 
     Returns:
-        `Generation`, `[B, N]`; with `sampling.count` K above 1 `[B·K, N]`, the samples of a prompt one after the other.
+        `Generation`, `[B, N]`; with `sampling.num_samples` K above 1 `[B·K, N]`, grouped by prompt.
 
     Raises:
         UserError: an argument is out of range, a prompt does not fit the model, or the head belongs to another model or
@@ -318,7 +319,7 @@ def generate(
     if head is None:
         head = FittedHead.constant(lm)
     program = _Program(
-        lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.count
+        lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.num_samples
     )
     padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
     inputs = _DecodeInputs(
@@ -334,7 +335,7 @@ def generate(
     )
     with lm.on_mesh():
         generated = _decode(program, inputs)
-    real = len(ids) * sampling.count
+    real = len(ids) * sampling.num_samples
     return generated if rows == len(ids) else jax.tree.map(lambda x: x[:real], generated)
 
 

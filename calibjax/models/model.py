@@ -42,8 +42,8 @@ def _token_inputs(
         if segment_ids is not None or positions is not None:
             raise UserError("segment_ids, positions: sequences have their own; leave them out.")
         tokens, segment_ids, positions = tokens.tokens, tokens.segment_ids, tokens.positions
-    places = {"segment_ids": segment_ids, "positions": positions}
-    return as_indices(tokens), {name: None if x is None else as_indices(x) for name, x in places.items()}
+    layout = {"segment_ids": segment_ids, "positions": positions}
+    return as_indices(tokens), {name: None if x is None else as_indices(x) for name, x in layout.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -88,8 +88,8 @@ class LanguageModel:
         if tokenizer is not None:
             check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
         get_tokenizer = None if tokenizer is None else lambda: tokenizer
-        identity = fingerprint(config, named_tensors(params))
-        return cls(config, params, jnp.dtype(dtype), identity, _tokenizer=get_tokenizer)
+        digest = fingerprint(config, named_tensors(params))
+        return cls(config, params, jnp.dtype(dtype), digest, _tokenizer=get_tokenizer)
 
     def with_params(self, params: Params, config: DecoderConfig | None = None) -> "LanguageModel":
         """This model with other parameters, such as fine-tuned ones, and their fingerprint; the tokenizer stays.
@@ -149,13 +149,13 @@ class LanguageModel:
         self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None, layers: Layers = "last"
     ) -> Float[Array, "*L B T D"]:
         """Hidden states in the compute dtype, as `calibjax.models.hidden_states` has them. Packed texts do not mix."""
-        tokens, places = _token_inputs(tokens, segment_ids, positions)
-        return _hidden_states(self.config, self.params, tokens, **places, layers=layers, dtype=self.dtype)
+        tokens, layout = _token_inputs(tokens, segment_ids, positions)
+        return _hidden_states(self.config, self.params, tokens, **layout, layers=layers, dtype=self.dtype)
 
     def logits(self, tokens: Tokens, *, segment_ids: _Ids = None, positions: _Ids = None) -> Float[Array, "B T V"]:
         """Logits `[B, T, V]` in float32, as `calibjax.models.logits` has them. Packed texts do not mix."""
-        tokens, places = _token_inputs(tokens, segment_ids, positions)
-        return _logits(self.config, self.params, tokens, **places, dtype=self.dtype)
+        tokens, layout = _token_inputs(tokens, segment_ids, positions)
+        return _logits(self.config, self.params, tokens, **layout, dtype=self.dtype)
 
     def vocab_stats(
         self,

@@ -53,19 +53,19 @@ class AttentionMask:
             return None
         index = jnp.arange(time) if self.start is None else self.start + jnp.arange(time)
         distance = index[:, None] - jnp.arange(columns)[None, :]
-        seen = distance >= 0
+        allowed = distance >= 0
         if self.windows != (None,):
             windows = [columns if window is None else window for window in self.windows]
-            seen &= distance < (windows[0] if self.kind is None else jnp.asarray(windows)[self.kind])
-        seen = seen[None]
+            allowed &= distance < (windows[0] if self.kind is None else jnp.asarray(windows)[self.kind])
+        allowed = allowed[None]
         if self.segment_ids is not None:
             token_segments = self.segment_ids
             if self.start is not None:
                 token_segments = jax.lax.dynamic_slice_in_dim(token_segments, self.start, time, axis=1)
-            seen = seen & (token_segments[:, :, None] == self.segment_ids[:, None, :])
+            allowed = allowed & (token_segments[:, :, None] == self.segment_ids[:, None, :])
         if self.until is not None:
-            seen = seen & (index[None, :, None] < self.until[:, None, :])
-        return seen[:, None]
+            allowed = allowed & (index[None, :, None] < self.until[:, None, :])
+        return allowed[:, None]
 
 
 def attend(
@@ -216,11 +216,11 @@ def suits_splash(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -
 def _devices_divide(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:
     """Whether every device of the current mesh has as many rows and heads as the others."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, columns = 1, 1
+    row_shards, head_shards = 1, 1
     if set(AXES) <= set(mesh.axis_names):
-        rows, columns = batch_shards(mesh), mesh.shape[_HEADS]
-    divided = query.shape[0] % rows == query.shape[2] % columns == key.shape[2] % columns == 0
-    return mesh.size in (0, rows * columns) and divided
+        row_shards, head_shards = batch_shards(mesh), mesh.shape[_HEADS]
+    divides = query.shape[0] % row_shards == query.shape[2] % head_shards == key.shape[2] % head_shards == 0
+    return mesh.size in (0, row_shards * head_shards) and divides
 
 
 def suits_cudnn(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:

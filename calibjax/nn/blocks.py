@@ -223,9 +223,9 @@ def _scale_yarn(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    passage = (high - low) or 1e-3  # a step if low equals high
-    stretch = np.clip((np.arange(len(frequencies)) - low) / passage, 0.0, 1.0)
-    return (1 - stretch) * frequencies + stretch * frequencies / rope.factor
+    ramp_width = (high - low) or 1e-3  # a step if low equals high
+    ramp = np.clip((np.arange(len(frequencies)) - low) / ramp_width, 0.0, 1.0)
+    return (1 - ramp) * frequencies + ramp * frequencies / rope.factor
 
 
 _SCALINGS: dict[str, Callable[[Rope, np.ndarray], np.ndarray]] = {

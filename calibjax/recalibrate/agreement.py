@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.recalibrate.contract import IMPOSSIBLE, Predictions, select
+from calibjax.recalibrate.contract import IMPOSSIBLE, Predictions, checked_fields
 from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
 from calibjax.runtime.arrays import AnyArray, as_array
 from calibjax.runtime.errors import UserError
@@ -54,8 +54,8 @@ def fit_daca(logits: Float[AnyArray, "N K"], base_logits: Float[AnyArray, "N K"]
     Raises:
         UserError: the shapes differ, a value is not finite, or the models agree on no question.
     """
-    (z,) = select(Predictions(logits=logits), ("logits",), impossible=True)
-    (b,) = select(Predictions(logits=base_logits), ("logits",), impossible=True)
+    (z,) = checked_fields(Predictions(logits=logits), ("logits",), impossible=True)
+    (b,) = checked_fields(Predictions(logits=base_logits), ("logits",), impossible=True)
     if z.shape != b.shape:
         raise UserError(f"base_logits: expected the shape {z.shape} of the logits, got {b.shape}.")
     if ((z > IMPOSSIBLE) != (b > IMPOSSIBLE)).any():

@@ -71,7 +71,7 @@ class Method:
     """One recalibrator: an entry of `METHODS`.
 
     Attributes:
-        fit_arrays: `fit_arrays(*fields, **options) -> state`, of the fields in `fit_reads` as `select` returns them.
+        fit_arrays: `fit_arrays(*fields, **options) -> state`, of the `checked_fields` of `fit_reads`.
         apply_arrays: `apply_arrays(state, *fields) -> Array`, of the fields in `apply_reads`; pure and jittable.
         fit_reads: the fields of `Predictions` that `fit` needs, among them either `labels` or `correct`.
         keeps_argmax: the most likely class never changes. A method that gives a confidence has no classes to change.
@@ -91,16 +91,16 @@ class Method:
             The state: a NamedTuple of arrays with a field `report`, a `FitReport`.
 
         Raises:
-            UserError: as raised by `select`, and for an option out of range.
+            UserError: as raised by `checked_fields`, and for an option out of range.
         """
         ranges = get_type_hints(self.fit_arrays, include_extras=True) if options else {}
         for name, value in options.items():
             check_value(name, ranges.get(name), value)
-        fields = select(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
+        fields = checked_fields(data, self.fit_reads, where, self.max_classes, impossible=self.accepts_impossible)
         return self.fit_arrays(*fields, **options)
 
     def apply(self, state: Any, data: Predictions) -> Array:
-        """Calibrated log_probs `[N, K]` or confidence `[N]`, as `gives` says: float32, pure and jittable."""
+        """Calibrated log_probs `[N, K]` or confidence `[N]`, see `returns`: float32, pure and jittable."""
         fields = []
         for name in self.apply_reads:
             value = getattr(data, name)
@@ -118,12 +118,12 @@ class Method:
         return "logits" in self.fit_reads and self.keeps_argmax
 
     @property
-    def gives(self) -> Literal["log_probs", "confidence"]:
+    def returns(self) -> Literal["log_probs", "confidence"]:
         """What `apply` returns: log_probs, float32 `[N, K]`, or confidence, float32 `[N]`."""
         return "log_probs" if "labels" in self.fit_reads else "confidence"
 
 
-def select(
+def checked_fields(
     data: Predictions,
     fields: tuple[str, ...],
     where: Bool[AnyArray, " N"] | None = None,

@@ -49,7 +49,7 @@ class Estimator:
         method = METHODS[self.method]
         truth = np.ravel(as_array(y))
         data = self._predictions(X, fields)
-        if method.gives == "log_probs":
+        if method.returns == "log_probs":
             shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
             if len(shape) != 2:
                 raise UserError(f"X: expected [N, K], got the shape {shape}.")
@@ -83,7 +83,7 @@ class Estimator:
         if width != self.n_features_in_:
             raise UserError(f"X has {width} features, but {name} is expecting {self.n_features_in_} features as input")
         values = self.recalibrator_(self._predictions(X, fields))
-        return np.exp(values) if METHODS[self.method].gives == "log_probs" else values
+        return np.exp(values) if METHODS[self.method].returns == "log_probs" else values
 
     def predict_proba(self, X: Any, **fields: Any) -> np.ndarray:
         """Calibrated probabilities, float32: of the classes `[N, K]`; for confidences, of wrong and right `[N, 2]`."""

@@ -16,9 +16,9 @@ from calibjax.runtime.arrays import ceil_div
 
 _BLOCK = 2**22  # float64 numbers processed at a time: in addition to its data, a fit holds a few times as many
 _SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
-_HESSIAN = 512  # largest number of parameters for which an unbounded fit is preconditioned by its Hessian
-_SAMPLE = 512  # largest number of rows that the Hessian is computed from
-_ROUND = 40  # iterations after which the Hessian is computed again
+_MAX_PRECONDITIONED = 512  # largest number of parameters for which an unbounded fit is preconditioned by its Hessian
+_HESSIAN_ROWS = 512  # largest number of rows that the Hessian is computed from
+_HESSIAN_EVERY = 40  # iterations after which the Hessian is computed again
 _RIDGE = 1e-6  # fraction of its diagonal that is added to it
 # Of `lbfgs`. ftol and gtol: relative decrease of the objective, largest component of its gradient.
 _OPTIONS = {"maxiter": 1000, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-9}
@@ -122,17 +122,17 @@ def minimize(
 
         flat, unravel = ravel_pytree(like)
         x = np.asarray(flat)
-        if bounds is not None or x.size > _HESSIAN:
+        if bounds is not None or x.size > _MAX_PRECONDITIONED:
             ends = () if bounds is None else (ravel_pytree(bound)[0] for bound in bounds)
             best = lbfgs(value_and_grad, x, *ends, maxiter=max_iterations)
         else:
-            stride = ceil_div(len(rows[0]), _SAMPLE)
+            stride = ceil_div(len(rows[0]), _HESSIAN_ROWS)
             sample = tuple(jnp.asarray(row[::stride]) for row in rows)
             best = Minimum(x, np.inf, False, 0)
             while not best.converged and best.iterations < max_iterations:
                 hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
                 hessian += np.diag(_RIDGE * np.diag(hessian) + 1e-12)
-                steps = min(_ROUND, max_iterations - best.iterations)
+                steps = min(_HESSIAN_EVERY, max_iterations - best.iterations)
                 end = preconditioned_lbfgs(value_and_grad, best.x, hessian, maxiter=steps)
                 best = end._replace(iterations=best.iterations + end.iterations)
                 if not end.iterations:
@@ -142,7 +142,7 @@ def minimize(
 
 
 STEPS, BATCH = 2000, 256
-_LOOK = 50  # steps between evaluations of the held-out loss
+_EVAL_EVERY = 50  # steps between evaluations of the held-out loss
 _PATIENCE = 300  # steps without a smaller held-out loss after which training stops
 
 
@@ -203,7 +203,7 @@ def descend(
     for step in range(STEPS):
         batch = take(training[rng.integers(0, len(training), BATCH)])
         params, opt_state = _step(loss, params, opt_state, batch, extra)
-        if (step + 1) % _LOOK == 0:
+        if (step + 1) % _EVAL_EVERY == 0:
             new = score(params)
             if new < best_score:
                 best, best_score, best_step = params, new, step + 1

@@ -12,7 +12,7 @@ import numpy as np
 from flax.errors import ScopeParamShapeError
 from jaxtyping import Array
 
-from calibjax.recalibrate.contract import Method, Predictions, class_count, select
+from calibjax.recalibrate.contract import Method, Predictions, checked_fields, class_count
 from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
@@ -39,7 +39,7 @@ class Recalibrator(NamedTuple):
         """Recalibrates predictions: `data` or `fields` hold what the method reads (`method.apply_reads`).
 
         Returns:
-            float32: calibrated confidences `[N]` or log-probabilities of the classes `[N, K]`, as `method.gives` says.
+            float32: calibrated confidences `[N]` or log-probabilities of the classes `[N, K]`, see `method.returns`.
             The result of a prediction does not depend on the other rows of the call, to the last bit.
 
         Raises:
@@ -55,7 +55,7 @@ class Recalibrator(NamedTuple):
             confidence = np.asarray(reads.confidence)
             clipped = np.clip(confidence, 0, 1)
             is_rounding = abs(confidence - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
-            select(reads._replace(confidence=np.where(is_rounding, clipped, confidence)), ("confidence",))
+            checked_fields(reads._replace(confidence=np.where(is_rounding, clipped, confidence)), ("confidence",))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         divided = [name for name in self.method.apply_reads if name != "unembedding"]

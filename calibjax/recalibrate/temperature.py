@@ -117,7 +117,7 @@ def fit_temperature(
             break
         step = here.step
         if len(passes) > 1 and all(math.isfinite(each.step) for each in passes[-2:]):
-            step += _bend(here, passes[-2])
+            step += _third_order_correction(here, passes[-2])
         u = u + step if low < u + step < high else (low + high) / 2
     first, last = passes[0], passes[-1]
     converged = abs(last.step) < _TOLERANCE
@@ -157,7 +157,7 @@ def _pass(sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]], u: fl
     return _Pass(u, nll / count, float(slopes.sum()), curvature, not curvature > _FLAT * count, slopes)
 
 
-def _bend(here: _Pass, previous: _Pass) -> float:
+def _third_order_correction(here: _Pass, previous: _Pass) -> float:
     """The third-order correction of the step −slope/curvature, by inverse interpolation; it often saves a pass.
 
     The step then ends at u(0) of the cubic Hermite interpolant u(slope), of slope 1/curvature, of the last two passes.

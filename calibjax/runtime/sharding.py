@@ -52,7 +52,7 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh of `devices` (by default all) with so many along each of `AXES` (by default all along fsdp)."""
+    """Makes a mesh of `devices` (by default all); `shape`: the number along each of `AXES` (by default all on fsdp)."""
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(None, len(devices)) if shape is None else shape
     # Ordered by the interconnect between TPUs; on other platforms the order is kept.

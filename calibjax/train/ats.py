@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from calibjax.data import Sequences, batches, concatenate, divide, eval_batches, limit_tokens
+from calibjax.data import Sequences, batches, concatenate, eval_batches, fold_indices, limit_tokens
 from calibjax.data.load import Source, as_sequences
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.losses import LOSSES, curve_loss
@@ -60,7 +60,8 @@ class AtsFit(NamedTuple):
         return {"temperature": self.temperature, "ats": self.head}
 
     def __repr__(self) -> str:
-        return "AtsFit({!r}, candidate {candidate}, temperature {temperature:.4g})".format(self.head, **self.report)
+        chosen, temperature = self.report["candidate"], self.report["temperature"]
+        return f"AtsFit({self.head!r}, candidate {chosen}, temperature {temperature:.4g})"
 
 
 def fit_ats(
@@ -105,7 +106,7 @@ def fit_ats(
     sets = data if isinstance(data, Mapping) else {"fit": data}
     if not hasattr(lm, "fingerprint"):
         makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
-        raise UserError(f"lm: expected a model of {makers}, got {type(lm).__name__}.")
+        raise UserError(f"lm: expected a model from {makers}, got {type(lm).__name__}.")
     plan = make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     sets = {name: as_sequences(part, lm) for name, part in sets.items()}
@@ -131,7 +132,7 @@ def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose:
     if fewer is not sequences:
         used = int(fewer.where.sum())
         available = int(sequences.where.sum())
-        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random; --tokens for more")
+        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (--tokens)")
     return fewer
 
 
@@ -143,7 +144,7 @@ def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, s
     if len(sets) > 1:
         ends = np.cumsum([len(part.tokens) for part in sets.values()])
         return np.split(np.arange(ends[-1]), ends[:-1])
-    return divide(sequences, plan.folds, seed)
+    return fold_indices(sequences, plan.folds, seed)
 
 
 def _fit(
@@ -154,14 +155,14 @@ def _fit(
     note = "" if fit.converged else " (no finite optimum: the bound was used)"
     context.log(f"temperature scaling: {fit.temperature:.4f}, NLL {fit.nll_before:.4f} -> {fit.nll:.4f}{note}")
     temperature = FittedHead.constant(lm, fit.log_scale)
-    fitting = _Fitting(tokens, plan, context, folds, fit.log_scale, by_set)
-    chosen, comparison = fitting.choose() if folds else (None, None)
-    candidate = fitting.candidates()[0] if chosen is None else chosen.candidate
+    fits = _CandidateFits(tokens, plan, context, folds, fit.log_scale, by_set)
+    chosen, comparison = fits.choose() if folds else (None, None)
+    candidate = fits.candidates()[0] if chosen is None else chosen.candidate
     report = {"plan": dataclasses.asdict(plan), "temperature": fit.temperature, "refit": None}
     report["candidate"] = str(candidate)
     if not isinstance(candidate, Candidate):  # temperature scaling was chosen
         return AtsFit(temperature, temperature, report, comparison)
-    params = to_host(fitting.params(candidate))
+    params = to_host(fits.fit_to_all(candidate))
     log_factor = 0.0
     if chosen is not None:
         params = shrink_head(params, fit.log_scale, chosen.shrinkage)
@@ -178,12 +179,9 @@ def _fit(
     return AtsFit(head, temperature, report, comparison)
 
 
-def fit_temperature_head(
-    lm: FrozenModel, sequences: Sequences, batch_size: int, tokens: TokenCurves | None = None
-) -> FittedHead:
-    """Temperature scaling on sequences, or on their curves, as a head; on the current mesh (`jax.set_mesh`)."""
-    if tokens is None:
-        tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
+def fit_temperature_head(lm: FrozenModel, sequences: Sequences, batch_size: int) -> FittedHead:
+    """Temperature scaling on sequences, as a head; on the current mesh (`jax.set_mesh`)."""
+    tokens = token_curves(lm, sequences, batch_size=batch_size, context=RunContext().silent())
     return FittedHead.constant(lm, fit_token_temperature(tokens).log_scale)
 
 
@@ -207,7 +205,7 @@ class Candidate(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Fitting:
+class _CandidateFits:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
     `log_scale` is the log scale of temperature scaling. With `by_set`, each fold is one of the sets. `scores` holds the
@@ -311,7 +309,7 @@ class _Fitting:
         self.context.log(f"{scored.name}: on the first fold {compared}: {verdict}")
         return is_lower
 
-    def params(self, candidate: Candidate) -> Any:
+    def fit_to_all(self, candidate: Candidate) -> Any:
         """The parameters of the candidate, fitted to all tokens."""
         if not candidate.is_solved:
             return self._train(candidate, self.tokens, left_out=None)

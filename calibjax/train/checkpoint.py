@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a run."""
+"""Orbax checkpoints of a training run."""
 
 import functools
 import json
@@ -48,9 +48,10 @@ class Checkpoints:
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
         """Starts a save; it is on disk when the next one starts or `close` returns."""
-        jsons = {"data": data_state, "run": self._run}
-        checksums = {"arrays": array_digests(state), "jsons": {name: json_digest(x) for name, x in jsons.items()}}
-        items = {name: ocp.args.JsonSave(value) for name, value in jsons.items()}
+        documents = {"data": data_state, "run": self._run}
+        digests = {name: json_digest(x) for name, x in documents.items()}
+        checksums = {"arrays": array_digests(state), "jsons": digests}
+        items = {name: ocp.args.JsonSave(value) for name, value in documents.items()}
         items["checksums"] = ocp.args.JsonSave(seal(checksums))
         self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), **items))
 

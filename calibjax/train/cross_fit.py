@@ -17,12 +17,12 @@ from calibjax import metrics, recalibrate
 from calibjax.kernels import VocabCurves
 from calibjax.runtime.distributed import to_host
 from calibjax.train.curves import TokenCurves, curves_of
-from calibjax.train.solve import likelihood
+from calibjax.train.solve import likelihood_sums_at
 
 SHRINKAGE = 0.25  # fraction of the way to temperature scaling by which log scales are moved, see train/RESULTS.md
 SHRINKAGES_OF_SETS = (0.25, 0.5, 0.75)  # tried where several sets are given: each is predicted by heads of the others
-_ALLOWED = 0.1  # part of the gain over temperature scaling that a simpler head, or a lower calibration error, may cost
-_ERRORS = 2.0  # standard errors beyond which a difference is not noise
+_ALLOWED_LOSS = 0.1  # fraction of the gain over temperature scaling that a simpler or better calibrated head may lose
+_NOISE = 2.0  # standard errors beyond which a difference is not noise
 
 
 class CandidateScore(NamedTuple):
@@ -54,20 +54,20 @@ class CandidateScore(NamedTuple):
     @property
     def calibration_error(self) -> float:
         """Debiased L2 calibration error of the most likely token (`metrics.debiased_from_sums`)."""
-        return float(metrics.debiased_from_sums(metrics.total(self.sums)))
+        return float(metrics.debiased_from_sums(metrics.total_sums(self.sums)))
 
-    def mean(self, figure: str) -> float:
+    def mean(self, score_name: str) -> float:
         """`nll` or `brier` per token."""
-        return float(getattr(self.sums, figure).sum() / self.sums.points.sum())
+        return float(getattr(self.sums, score_name).sum() / self.sums.points.sum())
 
     def gain(self, other: "CandidateScore") -> float:
         """How much lower the NLL per token is than the other's."""
         return other.mean("nll") - self.mean("nll")
 
-    def difference(self, other: "CandidateScore", figure: str) -> tuple[float, float]:
+    def difference(self, other: "CandidateScore", score_name: str) -> tuple[float, float]:
         """Mean difference per token from the other's `nll` or `brier`, and its standard error over sequences."""
         count = self.sums.points
-        paired = getattr(self.sums, figure) - getattr(other.sums, figure)
+        paired = getattr(self.sums, score_name) - getattr(other.sums, score_name)
         mean = paired.sum() / count.sum()
         groups = len(count)
         spread = np.square(paired - mean * count).sum() * groups / max(groups - 1, 1)
@@ -75,16 +75,16 @@ class CandidateScore(NamedTuple):
 
     def beats(self, other: "CandidateScore") -> bool:
         """Whether NLL and Brier are lower by more than two standard errors, and ECE is not higher beyond noise."""
-        differences = [self.difference(other, figure) for figure in ("nll", "brier")]
-        are_lower = all(difference < -_ERRORS * error for difference, error in differences)
+        differences = [self.difference(other, score_name) for score_name in ("nll", "brier")]
+        are_lower = all(difference < -_NOISE * error for difference, error in differences)
         return are_lower and not metrics.error_comparison(self.sums, other.sums).low > 0
 
     def as_json(self, reference: "CandidateScore") -> dict[str, Any]:
         """The figures of the candidate, and whether it beats `reference`."""
         return {
             "candidate": self.name,
-            **{figure: self.mean(figure) for figure in ("nll", "brier")},
-            "ece": float(metrics.ece_from_sums(metrics.total(self.sums))),
+            **{score_name: self.mean(score_name) for score_name in ("nll", "brier")},
+            "ece": float(metrics.ece_from_sums(metrics.total_sums(self.sums))),
             "calibration_error": self.calibration_error,
             "factor": math.exp(self.log_factor),
             "shrinkage": self.shrinkage,
@@ -100,7 +100,7 @@ def score(
     The refit minimises the log loss of whether the most likely token is right: the log loss of the target would leave
     the confidence biased.
     """
-    fit = recalibrate.fit_temperature(likelihood(tokens, log_scale, top_label=True)) if refit else None
+    fit = recalibrate.fit_temperature(likelihood_sums_at(tokens, log_scale, top_label=True)) if refit else None
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))
     sums = to_host(_sums(curves_of(tokens.arrays, tokens.scales), refitted))
     sums = metrics.CalibrationSums(*(np.asarray(x, np.float64) for x in sums))
@@ -109,7 +109,7 @@ def score(
 
 def _applied(refit: recalibrate.TemperatureFit | None) -> float:
     """The refitted log factor if it is more than two standard errors from 0, else 0: a smaller one would add noise."""
-    if refit is None or not refit.converged or abs(refit.log_scale) <= _ERRORS * refit.standard_error:
+    if refit is None or not refit.converged or abs(refit.log_scale) <= _NOISE * refit.standard_error:
         return 0.0
     return refit.log_scale
 
@@ -131,7 +131,7 @@ def within_noise_of_best(candidates: Sequence[CandidateScore], baseline: Candida
     """The candidates whose NLL is within noise of the lowest: higher by at most one standard error of the difference,
     or a tenth of the best one's gain over `baseline`, temperature scaling."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
-    allowed = _ALLOWED * best.gain(baseline)
+    allowed = _ALLOWED_LOSS * best.gain(baseline)
 
     def is_within(candidate: CandidateScore) -> bool:
         difference, error = candidate.difference(best, "nll")

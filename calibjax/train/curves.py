@@ -46,7 +46,7 @@ _BLOCK_OF_CPU, _BLOCK, _BLOCK_OF_DEVICE = 256, 512, 1024
 # "Fast math" that still keeps NaN, infinities, divisions and exponentials exact.
 _HONORED = ("nans", "infs", "division", "functions")
 _ANY_ORDER = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{name}": True for name in _HONORED}}
-_NOTE_EVERY = 20.0  # seconds between notes of how far the pass is
+_SAVE_EVERY = 20.0  # seconds between records of the progress of a pass
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
 
 
@@ -182,8 +182,8 @@ def token_curves(
             counted = sequences.where[rows] & (sequences.targets[rows] != -100)
             _write_batch(store, run, block, width, batch, counted, start)
             bar.update(real)
-            if time.monotonic() - last > _NOTE_EVERY or start + real == count:
-                store.note(start + real)
+            if time.monotonic() - last > _SAVE_EVERY or start + real == count:
+                store.save_progress(start + real)
                 last = time.monotonic()
         start += real
     bar.close()
@@ -267,7 +267,7 @@ def frozen_batch(
 
 
 class _Store:
-    """Arrays in memory; or in files, which the first process writes, with a note of what they hold."""
+    """Arrays in memory; or in files, which the first process writes, with a record of the progress of their pass."""
 
     def __init__(self, directory: Path | None, shapes: Mapping[str, Any], identity: dict[str, Any]):
         self._directory, self._shapes, self._identity = directory, shapes, identity
@@ -276,7 +276,7 @@ class _Store:
         if directory is None:
             self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
             return
-        self._note_file = directory / "note.json"
+        self._progress_file = directory / "note.json"
         self._files = {name: directory / f"{name}.bin" for name in shapes}
         self.done = int(on_first(self._begin))
         self._arrays = self._map("r+") if is_first() else {}
@@ -286,13 +286,13 @@ class _Store:
         assert self._directory is not None
         sizes = {name: max(math.prod(shape) * np.dtype(of).itemsize, 1) for name, (shape, of) in self._shapes.items()}
         with contextlib.suppress(ValueError, OSError):
-            note = read_json(self._note_file)
+            note = read_json(self._progress_file)
             is_of_this = isinstance(note, dict) and note.get("identity") == self._identity
             if is_of_this and all(file.stat().st_size == sizes[name] for name, file in self._files.items()):
                 return int(note["done"])
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._note_file.unlink(missing_ok=True)
+            self._progress_file.unlink(missing_ok=True)
             for name, file in self._files.items():
                 file.unlink(missing_ok=True)
                 with file.open("xb") as fresh:  # a write to a mapped page without a block on the disk ends the process
@@ -301,8 +301,8 @@ class _Store:
             for file in self._files.values():
                 with contextlib.suppress(OSError):
                     file.unlink()
-            remedy = "keep it in memory, with another directory"
-            raise UserError(f"keep: cannot write to {self._directory} ({error}); {remedy}.") from error
+            problem = f"cannot write to {self._directory} ({error})"
+            raise UserError(f"keep: {problem}. Choose another directory, or keep it in memory.") from error
         return 0
 
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
@@ -315,14 +315,14 @@ class _Store:
         if name in self._arrays:
             self._arrays[name][at] = values
 
-    def note(self, done: int) -> None:
+    def save_progress(self, done: int) -> None:
         """Writes that the first `done` sequences are complete, after they are on the disk."""
         if self._directory is None:
             return
         for array in self._arrays.values():
             assert isinstance(array, np.memmap)
             array.flush()
-        on_first(lambda: write_file(self._note_file, json.dumps({"identity": self._identity, "done": done})))
+        on_first(lambda: write_file(self._progress_file, json.dumps({"identity": self._identity, "done": done})))
 
     def arrays(self) -> dict[str, np.ndarray]:
         return self._arrays if self._directory is None else self._map("r")

@@ -145,7 +145,7 @@ class LhtsObjective:
             return jnp.sum(weight * loss), (jnp.sum(weight), carry)
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
-    def likelihood(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
+    def nll(self, params: Any, frozen: Any, batch: Mapping[str, Array], hyper: Mapping[str, Array]):
         """The `Objective` that evaluates the student: its negative log-likelihood."""
         where = batch["where"]
         nll = over_vocabulary(linear_cross_entropy, self.model, params, self._hidden(params, batch), batch)
@@ -163,7 +163,7 @@ class LhtsObjective:
         block = max(1, min(length, _BLOCK_LOGITS // (rows * self.model.vocab_size)))
         blocks = ceil_div(length, block)
 
-        def cut(x: Array) -> Array:
+        def to_blocks(x: Array) -> Array:
             x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0)))
             return jnp.moveaxis(x.reshape(rows, blocks, block, x.shape[-1]), 1, 0)
 
@@ -172,7 +172,7 @@ class LhtsObjective:
             student = decoder.unembed(self.model, params, parts[0])
             return reverse_kl(student, jax.lax.stop_gradient(decoder.unembed(self.model, frozen, parts[1])))
 
-        kl = jax.lax.map(block_kl, (cut(hidden), cut(scored)))
+        kl = jax.lax.map(block_kl, (to_blocks(hidden), to_blocks(scored)))
         return jnp.moveaxis(kl, 0, 1).reshape(rows, blocks * block)[:, :length]
 
 
@@ -263,8 +263,8 @@ def fit_lhts(
         )
     with context.with_directory() as context:
         directory = samples_directory or context.require_directory()
-        drawing = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
-        data = mix_samples(lm, data, options.sampled_fraction, directory=directory, context=context, **drawing)
+        sampling = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
+        data = mix_samples(lm, data, options.sampled_fraction, directory=directory, context=context, **sampling)
         if method == "partition":
             return _fit_partition(lm, data, options, context)
         # Each sequence has one of the long-horizon temperatures, in equal numbers.
@@ -281,17 +281,17 @@ def fit_lhts(
 def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions, context: RunContext) -> LhtsFit:
     """The baseline; its report has the mean log-likelihood under the scorer of the text of every round."""
     objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
-    pool = added = sequences
+    pool = new_text = sequences
     params = lm.params
-    drawing = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
+    sampling = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
     means = []
     for number in range(1, options.partition_rounds + 1):
         round_context = context if number == 1 else context.within(f"round-{number}")
         if number > 1:
             last, directory = lm.with_params(params), round_context.require_directory()
-            added = mix_samples(last, sequences, 1.0, directory=directory, context=round_context, **drawing)
-            pool = Sequences(*map(np.concatenate, zip(pool, added, strict=True)))
-        means.append(float(_mean_log_probs(lm, added, options).mean()))
+            new_text = mix_samples(last, sequences, 1.0, directory=directory, context=round_context, **sampling)
+            pool = Sequences(*map(np.concatenate, zip(pool, new_text, strict=True)))
+        means.append(float(_mean_log_probs(lm, new_text, options).mean()))
         context.log(f"partition, round {number}: text of {means[-1]:.4f} nats per token under the scorer")
         condition = likelihood_quantiles(_mean_log_probs(lm, pool, options), options.quantiles)
         per_sequence = {"temperature": np.ones(len(condition), np.float32), "condition": condition}
@@ -330,7 +330,7 @@ def _fit_student(
     identity["sequences"] = array_hash({**sequences.arrays(), **per_sequence})
     params, report = tune(
         trained,
-        trained.likelihood,
+        trained.nll,
         lambda: student,
         placed,
         sequences,

@@ -178,9 +178,9 @@ def train(
     log = TrainLog(directory, first_step=start, track=context.track)
     bar = context.bar(title=str(context.title), unit="step", total=steps, initial=start, mininterval=0.2)
     delayed = _DelayedMetrics(log, bar, steps, context)
-    with finishing_steps() as stop_requested, contextlib.ExitStack() as ended:
+    with finishing_steps() as stop_requested, contextlib.ExitStack() as exit_stack:
         for close in (checkpoints.close, log.close, bar.close):
-            ended.callback(close)
+            exit_stack.callback(close)
         for step in range(start + 1, steps + 1):
             batch = place_rows(context.mesh, next(batches))
             state, metrics = step_fn(state, frozen, batch, hyper)

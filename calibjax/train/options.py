@@ -45,21 +45,21 @@ class AtsOptions:
 
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
-            authors' code): a randomly started Llama block without a lower bound on 1/T, selective smoothing as the
-            authors mask it with alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
+            authors' code): a randomly initialised Llama block without a lower bound on 1/T, selective smoothing with
+            the authors' mask and alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
         head_kind: the head that gives a token its temperature.
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
-        random_start: start from random weights instead of from temperature 1.
+        random_start: initialise the weights at random, instead of so that every temperature is 1.
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
             cross-entropy and joint, with a few alpha, on sequences that the fit never saw, and keeps temperature
             scaling if no head is better beyond noise.
         alpha: main weight of the loss ({ALPHAS}). With --loss auto it is the one of joint, in place of the grid.
-        refit_temperature: fit one more scalar on top of the head, for the calibration of the most likely token on
+        refit_temperature: fit one more temperature on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
         tokens: largest number of tokens of each set to fit on, and to evaluate on; the seed draws the sequences.
         folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
@@ -111,7 +111,7 @@ def describe_alphas() -> str:
     """`--alpha` of each loss that has it, for the help."""
     losses: dict[Hyperparameter, list[str]] = {}
     for name, loss in LOSSES.items():
-        if (weight := loss.weight()) is not None:
+        if (weight := loss.main_parameter()) is not None:
             losses.setdefault(weight, []).append(name)
     return "; ".join(
         f"{', '.join(names)}: {weight.meaning}, {weight.limits}, by default {weight.default:g}"
@@ -194,11 +194,6 @@ class AtsPlan:
     keep: Keep
     checkpoint_every: int
 
-    @property
-    def head(self) -> HeadConfig:
-        """The largest head."""
-        return self.heads[-1]
-
 
 def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """The options and their recipe, decided and checked, for a model of width `hidden_size`.
@@ -208,9 +203,8 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
     """
     check_options(options)
     recipe = RECIPES[options.recipe]
-    named_options = {name: getattr(options, name, None) for name in recipe}
-    set_options = {name: value for name, value in named_options.items() if value is not None}
-    chosen = SimpleNamespace(**{**recipe, **set_options})
+    given = {name: value for name in recipe if (value := getattr(options, name, None)) is not None}
+    chosen = SimpleNamespace(**{**recipe, **given})
     trials = _trials(chosen.loss, options.alpha)
     _check_head_options(options, chosen.head_kind)
     heads = _heads(options, chosen, hidden_size)
@@ -308,7 +302,7 @@ def checked_alpha(loss: str, alpha: float | None) -> float | None:
     """
     if loss not in LOSSES:
         raise UserError(f"loss: expected one of {', '.join(LOSSES)}, got {loss!r}.")
-    weight = LOSSES[loss].weight()
+    weight = LOSSES[loss].main_parameter()
     if weight is None:
         if alpha is not None:
             raise UserError(f"alpha: the loss {loss} has no such weight; leave it out, or choose another loss.")

@@ -143,12 +143,12 @@ class SftObjective:
             total = jnp.sum(values)
         return total, jnp.sum(batch["where"]).astype(jnp.float32)
 
-    def likelihood(self) -> "SftObjective":
+    def nll_objective(self) -> "SftObjective":
         """The objective that evaluates the same model by its negative log-likelihood."""
-        likelihood_options = dataclasses.replace(
+        nll_options = dataclasses.replace(
             self.options, loss="cross-entropy", alpha=None, z_loss=0.0, temperature=1.0, remat="none"
         )
-        return dataclasses.replace(self, options=likelihood_options)
+        return dataclasses.replace(self, options=nll_options)
 
 
 class SftFit(NamedTuple):
@@ -199,7 +199,7 @@ def fit_sft(
         >>> options = calibjax.SftOptions(label_smoothing=0.1, learning_rate=1e-2, batch_size=8, epochs=1)
         >>> fitted = calibjax.fit_sft(lm, data, options, calibjax.RunContext().silent())
         >>> tuned = lm.with_params(fitted.params, fitted.config)
-        >>> list(calibjax.evaluate(tuned, data, context=calibjax.RunContext().silent()).figures)
+        >>> list(calibjax.evaluate(tuned, data, context=calibjax.RunContext().silent()).results)
         ['uncalibrated']
     """
     context = context or RunContext()
@@ -224,7 +224,7 @@ def fit_sft(
     with context.with_directory() as context:
         params, report = tune(
             objective,
-            objective.likelihood(),
+            objective.nll_objective(),
             initial_params,
             frozen,
             data,

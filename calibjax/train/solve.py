@@ -166,10 +166,10 @@ def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
 
 def fit_token_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
     """Temperature scaling of tokens by the likelihood of the target, within the bounds of every head."""
-    return recalibrate.fit_temperature(likelihood(tokens), bounds=_BOUNDS)
+    return recalibrate.fit_temperature(likelihood_sums_at(tokens), bounds=_BOUNDS)
 
 
-def likelihood(
+def likelihood_sums_at(
     tokens: TokenCurves, log_scale: Float[np.ndarray, " N"] | None = None, *, top_label: bool = False
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
     """The likelihood as a function of u, where e^u multiplies the scale of every token; as sums of each sequence.

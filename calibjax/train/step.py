@@ -1,4 +1,4 @@
-"""The training step, a pure, jitted function that donates its state; its state and its optimiser."""
+"""The training step (pure, jitted, donates its state), the training state and the optimiser."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -47,10 +47,10 @@ class OptimizerConfig:
     def rate(self, steps: int) -> optax.Schedule:
         """The schedule of the learning rate over `steps` steps."""
         warmup = int(self.warmup_fraction * steps)
-        left = max(steps - warmup, 1)
+        decay_steps = max(steps - warmup, 1)
         after = {
-            "cosine": lambda: optax.cosine_decay_schedule(self.learning_rate, left),
-            "linear": lambda: optax.linear_schedule(self.learning_rate, 0.0, left),
+            "cosine": lambda: optax.cosine_decay_schedule(self.learning_rate, decay_steps),
+            "linear": lambda: optax.linear_schedule(self.learning_rate, 0.0, decay_steps),
             "constant": lambda: optax.constant_schedule(self.learning_rate),
         }[self.schedule]()
         if not warmup:

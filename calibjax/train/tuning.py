@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from calibjax.data import Sequences, batches, eval_batches, hold_back
+from calibjax.data import Sequences, batches, eval_batches, validation_split
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import vocab_sharding
@@ -115,7 +115,7 @@ def first_state(params: Any, optimizer: optax.GradientTransformation, carry: Any
 
 def tune(
     objective: step.Objective | step.CarryingObjective,
-    likelihood: step.Objective,
+    nll_objective: step.Objective,
     initial_params: Callable[[], decoder.Params],
     frozen: Any,
     sequences: Sequences,
@@ -130,13 +130,13 @@ def tune(
 ) -> tuple[Any, dict[str, Any]]:
     """Trains parameters in float32 on a part of the sequences; returns them and the report.
 
-    `likelihood`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
+    `nll_objective`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
     parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `consume`. `per_sequence`:
     further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`. The other arguments
     are those of `train` and `make_train_step`.
     """
     arrays = {**sequences.arrays(), **per_sequence}
-    train_rows, validation_rows = hold_back(sequences, options.validation_fraction, context.seed)
+    train_rows, validation_rows = validation_split(sequences, options.validation_fraction, context.seed)
     train_arrays = {name: x[train_rows] for name, x in arrays.items()}
     validation_arrays = {name: x[validation_rows] for name, x in arrays.items()}
     counts = {"train": len(train_rows), "validation": len(validation_rows)}
@@ -150,11 +150,11 @@ def tune(
     shardings = param_shardings(context.mesh, jax.eval_shape(start, params))
     state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(params)
     del params
-    jitted = jax.jit(likelihood)
+    sum_and_count = jax.jit(nll_objective)
 
     def evaluate(params: Any) -> dict[str, float]:
-        batches = eval_batches(validation_arrays, options.batch_size)
-        sums = [jitted(params, frozen, batch, {}) for batch, _ in batches]
+        parts = eval_batches(validation_arrays, options.batch_size)
+        sums = [sum_and_count(params, frozen, batch, {}) for batch, _ in parts]
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
         return {"validation_nll": float(loss / count)}
 

@@ -123,7 +123,7 @@ def test_an_edit_in_the_null_space_is_a_temperature():
         error = np.abs(np.asarray(got, np.float64) - value)[SEQUENCES.where].max()
         assert error < 5e-6, name
     # And through the sweep's own path.
-    sums = metrics.total(edits.evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8)[0])
+    sums = metrics.total_sums(edits.evaluate_edit(lm, SEQUENCES, make_readout(lm), edit, batch_size=8)[0])
     expected = np.exp(log_p.max(-1))[SEQUENCES.where].sum()
     np.testing.assert_allclose(sums.confidence.sum(), expected, rtol=1e-6)
     # The null space finds it: the first channel, and nothing else of the hidden states.
@@ -196,7 +196,7 @@ def test_sweep_is_one_program_and_chooses_without_losing_accuracy():
     # Dense, for one of them.
     residual = dense_states(LM, edit=jnp.asarray(edits.edit_array(directions, edits.Edit(1, 0.5))))[-1]
     p = np.exp(dense_log_p(LM, residual))[SEQUENCES.where]
-    whole = metrics.total(done[edits.Edit(1, 0.5)])
+    whole = metrics.total_sums(done[edits.Edit(1, 0.5)])
     np.testing.assert_allclose(whole.confidence.sum(), p.max(-1).sum(), rtol=1e-5)
     assert whole.correct.sum() == (p.argmax(-1) == SEQUENCES.targets[SEQUENCES.where]).sum()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibjax.data import Sequences, concatenate, divide, hold_back, limit_tokens, split_sequences
+from calibjax.data import Sequences, concatenate, fold_indices, limit_tokens, split_sequences, validation_split
 from calibjax.runtime.errors import UserError
 
 
@@ -59,7 +59,7 @@ def test_shuffled_rows_are_whole_and_in_order(seed):
 )
 def test_folds(source, sizes):
     source = np.asarray(source)
-    folds = divide(make_sequences(source), 4, seed=1)
+    folds = fold_indices(make_sequences(source), 4, seed=1)
     np.testing.assert_array_equal(np.sort(np.concatenate(folds)), np.arange(len(source)))
     assert 2 <= len(folds) <= 4
     assert all(len(fold) and (np.diff(fold) > 0).all() for fold in folds)
@@ -84,13 +84,13 @@ def test_joined_sets_keep_their_rows_apart():
 def test_hold_back_keeps_rows_whole(seed):
     source = np.repeat(np.arange(40), np.random.default_rng(seed).integers(1, 6, 40))
     sequences = make_sequences(source)
-    train, validation = hold_back(sequences, 0.3, seed)
+    train, validation = validation_split(sequences, 0.3, seed)
     assert not set(source[train]) & set(source[validation])
     assert 0.3 * len(source) - 6 < len(validation) <= 0.3 * len(source)
     np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(len(source)))
     assert (np.diff(validation) > 0).all()
-    np.testing.assert_array_equal(hold_back(sequences, 0.3, seed)[1], validation)
-    assert not np.array_equal(hold_back(sequences, 0.3, seed + 5)[1], validation)
+    np.testing.assert_array_equal(validation_split(sequences, 0.3, seed)[1], validation)
+    assert not np.array_equal(validation_split(sequences, 0.3, seed + 5)[1], validation)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_hold_back_keeps_rows_whole(seed):
     ],
 )
 def test_how_many_are_held_back(source, fraction, held_back):
-    train, validation = hold_back(make_sequences(source), fraction, seed=0)
+    train, validation = validation_split(make_sequences(source), fraction, seed=0)
     assert (len(train), len(validation)) == (len(source) - held_back, held_back)
 
 
@@ -116,11 +116,11 @@ def test_errors():
     with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequences is none"):
         split_sequences(sequences, 0.1)
     with pytest.raises(UserError, match=r"^validation_fraction=0.9 of 1 sequence is none"):
-        hold_back(make_sequences([0]), 0.9, 0)
+        validation_split(make_sequences([0]), 0.9, 0)
     with pytest.raises(UserError, match="folds: expected at least 2 sequences to divide, got 1"):
-        divide(make_sequences([0]), 4, 0)
+        fold_indices(make_sequences([0]), 4, 0)
     with pytest.raises(UserError, match="seed"):
-        hold_back(sequences, 0.5, -1)
+        validation_split(sequences, 0.5, -1)
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 99, 100, 1000])

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def example(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "kernels")
     module = importlib.import_module("cross_entropy")
-    monkeypatch.setattr(module, "TOKENS", 128)
-    monkeypatch.setattr(module, "COLUMNS", 128)
+    monkeypatch.setattr(module, "BLOCK_N", 128)
+    monkeypatch.setattr(module, "BLOCK_V", 128)
     return module
 
 
 @pytest.mark.parametrize(("tokens", "label_smoothing"), [(200, 0.0), (200, 0.1), (300, 0.1)])
 def test_loss_and_gradients_are_the_librarys(example, monkeypatch, tokens, label_smoothing):
     """Ragged blocks of tokens and vocabulary, also as many tokens as words; ignored targets, cotangents per token."""
-    monkeypatch.setattr(example, "COLUMNS", 256)
+    monkeypatch.setattr(example, "BLOCK_V", 256)
     rng = np.random.default_rng(0)
     hidden, unembedding = (jnp.asarray(rng.normal(size=(n, 16)), jnp.float32) for n in (tokens, 300))
     targets = jnp.asarray(np.where(np.arange(tokens) % 7, rng.integers(0, 300, tokens), -100), jnp.int32)

@@ -190,7 +190,7 @@ def test_sums_of_any_scale():
     sums = sums_of(c, y, where=weight)
     quarter = sums_of(c, y, where=weight / 4)
     assert np.isfinite(metrics.debiased_from_sums(sums))
-    for fractional in (quarter, metrics.total(quarter)):
+    for fractional in (quarter, metrics.total_sums(quarter)):
         with pytest.raises(ValueError, match="expected sums of whole counts"):
             metrics.debiased_from_sums(fractional)
     assert np.isnan(float(jax.jit(metrics.debiased_from_sums)(quarter)))

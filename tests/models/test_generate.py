@@ -126,7 +126,7 @@ def test_stop_tokens():
 # --- draws ---
 
 
-SAMPLING = ("top_k", "top_p", "calibrated", "count", "prompt_seeds")
+SAMPLING = ("top_k", "top_p", "calibrated", "num_samples", "prompt_seeds")
 
 
 def draw(*, key=5, prompts=(PROMPTS[0],) * 1000, lm=None, scale=0.3, temperature=2.0, **options):
@@ -158,7 +158,7 @@ def test_samples_of_one_prompt(head):
     options = {"max_new_tokens": 3, "stop_tokens": (), "head": fitted}
 
     def drawn(prompts, seeds):
-        sampling = Sampling(temperature=1.5, key=jax.random.key(3), count=4, prompt_seeds=seeds)
+        sampling = Sampling(temperature=1.5, key=jax.random.key(3), num_samples=4, prompt_seeds=seeds)
         return jax.tree.map(np.asarray, generate(lm, prompts, sampling=sampling, **options))
 
     together, alone = drawn(PROMPTS[:3], (7, 2, 9)), drawn(PROMPTS[2:0:-1], (9, 2))
@@ -180,7 +180,7 @@ def test_samples_of_one_prompt(head):
     [
         ({"top_k": 8, "top_p": 0.9}, 1.0),
         ({"calibrated": True}, 0.3),
-        ({"calibrated": True, "count": 1000, "prompts": (PROMPTS[0],)}, 0.3),
+        ({"calibrated": True, "num_samples": 1000, "prompts": (PROMPTS[0],)}, 0.3),
     ],
     ids=["top-k-top-p", "calibrated", "one-prompt"],
 )
@@ -248,7 +248,7 @@ def test_on_a_mesh():
     mesh = make_mesh((2, 2, 2))
     placed = jax.device_put(the_lm().params, param_shardings(mesh, the_lm().params))
     lm = LanguageModel.from_params(the_lm().config, placed)
-    for sampling in (Sampling(), Sampling(temperature=1.0, key=jax.random.key(1), count=3)):
+    for sampling in (Sampling(), Sampling(temperature=1.0, key=jax.random.key(1), num_samples=3)):
         options = {"head": head_of("transformer"), "max_new_tokens": N, "sampling": sampling}
         expected, got = (generate(model, PROMPTS, **options) for model in (the_lm(), lm))
         np.testing.assert_array_equal(got.tokens, expected.tokens)

@@ -152,7 +152,7 @@ def test_a_mesh_of_jax():
             context = silent(mesh=mesh)
             fitted = calibjax.fit_ats(model, FIT, QUICK, context)
             found = calibjax.evaluate(model, HELD_OUT, fitted.heads, context=context)
-            rows[mesh.size, model is LM] = [found.figures[name]["nll"].value for name in found.figures]
+            rows[mesh.size, model is LM] = [found.results[name]["nll"].value for name in found.results]
     np.testing.assert_allclose(list(rows.values()), [rows[1, True]] * 4, rtol=1e-4)
     with pytest.raises(calibjax.UserError, match="mesh: expected axes among data, fsdp, tensor, got x"):
         calibjax.RunContext(mesh=jax.make_mesh((8,), ("x",)))
@@ -161,7 +161,7 @@ def test_a_mesh_of_jax():
         LM.logits(HELD_OUT)
     with jax.set_mesh(explicit):
         found = calibjax.evaluate(LM, HELD_OUT, context=silent())
-    np.testing.assert_allclose(found.figures["uncalibrated"]["nll"].value, rows[1, True][0], rtol=1e-6)
+    np.testing.assert_allclose(found.results["uncalibrated"]["nll"].value, rows[1, True][0], rtol=1e-6)
 
 
 @pytest.mark.slow

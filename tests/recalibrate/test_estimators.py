@@ -21,7 +21,7 @@ LOGITS, LABELS, CONFIDENCE = (FIELDS[name] for name in ("logits", "labels", "con
 @pytest.fixture
 def few_steps(monkeypatch):
     # Not STEPS: the compiled step of all other tests holds its schedule.
-    monkeypatch.setattr(optimize, "_LOOK", 10)
+    monkeypatch.setattr(optimize, "_EVAL_EVERY", 10)
     monkeypatch.setattr(optimize, "_PATIENCE", 10)
 
 

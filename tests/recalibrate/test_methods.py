@@ -53,7 +53,7 @@ def rows_of(data, index):
 
 def bundle_for(name, **options):
     """As many rows as the data have that the method is compared on with other libraries: one program for both."""
-    return bundle(n=400 if METHODS[name].gives == "log_probs" else 600, **options)
+    return bundle(n=400 if METHODS[name].returns == "log_probs" else 600, **options)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def probabilities(name, state, data):
     assert out.dtype == np.float32
     assert np.isfinite(out).all(), name
     out = out.astype(np.float64)
-    if method.gives == "log_probs":
+    if method.returns == "log_probs":
         assert out.shape == (len(out), len(data.logits[0]) if data.logits is not None else len(data.unembedding))
         out = np.exp(out)
         assert_within(out.sum(axis=1), np.ones(len(out)), 20 * EPS * max(10, out.shape[1] ** 0.5), "sum")
@@ -475,7 +475,7 @@ def test_no_probability_above_one(name, level):
     options = {"xla_backend_optimization_level": 0}
     apply = applied(name) if level else jax.jit(method.apply, compiler_options=options)
     out = np.asarray(apply(fitted(name), Predictions(**{field: getattr(far, field) for field in method.apply_reads})))
-    assert out.max() <= (0 if method.gives == "log_probs" else 1)
+    assert out.max() <= (0 if method.returns == "log_probs" else 1)
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -483,7 +483,7 @@ def test_no_probability_above_one(name, level):
 def test_laws(name):
     method, data, state = METHODS[name], bundle_for(name), fitted(name)
     out = probabilities(name, state, data)
-    if method.gives == "log_probs":
+    if method.returns == "log_probs":
         same = out.argmax(axis=1) == data.logits.argmax(axis=1)
         assert same.all() or not method.keeps_argmax
     elif name in ("confidence_temperature", "platt", "beta", "isotonic", "venn_abers", "scaling_binning"):
@@ -530,7 +530,7 @@ def test_a_calibrated_model_stays_near_what_it_is(name):
     data = bundle_for(name, seed=27, gain=1.0)
     n = len(data.logits)
     before = oracle.probabilities(data.logits, np.ones(n))
-    if METHODS[name].gives == "log_probs":
+    if METHODS[name].returns == "log_probs":
         # Rows alike have labels in proportion: each class gets the rows that its probabilities add up to.
         order = np.lexsort((before[:, 1], before[:, 0].round(1)))
         level = (np.arange(n) * 0.6180339887 + 0.5) % 1

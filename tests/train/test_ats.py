@@ -11,7 +11,7 @@ import pytest
 from tiny import answered, at_targets, dense_log_probs, log_scale_of, make_lm, make_sequences, ragged, silent
 
 from calibjax import fit_ats, metrics
-from calibjax.data import divide, limit_tokens
+from calibjax.data import fold_indices, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics import CalibrationSums
 from calibjax.recalibrate import TemperatureFit
@@ -83,7 +83,7 @@ def test_a_fold_is_predicted_by_a_head_of_the_others(tmp_path):
     fitted = fit(tmp_path, **options)
     row = fitted.comparison["candidates"][1]
     towards, nll = float(fitted.temperature.params["log_scale"]), 0.0
-    for fold in divide(SEQUENCES, 4, 0):
+    for fold in fold_indices(SEQUENCES, 4, 0):
         others = SEQUENCES.take(np.setdiff1d(np.arange(len(SEQUENCES.tokens)), fold))
         alone = fit(tmp_path / str(fold[0]), sequences=others, refit_temperature=False, **options).head
         held = SEQUENCES.take(fold)
@@ -266,13 +266,14 @@ def test_every_kind_of_head(tmp_path, options, dtype):
 def test_paper_recipe_is_the_paper():
     plan = make_plan(AtsOptions(recipe="paper"), 4096)
     assert [tuple(trial) for trial in plan.trials] == [("selective-authors", 0.5)]
-    assert (plan.head.kind, plan.head.identity_start, plan.head.min_scale) == ("transformer", False, 1e-30)
+    head = plan.heads[-1]
+    assert (head.kind, head.identity_start, head.min_scale) == ("transformer", False, 1e-30)
     # The blocks of Llama-2-7B and 13B: calibration_configs/*_13b/config.json.
     for hidden, width, heads in ((4096, 11008, 32), (5120, 13824, 40)):
-        head = make_plan(AtsOptions(recipe="paper"), hidden).head
+        head = make_plan(AtsOptions(recipe="paper"), hidden).heads[-1]
         assert (head.intermediate_size, head.build().block.num_heads) == (width, heads)
-    assert not make_plan(AtsOptions(recipe="paper", head_kind="mlp"), 4096).head.normalize
-    assert make_plan(AtsOptions(recipe="paper", head_kind="mlp", normalize=True), 4096).head.normalize
+    assert not make_plan(AtsOptions(recipe="paper", head_kind="mlp"), 4096).heads[-1].normalize
+    assert make_plan(AtsOptions(recipe="paper", head_kind="mlp", normalize=True), 4096).heads[-1].normalize
     assert (plan.epochs, plan.batch_size, plan.accumulate) == (2, 8, 8)
     assert plan.optimizer.learning_rate == 5e-5
     assert (plan.optimizer.warmup_fraction, plan.optimizer.weight_decay) == (0.0, 0.0)
@@ -285,12 +286,13 @@ def test_options_override_the_recipe():
         AtsOptions(recipe="paper", loss="joint", random_start=False, refit_temperature=True, **options), 64
     )
     assert {name: getattr(plan, name) for name in options} == options
-    assert (plan.head.kind, plan.head.identity_start, plan.refit_temperature) == ("transformer", True, True)
+    head = plan.heads[-1]
+    assert (head.kind, head.identity_start, plan.refit_temperature) == ("transformer", True, True)
     assert [tuple(trial) for trial in plan.trials] == [("joint", 1.0)]
     default, reads = make_plan(AtsOptions(), 4096), ("logit_statistics", "hidden_states")
     expected = [("linear", reads[:1]), ("linear", reads), ("mlp", reads[1:])]
     assert [(head.kind, head.features) for head in default.heads] == expected
-    assert (default.head.intermediate_size, default.decays) == (64, DECAYS)
+    assert (default.heads[-1].intermediate_size, default.decays) == (64, DECAYS)
     assert make_plan(AtsOptions(weight_decay=0.5), 64).decays == (0.5,)
     assert [head.features for head in make_plan(AtsOptions(features=("max_logit",)), 64).heads] == [("max_logit",)]
 
@@ -324,5 +326,5 @@ def test_options_are_checked_before_the_work(tmp_path):
 def test_what_is_no_model_is_named():
     from flax import nnx
 
-    with pytest.raises(UserError, match=r"expected a model of load_model, .*, got Linear"):
+    with pytest.raises(UserError, match=r"expected a model from load_model, .*, got Linear"):
         fit_ats(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), {})  # pyright: ignore[reportArgumentType]

@@ -103,7 +103,7 @@ def test_note_that_is_damaged_or_of_another_pass(tmp_path, note):
 
 def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
     """With a note after every batch, a pass that is killed in the fourth computes the first three only once."""
-    monkeypatch.setattr(curves, "_NOTE_EVERY", 0.0)
+    monkeypatch.setattr(curves, "_SAVE_EVERY", 0.0)
     whole = dict(run(tmp_path / "whole", keep="memory")[0].arrays)
     forward, calls = curves._run, []
 

@@ -11,7 +11,7 @@ import pytest
 from tiny import make_lm, make_sequences, ragged, silent, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.data import hold_back, load_sequences, read_source
+from calibjax.data import load_sequences, read_source, validation_split
 from calibjax.models import decoder, hf_export, load_model
 from calibjax.models.hf_export import save_model
 from calibjax.models.lora import LoraConfig
@@ -112,7 +112,7 @@ def test_validation_is_the_likelihood_alone():
     config = make_lm().config
     changes = {"label_smoothing": 0.3, "z_loss": 1e-2, "temperature": 1.7, "remat": "full", "alpha": 0.5}
     plain = SftOptions(loss="cross-entropy", label_smoothing=0.3, remat="none")
-    assert SftObjective(model=config, options=SftOptions(**changes)).likelihood().options == plain
+    assert SftObjective(model=config, options=SftOptions(**changes)).nll_objective().options == plain
     state = first_state({"w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0))
     assert state.params["w"].dtype == jnp.float32
 
@@ -195,7 +195,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypa
     sequences, _ = load_sequences(read_source(text), lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
     # Batches of all sequences: their order is nothing to agree on.
-    train_rows, _ = hold_back(sequences, SftOptions(**options).validation_fraction, 0)
+    train_rows, _ = validation_split(sequences, SftOptions(**options).validation_fraction, 0)
     fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=len(train_rows), warmup_fraction=0.2, **options)
     monkeypatch.setattr(hf_export, "_FILE_BYTES", 3000)
     save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source)

@@ -26,7 +26,7 @@ def read_number(reply: str) -> float | None:
     return float(percent[1]) / 100 if percent else None
 
 
-class TwoWay(NamedTuple):
+class TwoWayQuestion(NamedTuple):
     """A question with two replies, for and against the answer, whose probabilities are read."""
 
     prompt: str
@@ -34,7 +34,7 @@ class TwoWay(NamedTuple):
     no: str
 
 
-class Stated(NamedTuple):
+class StatedQuestion(NamedTuple):
     """A question whose reply is generated, and its reader."""
 
     prompt: str
@@ -43,10 +43,12 @@ class Stated(NamedTuple):
 
 _PROPOSED = "{question}\nProposed answer: {answer}\n"
 TWO_WAY = {
-    "p_true": TwoWay(_PROPOSED + "Is the proposed answer True or False?\nReply:", " True", " False"),
-    "p_not_none": TwoWay("{question}\n(A) {answer}\n(B) None of the above\nThe right option is (", "A", "B"),
+    "p_true": TwoWayQuestion(_PROPOSED + "Is the proposed answer True or False?\nReply:", " True", " False"),
+    "p_not_none": TwoWayQuestion("{question}\n(A) {answer}\n(B) None of the above\nThe right option is (", "A", "B"),
 }
 """Name of a method -> its question. `{question}` is the task's own prompt without examples."""
 STATED = {
-    "verbalised": Stated(_PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number),
+    "verbalised": StatedQuestion(
+        _PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number
+    ),
 }

@@ -104,23 +104,23 @@ def evaluate_layers(
     counts = [int(half.where.sum()) for half in halves]
     scope = "whole vocabulary" if letters is None else "letters only"
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
-    steps: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
-    convention: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
+    run_options: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
+    binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
     with jax.set_mesh(context.mesh):
         readout = make_readout(lm, letters)
-        outputs = layer_outputs(lm, both, readout, **steps)
+        outputs = layer_outputs(lm, both, readout, **run_options)
         # At the last layer, of the tokens to fit on, which stand before those held out.
         confidence = outputs.confidence[-1, : counts[0]]
         correct = outputs.correct[-1, : counts[0]]
         sets = directions.choose_sets(options.direction, confidence, correct)
-        fitted = directions.find_directions(lm, fit, readout, sets, **steps)
+        fitted = directions.find_directions(lm, fit, readout, sets, **run_options)
         space = directions.null_space(lm)
-        binned = {**steps, **convention}
+        binned = {**run_options, **binning}
         on_fit = directions.sweep(lm, fit, readout, fitted, swept, options.strengths, **binned)
         on_held_out = directions.sweep(lm, held_out, readout, fitted, swept, options.strengths, **binned)
         neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)
         ablation = directions.ablate(lm, halves, readout, neurons, space, **binned)
-    layers = layers_json(outputs, **convention, settled_fraction=options.settled, seed=context.seed)
+    layers = layers_json(outputs, **binning, settled_fraction=options.settled, seed=context.seed)
     chosen = directions.choose_edit(on_fit)
     before, after = on_held_out[directions.UNEDITED], on_held_out[chosen]
     difference = metrics.error_comparison(after, before, seed=context.seed)

@@ -306,22 +306,22 @@ def ablate(
     depth, width = lm.config.num_layers, lm.config.hidden_size
     entropy_indices = np.array([neuron.index for neuron in neurons if neuron.layer == depth])
     written = output_weights(lm, depth - 1)
-    nothing = np.zeros((depth, width), np.float32)
+    no_edit = np.zeros((depth, width), np.float32)
     batch_size = options.get("batch_size", 16)
     mean = _mean_output(lm, fit, readout, batch_size)
 
-    def without(indices: Int[np.ndarray, " n"]) -> tuple[LanguageModel, Float[np.ndarray, "L D"]]:
+    def mean_ablated(indices: Int[np.ndarray, " n"]) -> tuple[LanguageModel, Float[np.ndarray, "L D"]]:
         zeroed = _with_rows(lm, indices, np.zeros((len(indices), width)))
-        edit = nothing.copy()
+        edit = no_edit.copy()
         edit[-1] = mean - _mean_output(zeroed, fit, readout, batch_size)
         return zeroed, edit
 
-    changed = {"none": lambda: (lm, nothing), "mean-ablated": lambda: without(entropy_indices)}
+    changed = {"none": lambda: (lm, no_edit), "mean-ablated": lambda: mean_ablated(entropy_indices)}
     if lm.config.norm_placement == "pre":
         rows_outside = rotated(written[entropy_indices], space)
-        changed["rotated"] = lambda: (_with_rows(lm, entropy_indices, rows_outside), nothing)
+        changed["rotated"] = lambda: (_with_rows(lm, entropy_indices, rows_outside), no_edit)
     for number, indices in enumerate(equal_norm(np.linalg.norm(written, axis=1), entropy_indices)):
-        changed[f"equal norm {number + 1}"] = functools.partial(without, indices)
+        changed[f"equal norm {number + 1}"] = functools.partial(mean_ablated, indices)
     rows: list[dict[str, Any]] = []
     for name in (context or RunContext()).bar(list(changed), title="ablation", unit="set"):
         model, edit = changed[name]()

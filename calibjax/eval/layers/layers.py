@@ -205,7 +205,7 @@ def correction_phase(
     calibration error rises and falls again. `sums` are of each layer, over the same groups, `[G, bins]`."""
     settled = settled_layer(agreement, fraction)
     last = len(sums) - 1
-    errors = [float(metrics.ece_from_sums(metrics.total(layer_sums))) for layer_sums in sums]
+    errors = [float(metrics.ece_from_sums(metrics.total_sums(layer_sums))) for layer_sums in sums]
     peak = settled + int(np.argmax(errors[settled:]))
     correction = metrics.error_comparison(sums[peak], sums[last], seed=seed)
     p_value = correction_test(sums[settled:], seed=seed)

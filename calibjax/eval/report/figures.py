@@ -10,7 +10,7 @@ from calibjax import plot
 from calibjax.eval.report.notes import fit_of, kept_candidate
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of, unit_of
-from calibjax.plot import INK, LINES, MARKS, MUTED, clear_spines, legend, with_ends
+from calibjax.plot import INK, LINES, MARKS, MUTED, legend, style_axes, values_and_ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,7 +171,7 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
             if values:
                 ax.plot(curve[step], values, **_style(number, name), markevery=max(1, len(values) // 8))
         ax.set(xlabel="step", ylabel="nats a token")
-        clear_spines(ax)
+        style_axes(ax)
         if len(training) > 1:
             legend(ax)
 
@@ -192,7 +192,7 @@ def _frontier(comparison: Row, ax: "Axes") -> None:
             ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
     ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
     ax.margins(0.15)
-    clear_spines(ax)
+    style_axes(ax)
     legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -221,7 +221,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
             rows = [row for row in sweep if row["layer"] in (0, block)]
             rows.sort(key=operator.itemgetter("strength"))
             style, strength = _style(number, f"block {block}"), [row["strength"] for row in rows]
-            value, low, high = with_ends(row["held_out"][name] for row in rows).T
+            value, low, high = values_and_ends(row["held_out"][name] for row in rows).T
             ax.plot(strength, value, **style)
             if block == chosen["layer"]:
                 ax.fill_between(strength, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -230,7 +230,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
         ax.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
         ax.set(xlabel="c, in mean norms of the residual")
         ax.locator_params(axis="x", nbins=5)
-        clear_spines(ax)
+        style_axes(ax)
         if blocks:
             legend(ax)
 
@@ -245,7 +245,7 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
 
     def draw(ax: "Axes") -> None:
         rows, lines = subjects[::-1], range(len(subjects))
-        value, low, high = with_ends(row["accuracy"] for row in rows).T
+        value, low, high = values_and_ends(row["accuracy"] for row in rows).T
         confidence = [row["confidence"] for row in rows]
         ax.hlines(lines, value, confidence, color=MUTED, linewidth=1, linestyle=":")
         ax.hlines(lines, low, high, color=LINES[0], linewidth=4, alpha=0.35)
@@ -254,7 +254,7 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
         labels = [f"{(row['subject'] or 'no subject')[:32]} ({row['questions']:,})" for row in rows]
         ax.set_yticks(lines, labels, fontsize="small", parse_math=False)
         ax.set(xlim=(0, 1), ylim=(-0.7, len(rows) - 0.3))
-        legend(clear_spines(ax), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+        legend(style_axes(ax), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
     return Drawing(name, description, [Panel("", "", draw, 4.9, 1 + 0.22 * len(subjects))])
 
@@ -268,4 +268,4 @@ def _diversity(document: Document, ax: "Axes") -> None:
             offset = {"xytext": (5, 4), "textcoords": "offset points"}
             ax.annotate(temperature, xy, fontsize=8, color=INK, parse_math=False, **offset)
     ax.set(xlabel="distinct-2 of words (right: more varied)", ylabel="mean log p, nats, pretrained model")
-    legend(clear_spines(ax))
+    legend(style_axes(ax))

@@ -212,7 +212,7 @@ def comparison_verdict(results: Row) -> Verdict:
     rows, reference, best = results["methods"], results["reference"], winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
-        line = "every method has an infinite log loss here: each gave 0 or 1 to a prediction that was not so."
+        line = "every method has an infinite log loss here: each gave 1 to a wrong answer, or 0 to a right one."
         return Verdict(line, is_warning=True)
     scaling, unconverged = title_of(reference), results.get("not_converged", ())
     if reference not in finite:
@@ -341,7 +341,7 @@ def bounds_verdict(document: Document) -> str:
 # --- warnings, conventions, limitations ---
 
 
-def few(name: str, results: Row) -> Verdict:
+def small_set_warning(name: str, results: Row) -> Verdict:
     """A warning with Wilson's interval of the accuracy where a set has fewer than 200 questions; "" otherwise."""
     count = results["tokens"]
     if not 0 < count < 200:
@@ -349,7 +349,7 @@ def few(name: str, results: Row) -> Verdict:
     accuracy = next(iter(results["methods"].values()))["accuracy"]
     low, high = wilson_interval(round(accuracy * count), count)
     limits = f"the 95% interval of its accuracy is [{low:.2f}, {high:.2f}]"
-    line = f"{name} has only {counted(results)}: {limits}, and its calibration errors are known less well."
+    line = f"{name} has only {counted(results)}: {limits}, and its calibration errors are imprecise."
     return Verdict(line, is_warning=True)
 
 

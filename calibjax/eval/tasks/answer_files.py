@@ -56,7 +56,7 @@ class Answers(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["Answers"], methods: int | None = None) -> "Answers":
-        """Concatenates answers; `methods`: only the first so many rows of M."""
+        """Concatenates answers; `methods`: how many of the M rows to keep, from the first."""
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_QUESTION}
         columns |= {name: np.concatenate([getattr(p, name)[:methods] for p in parts], axis=1) for name in _PER_METHOD}
         measured = [part.harness for part in parts if part.harness]  # a part without questions has no metrics
@@ -104,7 +104,7 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
     on_first(claim)
 
 
-def resumed(
+def load_or_compute(
     file: Path | None, read: Callable[[Path], Value], compute: Callable[[], Value], to_json: Callable[[Value], Any]
 ) -> Value:
     """The value in `file` if it exists; otherwise computes and writes it. Without a file, only computes it."""

@@ -17,9 +17,9 @@ from calibjax.eval.tasks.answer_files import (
     Answers,
     OptionTemperature,
     claim_answers,
+    load_or_compute,
     read_answers,
     read_fit,
-    resumed,
     write_answers,
     write_table,
 )
@@ -53,7 +53,7 @@ def evaluate_tasks(
     lm: LanguageModel,
     tasks: Sequence[str] | Mapping[str, BenchmarkTask],
     heads: FittedHead | Mapping[str, FittedHead] | None = None,
-    options: TasksOptions | None = None,
+    options: TasksOptions = TasksOptions(),
     context: RunContext | None = None,
     *,
     chat: "Chat | None" = None,
@@ -83,7 +83,6 @@ def evaluate_tasks(
         {'value': ...}
     """
     context = context or RunContext()
-    options = options or TasksOptions()
     check_options(options)
     heads = {"ats": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     options.check_methods(bool(heads))
@@ -99,7 +98,7 @@ def evaluate_tasks(
         compared["temperature"] = FittedHead.constant(lm)  # a factor of the options, not of the tokens
     heads = {**compared, **heads}
     if context.directory is not None:
-        settings = {**options_identity(options), "seed": context.seed, "chat": chat and list(chat)}
+        settings = {**options_identity(options), "seed": context.seed, "chat": None if chat is None else list(chat)}
         claim_answers(context.directory, lm, heads, settings)
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
@@ -112,7 +111,7 @@ def evaluate_tasks(
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
             choice = evaluator.multiple_choice
-            choice.temperature = resumed(file, read_fit, choice.fit_temperature, OptionTemperature._asdict)
+            choice.temperature = load_or_compute(file, read_fit, choice.fit_temperature, OptionTemperature._asdict)
             context.log(f"task {name}: {choice.temperature}")
         if evaluator.questions.probe_names:
             if probes is None:
@@ -155,7 +154,7 @@ class TaskEvaluator:
             tick(len(batch.numbers))
             return result
 
-        together: list[Batch] = []
+        small: list[Batch] = []
         for part in parts:
             task = self.questions.task.parts[part]
             numbers = self.questions.numbers(task)
@@ -165,11 +164,11 @@ class TaskEvaluator:
             elif len(numbers) > BATCH:
                 yield part, Answers.join([choose([batch])[0] for batch in batches])
             else:
-                if sum(len(batch.numbers) for batch in together) + len(numbers) > BATCH:
-                    yield from zip([batch.part for batch in together], choose(together), strict=True)
-                    together = []
-                together += batches
-        yield from zip([batch.part for batch in together], choose(together), strict=True)
+                if sum(len(batch.numbers) for batch in small) + len(numbers) > BATCH:
+                    yield from zip([batch.part for batch in small], choose(small), strict=True)
+                    small = []
+                small += batches
+        yield from zip([batch.part for batch in small], choose(small), strict=True)
 
 
 def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
@@ -225,10 +224,10 @@ def tasks_document(
     if len(sets) == 1:
         return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
     common = min(len(task_answers.confidence) for task_answers in answers.values())  # options have no further ones
-    together = answers_json(Answers.join(list(answers.values()), common), names[:common], **binning)
+    pooled = answers_json(Answers.join(list(answers.values()), common), names[:common], **binning)
     last = ["temperature over the options of each task"] if fitted else []
     confidence = "; ".join([*dict.fromkeys(read_from.values()), *last])
-    return {"schema": SCHEMA, "held_out": {**together, "title": "all tasks", "confidence": confidence}, "tasks": sets}
+    return {"schema": SCHEMA, "held_out": {**pooled, "title": "all tasks", "confidence": confidence}, "tasks": sets}
 
 
 def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
 
-class Continued(NamedTuple):
+class GeneratedText(NamedTuple):
     """Continuation of a context.
 
     Attributes:
@@ -47,8 +47,8 @@ def continue_contexts(
     batch_size: int = 16,
     sampling: Sampling = Sampling(),
     head: FittedHead | None = None,
-) -> Iterator[tuple[int, Continued]]:
-    """Yields the index of each context and its continuation, batch by batch, `sampling.count` times for each context.
+) -> Iterator[tuple[int, GeneratedText]]:
+    """Yields the index of each context and its continuation, batch by batch; `sampling.num_samples` of each context.
 
     Contexts are cut to the last tokens that leave room for `max_new_tokens`. A row ends at a stop sequence, at a stop
     token of the model or after `max_new_tokens`; rows that have ended are not computed further.
@@ -66,13 +66,13 @@ def continue_contexts(
     prompts = [list(context)[-room:] for context in contexts]
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
 
-    def batches() -> Iterator[tuple[int, Continued]]:
+    def batches() -> Iterator[tuple[int, GeneratedText]]:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             seeds = numbers if sampling.prompt_seeds is None else [sampling.prompt_seeds[n] for n in numbers]
             seeded = dataclasses.replace(sampling, prompt_seeds=tuple(seeds))
             results = _continue(lm, [prompts[n] for n in numbers], until, max_new_tokens, batch_size, seeded, head)
-            yield from zip([n for n in numbers for _ in range(sampling.count)], results, strict=True)
+            yield from zip([n for n in numbers for _ in range(sampling.num_samples)], results, strict=True)
 
     return batches()
 
@@ -85,9 +85,9 @@ def _continue(
     batch_size: int,
     sampling: Sampling,
     head: FittedHead | None,
-) -> list[Continued]:
-    """Continues at most `batch_size` prompts together, each `sampling.count` times."""
-    count, stops = sampling.count, default_stop_tokens(lm)
+) -> list[GeneratedText]:
+    """Continues at most `batch_size` prompts together, each `sampling.num_samples` times."""
+    count, stops = sampling.num_samples, default_stop_tokens(lm)
     assert sampling.prompt_seeds is not None
     starts = [prompt for prompt in prompts for _ in range(count)]
     tokens: list[list[int]] = [[] for _ in starts]
@@ -107,7 +107,7 @@ def _continue(
         now = dataclasses.replace(
             sampling,
             key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
-            count=samples,
+            num_samples=samples,
             prompt_seeds=(*seeds, *seeds[-1:] * missing),
         )
         padded = [*inputs, *inputs[-1:] * missing]
@@ -138,7 +138,7 @@ def _first_stop(text: str, until: Sequence[str]) -> int | None:
 
 def _cut(
     lm: LanguageModel, until: Sequence[str], tokens: list[int], log_probs: list[float], confidence: list[float]
-) -> Continued:
+) -> GeneratedText:
     text = _decode(lm, tokens)
     end = _first_stop(text, until)
     if end is None:
@@ -147,4 +147,4 @@ def _cut(
         text, count, needed = text[:end], 1, len(text[:end].rstrip())
         while count < len(tokens) and len(_decode(lm, tokens[:count])) < needed:
             count += 1
-    return Continued(text, tuple(tokens[:count]), tuple(log_probs[:count]), tuple(confidence[:count]))
+    return GeneratedText(text, tuple(tokens[:count]), tuple(log_probs[:count]), tuple(confidence[:count]))

@@ -107,10 +107,10 @@ class HarnessLM(TemplateLM):
         return task.fewshot_context(
             document,
             num_fewshot=shots,
-            system_instruction=self.chat and self.chat.system,
+            system_instruction=None if self.chat is None else self.chat.system,
             apply_chat_template=self.chat is not None,
             fewshot_as_multiturn=self.chat is not None,
-            chat_template=self.apply_chat_template if self.chat else None,
+            chat_template=None if self.chat is None else self.apply_chat_template,
             gen_prefix=task.doc_to_prefix(document),
         )
 

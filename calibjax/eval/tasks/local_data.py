@@ -67,16 +67,16 @@ def load_tasks(
     tasks = {}
     for name in names:
         has_local = f"{name}_local" in manager.all_tasks and assets_folder(assets) is not None
-        local = f"{name}_local" if has_local else name
-        at_hand = local.endswith("_local") or (TASKS / f"{local}.yaml").is_file()
+        task_name = f"{name}_local" if has_local else name
+        is_local = task_name.endswith("_local") or (TASKS / f"{task_name}.yaml").is_file()
         try:
-            parts: dict[str, Any] = dict(manager.load([local])["tasks"])
+            parts: dict[str, Any] = dict(manager.load([task_name])["tasks"])
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            hint = "" if at_hand else " Its questions come from the hub; a folder of assets has some of them."
+            hint = "" if is_local else " Its questions come from the hub; a folder of assets has some of them."
             raise UserError(f"tasks: {name} cannot be loaded: {first_line(error)}.{hint}") from error
-        tasks[name] = BenchmarkTask(parts, "local data" if at_hand else "hub")
+        tasks[name] = BenchmarkTask(parts, "local data" if is_local else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
         log(f"task {name}: {count:,} questions{in_parts}, {tasks[name].source}")

@@ -42,7 +42,7 @@ class TasksOptions:
     Attributes:
         fit: fit temperature scaling over the options of each task, on calibration questions of the task: a split that
             is neither asked nor gives examples, or else a fifth of the questions, which are then not asked. The same
-            is done for the log-likelihoods under a head. Tasks of written answers have no options.
+            is done for the log-likelihoods under a head. Tasks of free text have no options.
         preset: how prompts are built and confidence is read: plain (zero-shot, softmax over the options), ats
             (5-shot MMLU and TriviaQA, softmax over the letters, 15 open bins, mean probability of a text's tokens) or
             label-smoothing (probability of the option among the whole vocabulary).
@@ -51,8 +51,8 @@ class TasksOptions:
         option_confidence: confidence of a chosen option, in place of the preset's: options (by summed log-likelihoods),
             options_per_token (by their mean per token, for options of different lengths), margin (over the second),
             negentropy (of the options' distribution) or full_vocabulary.
-        text_confidence: confidence of a written answer, in place of the preset's.
-        further_confidences: further confidences in written answers, such as consistency, semantic_entropy, p_true,
+        text_confidence: confidence of a free-text answer, in place of the preset's.
+        further_confidences: further confidences in free text, such as consistency, semantic_entropy, p_true,
             verbalised or probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the
             tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as `fit` has them,
             and kept in probes/.
@@ -62,10 +62,10 @@ class TasksOptions:
         clustering: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the
             model's hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or
             package.module:function.
-        judge: how written answers are judged: string-match, a model (directory or hub id) that is asked, or
+        judge: how free text is judged: string-match, a model (directory or hub id) that is asked, or
             package.module:function.
-        max_new_tokens: largest number of tokens of a written answer.
-        limit: use only so many questions of each task (of MMLU: of each subject), drawn at random.
+        max_new_tokens: largest number of tokens of a free-text answer.
+        limit: number of questions of each task (of MMLU: of each subject), drawn at random; by default all.
         batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.
         max_length: largest number of tokens that the model reads; longer prompts lose their start.
         bins: number of equal-width bins of the expected calibration error, in place of the preset's.
@@ -98,7 +98,7 @@ class TasksOptions:
         if self.sample_calibrated and not heads:
             raise UserError("sample_calibrated: expected a head, whose distribution is sampled.")
         if self.fit and set(self.further_confidences) & set(PROBES):
-            raise UserError("fit: it is for multiple choice, and probes are for written answers: run each alone.")
+            raise UserError("fit: it is for multiple choice, and probes are for free text: run each alone.")
         unknown = [name for name in self.further_confidences if name not in CONFIDENCES]
         if unknown:
             known = ", ".join(CONFIDENCES)

@@ -15,10 +15,10 @@ from calibjax.eval.answers.confidence import semantic_confidence, trace_confiden
 from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
 from calibjax.eval.answers.registry import CONFIDENCES, Evidence
-from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, Stated, TwoWay
-from calibjax.eval.tasks.answer_files import Answers, Samples, read_samples, resumed
+from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, StatedQuestion, TwoWayQuestion
+from calibjax.eval.tasks.answer_files import Answers, Samples, load_or_compute, read_samples
 from calibjax.eval.tasks.choices import confidences
-from calibjax.eval.tasks.continuation import Continued, continue_contexts, room_for_context
+from calibjax.eval.tasks.continuation import GeneratedText, continue_contexts, room_for_context
 from calibjax.eval.tasks.questions import BATCH, Batch, TaskQuestions, harness_metrics
 from calibjax.eval.tasks.scoring import Continuation
 from calibjax.models.generate import Sampling
@@ -29,14 +29,14 @@ _REPLY_TOKENS = 12
 _TOP_K = 15  # most likely tokens of a distribution that confidences read; the default of uqlm
 
 
-class Written(NamedTuple):
+class WrittenBatch(NamedTuple):
     """Answers to a batch: the questions without examples, the tokens of each prompt that the model reads, the number
     of tokens before them that are cut off, and the answers."""
 
     questions: list[str]
     contexts: list[list[int]]
     cut: list[int]
-    answers: list[Continued]
+    answers: list[GeneratedText]
 
     def texts(self) -> list[str]:
         return [answer.text.strip() for answer in self.answers]
@@ -92,7 +92,7 @@ class WrittenAnswers:
             details=np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
         )
 
-    def _write(self, batch: Batch) -> Written:
+    def _write(self, batch: Batch) -> WrittenBatch:
         """Greedy answers, with the contexts in which they were generated and will be scored."""
         options = self.questions.generation_options(batch.task)
         whole = [self.model.tok_encode(prompt + self.model.word_end) for prompt in batch.prompts]
@@ -101,7 +101,7 @@ class WrittenAnswers:
         cut = [len(context) - len(read) for context, read in zip(whole, contexts, strict=True)]
         answers = dict(continue_contexts(self.model.lm, contexts, **options))
         questions = [str(batch.task.doc_to_text(document)) for document in batch.documents]
-        return Written(questions, contexts, cut, [answers[number] for number in range(len(contexts))])
+        return WrittenBatch(questions, contexts, cut, [answers[number] for number in range(len(contexts))])
 
     def _judge(self, batch: Batch, texts: Sequence[Sequence[str]]) -> Float[np.ndarray, "N K"]:
         """Judgements of K answers to each question, in one process only: a judge may cost money, and may vary."""
@@ -115,7 +115,7 @@ class WrittenAnswers:
         """Whether a further confidence reads this field of `Evidence`."""
         return any(field in CONFIDENCES[name].fields for name in self.options.further_confidences)
 
-    def _further_confidences(self, batch: Batch, written: Written, evidence: Evidence) -> Float[np.ndarray, "Q N"]:
+    def _further_confidences(self, batch: Batch, written: WrittenBatch, evidence: Evidence) -> Float[np.ndarray, "Q N"]:
         """The further confidences; `evidence`: what the base model gives for the answers' tokens."""
         texts = written.texts()
         if self._reads("clusters"):
@@ -141,7 +141,7 @@ class WrittenAnswers:
             rows.append(np.asarray(jax.jit(confidence.function)(*arrays), np.float32))
         return np.stack(rows)
 
-    def _samples(self, batch: Batch, written: Written, suffix: str = "") -> Samples:
+    def _samples(self, batch: Batch, written: WrittenBatch, suffix: str = "") -> Samples:
         """Samples of each question, which depend on nothing but its number, its context and the seed."""
         count, directory, lm = self.options.samples, self.questions.context.directory, self.model
         options = self.questions.generation_options(batch.task)
@@ -150,7 +150,7 @@ class WrittenAnswers:
         sampling = Sampling(
             temperature=self.options.sampling_temperature,
             key=jax.random.key(self.questions.context.seed),
-            count=count,
+            num_samples=count,
             prompt_seeds=tuple(batch.numbers),
             calibrated=calibrated,
         )
@@ -169,18 +169,18 @@ class WrittenAnswers:
             questions = f"{batch.numbers[0]}-{len(batch.numbers)}"  # a run that resumes may have other batches
             file = directory / "answers" / "samples" / f"{batch.part}{suffix}-{questions}.json"
         read = functools.partial(read_samples, questions=len(batch.numbers), count=count)
-        return resumed(file, read, draw, lambda samples: {"samples": samples})
+        return load_or_compute(file, read, draw, lambda samples: {"samples": samples})
 
-    def _features(self, written: Written, names: Collection[str]) -> dict[str, Float[np.ndarray, "N F"]]:
+    def _features(self, written: WrittenBatch, names: Collection[str]) -> dict[str, Float[np.ndarray, "N F"]]:
         tokens = [answer.tokens for answer in written.answers]
         return answer_features(self.model.lm, written.contexts, tokens, names)
 
-    def _prompts(self, template: str, written: Written) -> list[str]:
+    def _prompts(self, template: str, written: WrittenBatch) -> list[str]:
         """Prompts that show the model its own answers."""
         pairs = zip(written.questions, written.texts(), strict=True)
         return [self.model.message(template.format(question=question, answer=text)) for question, text in pairs]
 
-    def _reply_log_probs(self, question: TwoWay, written: Written) -> Float[np.ndarray, "N 2"]:
+    def _reply_log_probs(self, question: TwoWayQuestion, written: WrittenBatch) -> Float[np.ndarray, "N 2"]:
         """The log-probabilities of the reply for an answer and of the reply against it."""
         replies = [question.yes, question.no]
         if self.model.chat is not None:
@@ -189,7 +189,7 @@ class WrittenAnswers:
         scores = self.model.scorer.score([self.model.encode(prompt, reply) for prompt in prompts for reply in replies])
         return np.array([score.log_probs[0].sum() for score in scores], np.float32).reshape(-1, 2)
 
-    def _stated(self, name: str, question: Stated, written: Written) -> Float[np.ndarray, " N"]:
+    def _stated(self, name: str, question: StatedQuestion, written: WrittenBatch) -> Float[np.ndarray, " N"]:
         """The confidence that each reply states; NaN where it cannot be read. Logs how many cannot."""
         lm = self.model
         room = room_for_context(_REPLY_TOKENS, lm.max_length)

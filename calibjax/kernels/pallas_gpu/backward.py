@@ -147,7 +147,7 @@ def _of_exponentials(
     length, dtype = hidden.shape[0], hidden.dtype
     d_hidden = d_weights = None
     if "hidden" in wanted:
-        product = options.product(exponentials, padded(unembedding, exponentials.shape[1]), (1, 0))
+        product = options.matmul(exponentials, padded(unembedding, exponentials.shape[1]), (1, 0))
         d_hidden = c[:, None] * product[:length]
         if uniform is not None:
             d_hidden = d_hidden + uniform[:, None] * product[length][None, :]

@@ -220,7 +220,7 @@ def _kernel(
         if refs.saved is not None:
             return
         columns, lanes = unit_at(c)
-        z = options.product(axes.rows(refs.unembedding, columns), refs.hidden[lanes, :], (axes.width, 1))
+        z = options.matmul(axes.rows(refs.unembedding, columns), refs.hidden[lanes, :], (axes.width, 1))
         refs.z[c % 2] = z if refs.bias is None else z + common.turned_bias(refs.bias[:, columns], z.shape[1])
 
     def differentiate(c: int, count: int):
@@ -250,13 +250,13 @@ def _kernel(
         for part in common.slices(width):
             if for_hidden:
                 w = common.existing(axes.rows(refs.unembedding, passing, part), count, axes.vocab)
-                sums[:, part] += options.product(dz, w, (1, axes.vocab))
+                sums[:, part] += options.matmul(dz, w, (1, axes.vocab))
                 continue
             x = common.existing(refs.hidden[passing, part], count)
             if axes.vocab:
-                sums[part, :] += options.product(x, dz, (0, 1))
+                sums[part, :] += options.matmul(x, dz, (0, 1))
             else:
-                sums[:, part] += options.product(dz, x, (1, 0))
+                sums[:, part] += options.matmul(dz, x, (1, 0))
 
     stages = functools.partial(pipeline, unit, multiply, differentiate, accumulate)
     total, size = (vocab_size, blocks.columns) if for_hidden else (tokens, blocks.tokens)

@@ -52,7 +52,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     def multiply(c: int, count: int):
         """The logits of unit c of this block, and the best of each lane."""
         unit_columns = pl.ds(c * unit, unit)
-        z = options.product(refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
+        z = options.matmul(refs.hidden[...], axes.rows(refs.unembedding, unit_columns), (1, axes.width))
         if refs.bias is not None:
             z = z + refs.bias[:, unit_columns]
         refs.z[c] = common.softcap_in_units(options, z)
@@ -83,7 +83,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     def accumulate(c: int):
         for part in common.slices(width):
             w = axes.rows(refs.previous, pl.ds(c * unit, unit), part)
-            refs.sums[:, part] += options.product(refs.e[c % 2], w, (1, axes.vocab))
+            refs.sums[:, part] += options.matmul(refs.e[c % 2], w, (1, axes.vocab))
 
     def walk(before: Array | int, count: int):
         """The logits of a block with `count` columns, and the sums of the block before it, which has `before`."""

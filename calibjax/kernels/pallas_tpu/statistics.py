@@ -134,7 +134,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
 
     def multiply(c: int):
         rows = pl.ds(c * unit, unit)
-        z = options.product(axes.rows(refs.unembedding, rows), refs.hidden[...], (axes.width, 1))
+        z = options.matmul(axes.rows(refs.unembedding, rows), refs.hidden[...], (axes.width, 1))
         refs.z[c % 2] = z + common.turned_bias(refs.bias[:, rows], width) if has_bias else z
 
     def absorb(slot: int, offset: int, count: int, ghost: bool = False):
@@ -228,7 +228,7 @@ def at_scales(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_
     def _(i):
         start = pl.multiple_of(i * group, group)
         rows = axes.rows(refs.unembedding, slice(None))
-        z = options.product(rows, refs.hidden[pl.ds(start, group), :], (axes.width, 1))
+        z = options.matmul(rows, refs.hidden[pl.ds(start, group), :], (axes.width, 1))
         if refs.bias is not None:
             z = z + common.turned_bias(refs.bias[...], group)
         for offset in range(0, group, LANES):
