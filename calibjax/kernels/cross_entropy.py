@@ -225,7 +225,7 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
 
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in wanted}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
-    if one_block:  # nothing is block_grads to dW, which has the dtype of W from the start
+    if one_block:  # nothing is added to dW, which has the dtype of W from the start
         (value, gradients, d_scale), _ = step(carry, 0, tokens, None)
     else:
         (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))
