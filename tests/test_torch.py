@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.special
 from jax import export
-from parity import VARIANTS, random_tokens, settings_of, torch_model
+from parity import GPT2_JSON, VARIANTS, random_tokens, settings_of, torch_model
 from tiny import LLAMA_JSON, make_lm, random_head
 
 from calibjax import recalibrate
@@ -129,6 +129,28 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     finally:
         attached.detach()
     np.testing.assert_array_equal(cached.numpy(), anew.numpy())
+
+
+def test_padding_has_no_score_and_changes_none(tmp_path):
+    """Of learned positions; of a mask that is given by its place; of the end that `generate` is given."""
+    torch = pytest.importorskip("torch")
+    from calibjax.torch import attach
+
+    theirs, _ = torch_model(tmp_path, GPT2_JSON)
+    lm = load_model(tmp_path)
+    export_head(tmp_path / "head", random_head(lm, "transformer"), lm)
+    attached = attach(theirs, tmp_path / "head")
+    tokens, mask = map(torch.from_numpy, padded(random_tokens(GPT2_JSON)))
+    with torch.no_grad():
+        by_name = theirs(tokens, attention_mask=mask).log_scale
+        assert torch.equal(theirs(tokens, None, mask).log_scale, by_name)
+    for alone, row in zip(attached.score(tokens[:1, 3:]), attached.score(tokens, mask), strict=True):
+        np.testing.assert_allclose(row[:1, 3:], alone, rtol=1e-5)
+        assert not row[0, :3].any()
+    prompts = tokens[:, 3:6]
+    end = attached.generate(prompts, **GREEDY).sequences[0, 3].item()
+    confidence = attached.generate(prompts, **GREEDY | {"eos_token_id": end}).scores.confidence
+    assert (confidence > 0).sum(1).tolist() == [3, 8]
 
 
 def test_command(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Exported heads on models of transformers."""
 
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +48,15 @@ class Attached:
     def score(self, tokens: Tensor, attention_mask: Tensor | None = None) -> TokenScores:
         """Scores token ids `[B, T]` with one forward pass; `attention_mask` `[B, T]` is 0 for padding."""
         calibrate, self._calibrate = self._calibrate, True
+        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # as in `generate`; the model itself would count padding
+        inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
         try:
-            output = self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+            output = self.model(**inputs, use_cache=False)
         finally:
             self._calibrate = calibrate
         log_probs = output.logits[:, :-1].to(torch.float32).log_softmax(-1)
         target_log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
-        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
         real = (mask[:, 1:] * mask[:, :-1]).bool()
         scores = (target_log_probs, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
         return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
@@ -67,8 +70,10 @@ class Attached:
         sequences = self.model.generate(inputs, attention_mask=mask, **options)
         beams = len(sequences) // len(inputs)
         new = torch.ones_like(sequences[:, inputs.shape[1] :])
-        pad, end = self.model.generation_config.pad_token_id, self.model.generation_config.eos_token_id
-        if end is not None and pad is not None:
+        configs = (options.get("generation_config"), self.model.generation_config)
+        defaults = (config.eos_token_id for config in configs if config is not None)
+        end = options.get("eos_token_id", next((end for end in defaults if end is not None), None))
+        if end is not None:
             ends = torch.isin(sequences[:, inputs.shape[1] :], torch.as_tensor(end, device=sequences.device))
             new = ((ends.cumsum(1) - ends.long()) == 0).to(new.dtype)
         mask = torch.cat([mask.repeat_interleave(beams, 0), new], dim=1)
@@ -81,7 +86,8 @@ class Attached:
         hidden, self._hidden = self._hidden, None
         if hidden is None or not hasattr(output, "logits"):
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
-        logits, keep = output.logits, kwargs.get("logits_to_keep", 0)
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments | kwargs
+        logits, keep = output.logits, given.get("logits_to_keep", 0)
         rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
         all_logits = logits
         reads_sequence = self.head.reads_sequence
@@ -98,7 +104,7 @@ class Attached:
         elif not reads_sequence:
             hidden = hidden[:, rows]
         features = self._export.features(hidden, all_logits, layer.weight, self._covariance)
-        mask = kwargs.get("attention_mask")
+        mask = given.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):  # such as a mask by kind of layer
             raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
         past = self._past(getattr(output, "past_key_values", None)) if reads_sequence else None
