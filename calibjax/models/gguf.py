@@ -262,12 +262,13 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.causal": "is_causal",
     "rope.freq_base": "rope_theta",
 }
 """Metadata keys of all architectures, after the architecture's name and a dot, and the settings that they are."""
 
 _OTHER_KEYS = (
-    *("vocab_size", "attention.value_length", "rope.dimension_count", "attention.causal", "tensor_data_layout"),
+    *("vocab_size", "attention.value_length", "rope.dimension_count", "tensor_data_layout"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
     "rope.scaling.attn_factor",
 )
@@ -444,8 +445,8 @@ def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise UserError(f"{file.path}: {name}.rope.dimension_count: expected {head_dim}, got {rotated}.")
-    kind = file.get(f"{name}.rope.scaling.type", str, "none")
     factor = file.get(f"{name}.rope.scaling.factor", float, 1.0)
+    kind = file.get(f"{name}.rope.scaling.type", str, "none" if factor == 1.0 else "linear")
     original = file.get(f"{name}.rope.scaling.original_context_length", int)
     amplitude = file.get(f"{name}.rope.scaling.attn_factor", float)
     short, long = (file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))

@@ -117,8 +117,10 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
 }
 """Expressions that split text before merges, one after another, by `tokenizer.ggml.pre` of byte-level vocabularies."""
-_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Splits whose vocabularies begin a text with a first token where the file has no setting for it."""
+_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Splits whose vocabularies take a whole piece that is a token without merges, and by default begin with a BOS."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Added tokens of Phi-3 that do not take the white space after them."""
 _CONTROL, _USER_DEFINED = 3, 4
 _PREFIX = "tokenizer.ggml."
 
@@ -142,8 +144,9 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer: Tokenizer = builders[kind](file, tokens, vocabulary)
     kinds = _array(file, "token_type", int, len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
+    strips = kind == "llama" and file.metadata["general.architecture"] == "phi3"  # no key of the file says it
     added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        AddedToken(token, normalized=False, special=kind == _CONTROL, rstrip=strips and token not in _NOT_STRIPPED)
         for token, kind in zip(tokens, kinds, strict=False)
         if kind in (_CONTROL, _USER_DEFINED) and token
     ]
@@ -151,7 +154,7 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {ours: _special(file, tokens, name) for ours, name in names.items()}
     special = {ours: token for ours, token in found.items() if token is not None}
-    has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _WITH_BOS
+    has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _LIKE_LLAMA3
     adds_bos = file.get(f"{_PREFIX}add_bos_token", bool, has_bos) and "bos_token" in special
     adds_eos = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
     first = [special["bos_token"]] if adds_bos else []
@@ -204,7 +207,8 @@ def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -
     merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError(f"{file.path}: {_PREFIX}merges: expected pairs of tokens.")
-    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=False))
+    options = {"fuse_unk": False, "ignore_merges": name in _LIKE_LLAMA3}
+    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, **options))
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[name]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -16,6 +16,7 @@ from calibjax.commands import convert
 from calibjax.models import load_model
 from calibjax.models.generate import default_stop_tokens
 from calibjax.models.load import read_config
+from calibjax.nn.blocks import Rope
 from calibjax.runtime.errors import UserError
 
 gguf = pytest.importorskip("gguf")
@@ -152,14 +153,14 @@ def test_split_files(tmp_path):
 # --- tokenizers ---
 
 
-def byte_level_tokens(writer):
-    tokens = ["<|begin|>", "<|end|>", "<|turn|>", "<|user|>", *"ab12", "Ġ", "Ċ", "ab", "Ġa", "ĠĠ"]
+def byte_level_tokens(writer, pre="smollm"):
+    tokens = ["<|begin|>", "<|end|>", "<|turn|>", "<|user|>", *"ab12", "Ġ", "Ċ", "ab", "Ġa", "ĠĠ", "12"]
     tokens += [f"<unused{n}>" for n in range(40 - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, 4] + [1] * 9 + [3] * 27)
-    writer.add_token_merges(["a b", "Ġ a", "Ġ Ġ", "1 2"][:3])
+    writer.add_token_types([3, 3, 3, 4] + [1] * 10 + [3] * 26)
+    writer.add_token_merges(["a b", "Ġ a", "Ġ Ġ"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(2)
@@ -222,6 +223,36 @@ def test_tokenizers(tmp_path, name):
         tokens = original(text)["input_ids"]
         assert tokenizer(text)["input_ids"] == tokens, text
         assert tokenizer.decode(tokens) == original.decode(tokens)
+
+
+def phi3_tokens(writer):
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "\u2581a", "<|user|>", "<|endoftext|>"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 6 + [-1.0] + [0.0] * 2)
+    writer.add_token_types([2, 3, 3, 6, 1, 1, 1, 3, 3])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "write", "text", "expected"),
+    [
+        # llama.cpp's `ignore_merges` of Llama 3: a piece that is a token needs no merges.
+        ("llama", lambda writer: byte_level_tokens(writer, "llama-bpe"), "12 ab", [0, 13, 8, 10]),
+        ("llama", byte_level_tokens, "12 ab", [0, 6, 7, 8, 10]),
+        # `rstrip` of tokenizer_config.json of Phi-3.
+        ("phi3", phi3_tokens, "<|user|>\na</s> \na<|endoftext|>\na", [1, 7, 6, 2, 6, 8, 4, 3, 5]),
+        ("llama", phi3_tokens, "<|user|>\na", [1, 7, 4, 3, 5]),
+    ],
+)
+def test_what_no_key_of_a_file_says(tmp_path, architecture, write, text, expected):
+    from calibjax.models.tokenizer import gguf_tokenizer
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    write(writer)
+    finish(writer)
+    assert gguf_tokenizer(tmp_path / "model.gguf")(text)["input_ids"] == expected
 
 
 # --- real files ---
@@ -383,10 +414,29 @@ def test_descriptions_of_strangers(tmp_path, name, numbers, message):
         read_config(file)
 
 
+def llama(factor=1.0, causal=True):
+    reals = {"attention.layer_norm_rms_epsilon": 1e-5, "rope.scaling.factor": factor}
+    keys = [text(f"llama.{key}") + struct.pack("<If", 6, value) for key, value in reals.items()]
+    keys += [text("llama.attention.causal") + struct.pack("<I?", 7, causal)]
+    return [*keys, *architecture("llama", **SIZES, feed_forward_length=32)]
+
+
+def test_keys_that_stand_alone(tmp_path):
+    """As llama.cpp reads them: a factor is that of linear scaling where no type is named."""
+
+    def read(keys):
+        (tmp_path / "model.gguf").write_bytes(gguf_bytes(keys, [tensor("token_embd.weight", (32, 1))]))
+        return read_config(tmp_path / "model.gguf")
+
+    assert read(llama()).rope == Rope()
+    assert read(llama(factor=4.0)).rope == Rope(scaling="linear", factor=4.0)
+    with pytest.raises(UserError, match="is_causal = False is not supported"):
+        read(llama(causal=False))
+
+
 def test_tensors_that_are_not_those_of_the_model(tmp_path):
     """Names are names: one with a path in it is an unknown tensor."""
-    keys = architecture("llama", **SIZES, feed_forward_length=32)
-    keys += [text("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)]
+    keys = llama()
     tensors = [tensor("token_embd.weight", (32, 1)), tensor("../../../etc/passwd", (32,), offset=128)]
     file = tmp_path / "model.gguf"
     file.write_bytes(gguf_bytes(keys, tensors, b"\0" * 256))
