@@ -92,8 +92,10 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _SWITCHES = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication")
 _SWITCHES += ("trainable_token_indices", "target_parameters", "alora_invocation_tokens")
-_PLAIN = {"peft_type": "LORA", "bias": "none", **dict.fromkeys(_SWITCHES, False)}
-"""Settings with which an adapter is W + (alpha / r) B A, and no more."""
+_KEEP_WEIGHTS = (True, "gaussian", "eva", "mica", "orthogonal")  # others, as PiSSA, start from a changed W
+_PLAIN: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _KEEP_WEIGHTS}
+_PLAIN |= dict.fromkeys(_SWITCHES, ())
+"""Settings, beside absent ones, with which an adapter is W + (alpha / r) B A, and no more."""
 
 
 def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
@@ -142,7 +144,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if not isinstance(settings, dict):
         raise UserError(f"{folder / _SETTINGS}: expected a JSON object.")
     for name, plain in _PLAIN.items():
-        if settings.get(name) not in (plain, None, [], {}):
+        if settings.get(name) not in (*plain, False, None, [], {}):
             raise UserError(
                 f"{folder / _SETTINGS}: {name}={settings[name]!r} is not supported. Merge the adapter with PEFT "
                 "(`merge_and_unload`, then `save_pretrained`) and give the merged model."

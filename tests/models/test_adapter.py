@@ -88,6 +88,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
             load_model(tmp_path / "base", adapter=wrong)
 
     refused("use_dora=True is not supported. Merge the adapter", settings | {"use_dora": True})
+    refused("init_lora_weights='pissa_niter_4' is not", settings | {"init_lora_weights": "pissa_niter_4"})
     refused("peft_type='IA3' is not supported", settings | {"peft_type": "IA3"})
     for alpha in ("8", 10**400):
         refused("lora_alpha: expected a number", settings | {"lora_alpha": alpha})
