@@ -162,7 +162,7 @@ def from_arrays(
     data = Sequences(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),
-        where=cut(counted) & real,
+        where=cut(counted & (targets != -100)),
         segment_ids=np.where(real, 1 if has_sequences else column + 1, 0).astype(np.int32),
         positions=np.where(real, column if has_sequences else 0, 0).astype(np.int32),
         source=np.arange(rows, dtype=np.int32),

@@ -86,13 +86,14 @@ def test_rows_of_predictions():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(150, 7)).astype(np.float32)
     labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
-    lm, data = calibjax.from_arrays(3 * logits, labels, where=np.arange(150) != 3)
+    row = np.arange(150)
+    lm, data = calibjax.from_arrays(3 * logits, np.where(row == 4, -100, labels), where=row != 3)
     assert data.tokens.shape == (3, 64)
-    assert data.where.sum() == 149
+    assert data.where.sum() == 148
     assert (data.positions == 0).all()
     fitted = calibjax.fit_ats(lm, data, calibjax.AtsOptions(head_kind="constant", loss="cross-entropy"), silent())
     want = calibjax.recalibrate.METHODS["temperature"].fit(
-        calibjax.recalibrate.Predictions(logits=3 * logits, labels=labels), np.arange(150) != 3
+        calibjax.recalibrate.Predictions(logits=3 * logits, labels=labels), (row != 3) & (row != 4)
     )
     np.testing.assert_allclose(np.log(fitted.report["temperature"]), -float(want.log_scale), atol=1e-4)
 
