@@ -1,6 +1,7 @@
 """Published models by shape alone: nothing is computed or held."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ FIRST = {config.family: name for name, config in reversed(SHAPES.items())}
 def test_every_shape_has_a_published_count():
     assert SHAPES.keys() == PUBLISHED.keys()
     assert {config.family for config in SHAPES.values()} <= models.FAMILIES.keys()
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.split("| sizes for `plan` |")[1].split("\n\n")[0]
+    cells = [row.rsplit("|", 2)[1].strip() for row in table.splitlines()[2:]]
+    assert sorted(SHAPES) == sorted(name for cell in cells if cell for name in cell.split(", "))
 
 
 @pytest.mark.parametrize(
