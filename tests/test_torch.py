@@ -166,6 +166,8 @@ def test_command(tmp_path, capsys):
     (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": {"model": str(tmp_path / "model")}}))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "ats"), "--json"]) == 0
     assert load_head(tmp_path / "ats", lm).log_factor == head.log_factor
+    base_settings = {"repetition_penalty": 1.1, "min_p": 0.1, "eos_token_id": [2, 3]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(base_settings))
     args = ["export", str(tmp_path / "run" / "head"), "--out", str(tmp_path / "t"), "--method", "temperature"]
     capsys.readouterr()
     assert main(args) == 0
@@ -173,6 +175,7 @@ def test_command(tmp_path, capsys):
     assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.0523456781))
     theirs = GenerationConfig.from_pretrained(tmp_path / "t")
     assert (theirs.temperature, theirs.top_k, theirs.do_sample) == (1.0523456781, 0, True)
+    assert (theirs.repetition_penalty, theirs.min_p, theirs.eos_token_id) == (None, None, [2, 3])
     save_head(tmp_path / "kept", head, notes={"model": str(tmp_path / "model")})  # as `compare --save`
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "ats")]) == 0
     assert main(["export", str(tmp_path / "t"), "--out", str(tmp_path / "x")]) == 2  # names no model

@@ -46,8 +46,8 @@ class ExportOptions(HeadOptions):
     """Exports the head of a run as one directory of safetensors and JSON, which JAX and PyTorch read.
 
     In Python: `calibjax.load_head(OUT, lm)`, or `calibjax.torch.attach(model, OUT)` for a model of transformers, which
-    needs neither JAX nor Flax. With --method temperature, generation_config.json is that of the base model with the
-    settings that sample from the calibrated distribution.
+    needs neither JAX nor Flax. With --method temperature, generation_config.json has the base model's token ids
+    and the settings that sample from the calibrated distribution.
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
@@ -106,10 +106,11 @@ def write_export(
             base_config = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
         except ValueError:
             base_config = {}
+        settings = base_config if isinstance(base_config, dict) else {}
+        ids = {name: value for name, value in settings.items() if name.endswith("_token_id")}  # no penalties, no cuts
         # Left out, transformers cuts the distribution to its 50 most likely tokens.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        config = {**(base_config if isinstance(base_config, dict) else {}), **sampling}
-        more["generation_config.json"] = json_text(config)
+        more["generation_config.json"] = json_text({**ids, **sampling})
         log(
             f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "
             f"temperature {temperature}, with neither top-k nor top-p, draws from it; any other sampling "
