@@ -19,6 +19,7 @@ from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.gguf import gguf_settings, is_gguf, read_gguf
 from calibjax.models.rules import Rule
 from calibjax.models.tokenizer import gguf_stop_tokens, gguf_tokenizer
+from calibjax.runtime.checksums import CHECKSUMS
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError, require_directory
 from calibjax.runtime.files import json_text, new_directory, write_file
@@ -28,7 +29,7 @@ _FILE_BYTES = 2 * 10**9
 _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 DESCRIPTION = "calibjax.json"
 """Description file of an Orbax checkpoint, see `orbax_checkpoint.save_checkpoint`."""
-_NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION)
+_NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION, CHECKSUMS)
 
 
 def save_model(
