@@ -13,6 +13,7 @@ from calibjax.eval.report.schema import Document
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
 from calibjax.models.calibrated import head_program
+from calibjax.models.generate import default_stop_tokens
 from calibjax.recalibrate.programs import stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.context import Log
@@ -46,8 +47,8 @@ class ExportOptions(HeadOptions):
     """Exports the head of a run as one directory of safetensors and JSON, which JAX and PyTorch read.
 
     In Python: `calibjax.load_head(OUT, lm)`, or `calibjax.torch.attach(model, OUT)` for a model of transformers, which
-    needs neither JAX nor Flax. With --method temperature, generation_config.json has the base model's token ids
-    and the settings that sample from the calibrated distribution.
+    needs neither JAX nor Flax. With --method temperature, generation_config.json has the base model's stop
+    tokens and the settings that sample from the calibrated distribution.
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.
@@ -102,15 +103,9 @@ def write_export(
             raise UserError(f"--method temperature: {options.run} records no temperature; export its head instead.")
         config = dataclasses.replace(head.config, kind="constant")
         head = FittedHead(config, {"log_scale": np.float32(-np.log(temperature))}, head.fingerprint)
-        try:
-            base_config = read_json(lm.path / "generation_config.json") if lm.path is not None else {}
-        except ValueError:
-            base_config = {}
-        settings = base_config if isinstance(base_config, dict) else {}
-        ids = {name: value for name, value in settings.items() if name.endswith("_token_id")}  # no penalties, no cuts
         # Left out, transformers cuts the distribution to its 50 most likely tokens.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        more["generation_config.json"] = json_text({**ids, **sampling})
+        more["generation_config.json"] = json_text({"eos_token_id": default_stop_tokens(lm), **sampling})
         log(
             f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}). Sampling at "
             f"temperature {temperature}, with neither top-k nor top-p, draws from it; any other sampling "

@@ -562,7 +562,6 @@ _GPT_OSS_RULES = (
 )
 _GLM4_NORMS = _norms(post_self_attn_layernorm="attention_post_norm", post_mlp_layernorm="mlp_post_norm")
 _OLMO_RULES = (*_ENDS, *_POST_NORMS, *_QKV, *_QK_NORMS, *_OUTPUT, *_MLP)
-_PHI3_QKV = _linear("layers.{}.self_attn.qkv_proj", *_FUSED_QKV)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA_RULES),
@@ -589,7 +588,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family(_phi, _PHI_RULES),
     "phi3": Family(
         lambda hf: {"rope": _rope(hf, partial=True), **_everywhere_local(hf)},
-        (*_ENDS, *_PRE_NORMS, *_PHI3_QKV, *_OUTPUT, *_FUSED_MLP),
+        (*_ENDS, *_PRE_NORMS, *_linear("layers.{}.self_attn.qkv_proj", *_FUSED_QKV), *_OUTPUT, *_FUSED_MLP),
     ),
     "gpt_neox": Family(_gpt_neox, _GPT_NEOX_RULES, "gpt_neox."),
     "mixtral": Family(_mixtral, _MIXTRAL_RULES),

@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -159,8 +159,7 @@ def read_gguf(path: Path) -> GgufFile:
     name = _SPLIT.fullmatch(path.name)
     if name is None or int(name[2]) != count:
         raise UserError(f"{path}: one of {count} files of a model; expected NAME-00001-of-{count:05d}.gguf, the first.")
-    names = [f"{name[1]}-{number:05d}-of-{name[2]}.gguf" for number in range(2, count + 1)]
-    others = [path.with_name(other) for other in names]
+    others = [path.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(2, count + 1)]
     missing = [other.name for other in others if not other.is_file()]
     if missing:
         raise UserError(f"{path}: other files of this model are missing beside it: {', '.join(missing[:5])}.")
@@ -350,7 +349,6 @@ _GRANITE = {
 }
 _GEMMA2 = functools.partial(_adapt_gemma, largest=46, local_base=None, pattern=2)
 _GEMMA3 = functools.partial(_adapt_gemma, largest=62, local_base=10000.0, pattern=6)
-_ALL_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -358,7 +356,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", _EXPERTS, {**_ALL_EXPERTS, "norm_topk_prob": True}, adapt=_adapt_expert_size),
+    "qwen3moe": Architecture("qwen3_moe", _EXPERTS, {"norm_topk_prob": True}, adapt=_adapt_expert_size),
     "olmoe": Architecture(
         "olmoe", {"attention.clamp_kqv": "clip_qkv", **_EXPERTS}, {"norm_topk_prob": False}, adapt=_adapt_expert_size
     ),
@@ -505,30 +503,29 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
                 continue
             target = rule.targets[0]
             is_rotated = architecture.interleaved and target.startswith(("layers.attention.q.", "layers.attention.k."))
-            storage = _Storage(
-                pairs=config.head_dim // 2 if is_rotated else None,
-                shift=architecture.norm_shift if target.endswith("norm.scale") else 0.0,
-                swapped=name == "gpt2" and target.endswith(".kernel"),
-            )
+            storage: dict[str, Any] = {
+                "pairs": config.head_dim // 2 if is_rotated else None,
+                "shift": architecture.norm_shift if target.endswith("norm.scale") else 0.0,
+                "swapped": name == "gpt2" and target.endswith(".kernel"),
+            }
             experts = config.mixture.experts if config.mixture else None
             holds_all_experts = len(tensor.shape) == 3 and tensor.shape[0] == experts
             for expert in rule.experts(config):
                 full_name = rule.full_name(family.prefix, layer, expert)
-                entries.append(_entry(full_name, tensor, storage, expert if holds_all_experts else None))
-    return entries + [_entry(name, tensor, _Storage()) for name, tensor in left.items()]
+                entries.append(_entry(full_name, tensor, expert if holds_all_experts else None, **storage))
+    return entries + [_entry(name, tensor) for name, tensor in left.items()]
 
 
-class _Storage(NamedTuple):
-    """How a tensor of the family is stored."""
-
-    pairs: int | None = None  # P: its rows `[..., 2, P]` are stored as `[..., P, 2]`
-    shift: float = 0.0  # number that was added to it
-    swapped: bool = False  # whether its last two axes are swapped
-
-
-def _entry(name: str, tensor: GgufTensor, storage: _Storage, expert: int | None = None) -> TensorEntry:
+def _entry(
+    name: str,
+    tensor: GgufTensor,
+    expert: int | None = None,
+    *,
+    pairs: int | None = None,  # P: rows `[..., 2, P]` are stored as `[..., P, 2]`
+    shift: float = 0.0,  # number that was added
+    swapped: bool = False,  # whether the last two axes are swapped
+) -> TensorEntry:
     """An entry `name` of a tensor, or of one expert in it."""
-    pairs, shift, swapped = storage
     first, shape = 0, tensor.shape
     if expert is not None:
         first, shape = expert * shape[1], shape[1:]

@@ -194,15 +194,6 @@ def choose_context(index: Int[Array, ""], first: SequenceContext, second: Sequen
     return SequenceContext(rotary, dataclasses.replace(first.visible, windows=windows, kind=index))
 
 
-def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Angles per position of the R rotated pairs, float32: `theta ** (-i / R)`, scaled according to `rope`."""
-    width = rope.width(head_dim)
-    frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    if rope.scaling is not None:
-        frequencies = _SCALINGS[rope.scaling](rope, frequencies)
-    return frequencies.astype(np.float32)
-
-
 def _scale_llama3(rope: Rope, frequencies: np.ndarray) -> np.ndarray:
     """Stretches the frequencies with few turns over the original context: long waves."""
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
@@ -241,8 +232,15 @@ _SCALINGS: dict[str, Callable[[Rope, np.ndarray], np.ndarray]] = {
 def rotary_table(
     positions: Int[Array, "B T"], rope: Rope, head_dim: int
 ) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
-    """Cosines and sines of every position's angles, times the amplitude: float32 `[B, T, 1, R]`, R pairs."""
-    frequencies = jnp.asarray(rotary_frequencies(rope, head_dim))[None, None, None, :]
+    """Cosines and sines, times the amplitude, of every position's angles: float32 `[B, T, 1, R]`, R pairs.
+
+    Angles per position are `theta ** (-i / R)`, scaled according to `rope`.
+    """
+    width = rope.width(head_dim)
+    frequencies = rope.theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    if rope.scaling is not None:
+        frequencies = _SCALINGS[rope.scaling](rope, frequencies)
+    frequencies = jnp.asarray(frequencies, jnp.float32)[None, None, None, :]
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
     return rope.amplitude * jnp.cos(angles), rope.amplitude * jnp.sin(angles)
 

@@ -93,12 +93,8 @@ class Attached:
         reads_sequence = self.head.reads_sequence
         layer = self.model.get_output_embeddings()
         if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
-            bias = getattr(layer, "bias", None)
             cap = self._export.base["logit_softcap"]
-            weight = layer.weight.detach().to(torch.float32) / self._export.divisor
-            all_logits = hidden.to(torch.float32) @ weight.T
-            if bias is not None:
-                all_logits = all_logits + bias.detach().to(torch.float32)
+            all_logits = layer(hidden).to(torch.float32) / self._export.divisor
             if cap is not None:
                 all_logits = cap * torch.tanh(all_logits / cap)
         elif not reads_sequence:
