@@ -132,18 +132,20 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
 
 
 def test_padding_has_no_score_and_changes_none(tmp_path):
-    """Of learned positions; of a mask that is given by its place; of the end that `generate` is given."""
+    """Of learned positions, a mask given by its place, logits of the last token alone, the end that `generate` is given."""
     torch = pytest.importorskip("torch")
     from calibjax.torch import attach
 
     theirs, _ = torch_model(tmp_path, GPT2_JSON)
     lm = load_model(tmp_path)
-    export_head(tmp_path / "head", random_head(lm, "transformer"), lm)
+    export_head(tmp_path / "head", random_head(lm, "transformer", ("logit_statistics",)), lm)
     attached = attach(theirs, tmp_path / "head")
     tokens, mask = map(torch.from_numpy, padded(random_tokens(GPT2_JSON)))
     with torch.no_grad():
         by_name = theirs(tokens, attention_mask=mask).log_scale
         assert torch.equal(theirs(tokens, None, mask).log_scale, by_name)
+        last = theirs(tokens, None, mask, logits_to_keep=1).log_scale
+    np.testing.assert_allclose(last, by_name[:, -1:], rtol=1e-5)
     for alone, row in zip(attached.score(tokens[:1, 3:]), attached.score(tokens, mask), strict=True):
         np.testing.assert_allclose(row[:1, 3:], alone, rtol=1e-5)
         assert not row[0, :3].any()

@@ -92,7 +92,7 @@ class Attached:
         all_logits = logits
         reads_sequence = self.head.reads_sequence
         layer = self.model.get_output_embeddings()
-        if reads_sequence and logits.shape[1] != hidden.shape[1] and len(self.head.features) > 1:
+        if reads_sequence and logits.shape[1] != hidden.shape[1] and self.head.features != ("hidden_states",):
             cap = self._export.base["logit_softcap"]
             all_logits = layer(hidden).to(torch.float32) / self._export.divisor
             if cap is not None:
