@@ -132,7 +132,7 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
 
 
 def test_padding_has_no_score_and_changes_none(tmp_path):
-    """Of learned positions, a mask given by its place, logits of the last token alone, the end that `generate` is given."""
+    """Of learned positions, masks by place, the last token's logits alone, and the end that `generate` is given."""
     torch = pytest.importorskip("torch")
     from calibjax.torch import attach
 

@@ -299,8 +299,7 @@ def _layer_contexts(
         return (unlimited,)
     length = positions.shape[1] if segment_ids is None else segment_ids.shape[1]
     window = config.window if config.window is not None and config.window < length else None
-    rope = config.rope if config.local_rope is None else config.local_rope
-    local_config = dataclasses.replace(config, rope=rope)
+    local_config = dataclasses.replace(config, rope=config.local_rope or config.rope)
     local = sequence_context(local_config, positions, segment_ids, window=window, start=start, until=until)
     return (local,) if all(config.local_layers) else (unlimited, local)
 

@@ -149,10 +149,8 @@ def _convert(hf: Any) -> DecoderConfig:
         for ours, theirs in {**_SETTINGS, "norm_eps": norm_eps}.items():
             if ours not in fields:
                 fields[ours] = getattr(hf, theirs)
-        if "num_kv_heads" not in fields:
-            fields["num_kv_heads"] = getattr(hf, "num_key_value_heads", None) or fields["num_heads"]
-        if "head_dim" not in fields:
-            fields["head_dim"] = getattr(hf, "head_dim", None) or fields["hidden_size"] // fields["num_heads"]
+        fields.setdefault("num_kv_heads", getattr(hf, "num_key_value_heads", None) or fields["num_heads"])
+        fields.setdefault("head_dim", getattr(hf, "head_dim", None) or fields["hidden_size"] // fields["num_heads"])
         if "activation" not in fields:
             fields["activation"] = _activation(hf, "hidden_act")
         if "rope" not in fields:

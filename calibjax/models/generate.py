@@ -494,7 +494,5 @@ def _log_probs(config: Any, dtype: Any, frozen: FrozenArrays, batch: Mapping[str
 def log_probs(lm: LanguageModel, sequences: Sequences, *, batch_size: int = 16) -> Float[np.ndarray, "S T"]:
     """log p of every target under the model, nats, float32 `[S, T]`; 0 where `where` is False."""
     frozen = frozen_arrays(lm)
-    parts = []
-    for batch, real in eval_batches(sequences.arrays(), batch_size):
-        parts.append(to_host(_log_probs(lm.config, lm.dtype, frozen, batch))[:real])
-    return np.concatenate(parts)
+    batches = eval_batches(sequences.arrays(), batch_size)
+    return np.concatenate([to_host(_log_probs(lm.config, lm.dtype, frozen, batch))[:real] for batch, real in batches])

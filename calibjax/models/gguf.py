@@ -327,9 +327,8 @@ def _adapt_olmo2(settings: Settings, file: GgufFile) -> None:
     """Olmo 3 has the same architecture with local layers, three of four, where rotary positions are not scaled."""
     if settings["sliding_window"] is None:
         return
-    pattern = file.metadata.get("olmo2.attention.sliding_window_pattern")
-    if pattern is None:
-        pattern = [(layer + 1) % 4 != 0 for layer in range(settings["num_hidden_layers"])]
+    three_of_four = [(layer + 1) % 4 != 0 for layer in range(settings["num_hidden_layers"])]
+    pattern = file.metadata.get("olmo2.attention.sliding_window_pattern", three_of_four)
     settings["model_type"] = "olmo3"
     _set_local(settings, list(map(bool, pattern)))
     _set_local_rope(settings, settings["rope_theta"])

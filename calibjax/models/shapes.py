@@ -60,7 +60,6 @@ _BIASES: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": Tr
 _GPT: dict[str, Any] = {"norm": "layer", "gated_mlp": False, "activation": "gelu_new", **_BIASES}
 _SOFTCAPS: dict[str, Any] = {"attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096}
 _GEMMA3: dict[str, Any] = {"qk_norm": "head", "rope": Rope(theta=1e6), "local_rope": Rope(theta=1e4), "window": 512}
-_MISTRAL: dict[str, Any] = {"local_layers": (True,) * 32, "window": 4096}
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(theta=1e6)}
 _QWEN3_MOE: dict[str, Any] = {"head_dim": 128, "qk_norm": "head", "mixture": Mixture(experts=128, per_token=8), **_QWEN}
 _PHI2: dict[str, Any] = {"parallel": "one_norm", "rope": Rope(fraction=0.4), "unembedding_bias": True, **_GPT}
@@ -75,7 +74,7 @@ SHAPES: dict[str, DecoderConfig] = {
     "llama-3.1-70b": _llama3((80, 8192, 28672, 64, 8, 128256, 131072)),
     "llama-3.3-70b": _llama3((80, 8192, 28672, 64, 8, 128256, 131072)),
     "llama-3.2-1b": _llama3((16, 2048, 8192, 32, 8, 128256, 131072), factor=32.0, tie_embeddings=True),
-    "mistral-7b": _model("mistral", (32, 4096, 14336, 32, 8, 32000, 32768), **_MISTRAL),
+    "mistral-7b": _model("mistral", (32, 4096, 14336, 32, 8, 32000, 32768), local_layers=(True,) * 32, window=4096),
     "qwen-7b": _model("qwen", (32, 4096, 11008, 32, 32, 151936, 8192), norm_eps=1e-6, qkv_bias=True),
     "qwen2.5-7b": _model("qwen2", (28, 3584, 18944, 28, 4, 152064, 131072), qkv_bias=True, **_QWEN),
     "gemma-2-2b": _gemma("gemma2", (26, 2304, 9216, 8, 4, 256000, 8192), every=2, **_SOFTCAPS),

@@ -119,8 +119,6 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 """Expressions that split text before merges, one after another, by `tokenizer.ggml.pre` of byte-level vocabularies."""
 _LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Splits whose vocabularies take a whole piece that is a token without merges, and by default begin with a BOS."""
-_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-"""Added tokens of Phi-3 that do not take the white space after them."""
 _CONTROL, _USER_DEFINED = 3, 4
 _PREFIX = "tokenizer.ggml."
 
@@ -144,16 +142,17 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer: Tokenizer = builders[kind](file, tokens, vocabulary)
     kinds = _array(file, "token_type", int, len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
-    strips = kind == "llama" and file.metadata["general.architecture"] == "phi3"  # no key of the file says it
+    # All others of Phi-3 take the white space after them, which no key of the file says.
+    is_phi3 = kind == "llama" and file.metadata["general.architecture"] == "phi3"
+    plain = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else vocabulary
     added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL, rstrip=strips and token not in _NOT_STRIPPED)
+        AddedToken(token, normalized=False, special=kind == _CONTROL, rstrip=token not in plain)
         for token, kind in zip(tokens, kinds, strict=False)
         if kind in (_CONTROL, _USER_DEFINED) and token
     ]
     tokenizer.add_tokens(added)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {ours: _special(file, tokens, name) for ours, name in names.items()}
-    special = {ours: token for ours, token in found.items() if token is not None}
+    special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}
     has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _LIKE_LLAMA3
     adds_bos = file.get(f"{_PREFIX}add_bos_token", bool, has_bos) and "bos_token" in special
     adds_eos = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
