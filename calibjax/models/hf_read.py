@@ -360,8 +360,12 @@ class _Parameter:
     def __init__(self, path: str, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None):
         self.dtype = dtype
         self._shape, self._sharding = shape, None if mesh is None else param_sharding(mesh, path, shape)
-        places = {None: ()} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
-        self._places = {device: _bounds(index or (), shape) for device, index in places.items()}
+        whole = tuple(slice(0, n) for n in shape)
+        places = {None: whole} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
+        self._places = {
+            device: tuple(along.indices(n)[:2] for along, n in zip(index or whole, shape, strict=True))
+            for device, index in places.items()
+        }
         self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
         shapes = {key: [end - start for start, end in key] for key in self._places.values()}
         self._shards = {key: _aligned(shard, self._bits) for key, shard in shapes.items()}
@@ -397,12 +401,6 @@ class _Parameter:
         if self._sharding is None:
             return arrays[0]
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
-
-
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Start and end along each axis."""
-    whole = (*index, *(slice(None) for _ in range(len(shape) - len(index))))
-    return tuple(along.indices(n)[:2] for along, n in zip(whole, shape, strict=True))
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

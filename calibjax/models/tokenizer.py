@@ -52,7 +52,7 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
     try:
         tokenizer = Tokenizer.from_file(str(folder / _FILES[0]))
     except Exception as error:
-        raise _unreadable(folder, error) from error
+        raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
     added = tokenizer.get_added_tokens_decoder()
     check_tokenizer(tokenizer, config, added)
     if beyond := sorted(index for index in added if index >= config.vocab_size):
@@ -77,7 +77,7 @@ def _read(folder: Path, config: DecoderConfig) -> "PreTrainedTokenizerBase":
         if not tokenizer.chat_template and (folder / _CHAT_TEMPLATE).is_file():
             tokenizer.chat_template = read_json(folder / _CHAT_TEMPLATE)["chat_template"]
     except Exception as error:  # the tokenizers package raises bare Exception for damaged files
-        raise _unreadable(folder, error) from error
+        raise UserError(f"{folder}: transformers cannot read the tokenizer files: {error}") from error
     check_tokenizer(tokenizer, config, tokenizer.added_tokens_decoder)
     return tokenizer
 
@@ -91,10 +91,6 @@ def check_tokenizer(tokenizer: Any, config: DecoderConfig, added: Container[int]
             f"The tokenizer's largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}: "
             "it belongs to another model."
         )
-
-
-def _unreadable(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder}: transformers cannot read the tokenizer files: {error}")
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -5,8 +5,7 @@
 
 `CALIBJAX_LOGITS=calibrated`, the default: logits, and with them log-probabilities and sampling, are calibrated.
 `CALIBJAX_LOGITS=unchanged`: tokens are sampled as without the plugin; the log-probabilities returned are calibrated.
-Both change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: before penalties and the temperature of
-a request. vLLM's models for TPUs have another layer of logits, which this plugin does not replace.
+Both change log-probabilities of `--logprobs-mode raw_logprobs`, vLLM's default: those before penalties and temperature.
 """
 
 import inspect
