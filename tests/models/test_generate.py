@@ -121,6 +121,8 @@ def test_stop_tokens():
         assert not got.confidence[row, length:].any()
         assert not got.base_log_probs[row, length:].any()
     assert got.where.sum() < got.where.size
+    with pytest.raises(UserError, match="fit one with pooling 'token'"):
+        generate(the_lm(), PROMPTS, head=head_of("mlp", pooling="sequence"))
 
 
 # --- draws ---
@@ -277,11 +279,6 @@ MISTAKES = [
 def test_mistakes(prompts, options, message):
     with pytest.raises(UserError, match=message):
         generate(the_lm(), prompts, **{"max_new_tokens": 5} | options)
-
-
-def test_a_head_that_pools_over_the_text():
-    with pytest.raises(UserError, match="fit one with pooling 'token'"):
-        generate(the_lm(), [[1]], head=head_of("mlp", pooling="sequence"), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(

@@ -225,32 +225,33 @@ def test_tokenizers(tmp_path, name):
         assert tokenizer.decode(tokens) == original.decode(tokens)
 
 
-def phi3_tokens(writer):
-    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "\u2581a", "<|user|>", "<|endoftext|>"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 6 + [-1.0] + [0.0] * 2)
-    writer.add_token_types([2, 3, 3, 6, 1, 1, 1, 3, 3])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-
-
 @pytest.mark.parametrize(
-    ("architecture", "write", "text", "expected"),
+    ("architecture", "pre", "text", "expected"),
     [
-        # llama.cpp's `ignore_merges` of Llama 3: a piece that is a token needs no merges.
-        ("llama", lambda writer: byte_level_tokens(writer, "llama-bpe"), "12 ab", [0, 13, 8, 10]),
-        ("llama", byte_level_tokens, "12 ab", [0, 6, 7, 8, 10]),
-        # `rstrip` of tokenizer_config.json of Phi-3.
-        ("phi3", phi3_tokens, "<|user|>\na</s> \na<|endoftext|>\na", [1, 7, 6, 2, 6, 8, 4, 3, 5]),
-        ("llama", phi3_tokens, "<|user|>\na", [1, 7, 4, 3, 5]),
+        ("llama", "llama-bpe", "12 ab", [0, 13, 8, 10]),  # `ignore_merges` of llama.cpp and tokenizer.json
+        ("llama", "smollm", "12 ab", [0, 6, 7, 8, 10]),
+        (
+            "phi3",
+            None,
+            "<|user|>\na</s> \na<|endoftext|>\na",
+            [1, 7, 6, 2, 6, 8, 4, 3, 5],
+        ),  # `rstrip` of tokenizer.json
+        ("llama", None, "<|user|>\na", [1, 7, 4, 3, 5]),
     ],
 )
-def test_what_no_key_of_a_file_says(tmp_path, architecture, write, text, expected):
+def test_what_no_key_of_a_file_says(tmp_path, architecture, pre, text, expected):
     from calibjax.models.tokenizer import gguf_tokenizer
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
-    write(writer)
+    if pre is not None:
+        byte_level_tokens(writer, pre)
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "\u2581a", "<|user|>", "<|endoftext|>"])
+        writer.add_token_scores([0.0] * 9)
+        writer.add_token_types([2, 3, 3, 6, 1, 1, 1, 3, 3])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
     finish(writer)
     assert gguf_tokenizer(tmp_path / "model.gguf")(text)["input_ids"] == expected
 
@@ -329,7 +330,8 @@ def text(value):
 
 
 def number(key, value):
-    return text(key) + struct.pack("<II", 4, value)
+    kind, code = {int: (4, "I"), float: (6, "f"), bool: (7, "?")}[type(value)]
+    return text(key) + struct.pack(f"<I{code}", kind, value)
 
 
 def tensor(name="a", shape=(32,), kind=0, offset=0):
@@ -389,7 +391,7 @@ def architecture(name, **numbers):
 
 
 SIZES = {"context_length": 8, "embedding_length": 32, "block_count": 1, "attention__head_count": 2}
-EPSILON = {"attention__layer_norm_rms_epsilon": 1}
+EPSILON = {"attention__layer_norm_rms_epsilon": 1e-5}
 WHOLE = SIZES | EPSILON | {"feed_forward_length": 32}
 
 
@@ -404,6 +406,7 @@ WHOLE = SIZES | EPSILON | {"feed_forward_length": 32}
         ("llama", WHOLE | {"rope__dimension_count": 4}, "expected 16, got 4"),
         ("llama", SIZES | EPSILON, "feed_forward_length is missing"),
         ("llama", WHOLE | {"context_length": 0}, "max_position_embeddings: expected a whole number from 1"),
+        ("llama", WHOLE | {"attention__causal": False}, "is_causal = False is not supported"),
         ("gemma2", SIZES, "gemma2.attention.layer_norm_rms_epsilon is missing"),
     ],
 )
@@ -414,29 +417,16 @@ def test_descriptions_of_strangers(tmp_path, name, numbers, message):
         read_config(file)
 
 
-def llama(factor=1.0, causal=True):
-    reals = {"attention.layer_norm_rms_epsilon": 1e-5, "rope.scaling.factor": factor}
-    keys = [text(f"llama.{key}") + struct.pack("<If", 6, value) for key, value in reals.items()]
-    keys += [text("llama.attention.causal") + struct.pack("<I?", 7, causal)]
-    return [*keys, *architecture("llama", **SIZES, feed_forward_length=32)]
-
-
-def test_keys_that_stand_alone(tmp_path):
-    """As llama.cpp reads them: a factor is that of linear scaling where no type is named."""
-
-    def read(keys):
-        (tmp_path / "model.gguf").write_bytes(gguf_bytes(keys, [tensor("token_embd.weight", (32, 1))]))
-        return read_config(tmp_path / "model.gguf")
-
-    assert read(llama()).rope == Rope()
-    assert read(llama(factor=4.0)).rope == Rope(scaling="linear", factor=4.0)
-    with pytest.raises(UserError, match="is_causal = False is not supported"):
-        read(llama(causal=False))
+def test_a_factor_without_a_type_is_linear(tmp_path):
+    """As llama.cpp reads it."""
+    keys = architecture("llama", **WHOLE, rope__scaling__factor=4.0)
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(keys, [tensor("token_embd.weight", (32, 1))]))
+    assert read_config(tmp_path / "model.gguf").rope == Rope(scaling="linear", factor=4.0)
 
 
 def test_tensors_that_are_not_those_of_the_model(tmp_path):
     """Names are names: one with a path in it is an unknown tensor."""
-    keys = llama()
+    keys = architecture("llama", **WHOLE)
     tensors = [tensor("token_embd.weight", (32, 1)), tensor("../../../etc/passwd", (32,), offset=128)]
     file = tmp_path / "model.gguf"
     file.write_bytes(gguf_bytes(keys, tensors, b"\0" * 256))

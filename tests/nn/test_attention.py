@@ -181,19 +181,16 @@ def shapes(batch=4, time=1024, heads=4, kv_heads=2, width=64, dtype=jnp.bfloat16
         ((2, 2, 2), {"batch": 6}, False),
         ((1, 2, 4), {}, False),  # two heads of keys on four devices
         ((1, 2, 4), {"kv_heads": 4}, True),
+        ("x", {}, False),  # an axis that is not ours
     ],
 )
 def test_shapes_and_meshes_that_suit(mesh, change, suits):
     query, key, _ = shapes(**change)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+    meshes = {None: contextlib.nullcontext, "x": lambda: jax.set_mesh(jax.make_mesh((8,), ("x",)))}
+    with meshes.get(mesh, lambda: jax.set_mesh(make_mesh(mesh)))():
         assert attention.suits_splash(query, key) is suits
-
-
-def test_full_precision_and_other_meshes_do_not_suit():
-    with jax.default_matmul_precision("highest"):
-        assert not attention.suits_splash(*shapes(dtype=jnp.float32)[:2])
-    with jax.set_mesh(jax.make_mesh((8,), ("x",))):
-        assert not attention.suits_splash(*shapes()[:2])
+        with jax.default_matmul_precision("highest"):  # which the kernel does not have in float32
+            assert attention.suits_splash(query, key) is (suits and query.dtype == jnp.bfloat16)
 
 
 def test_the_platform_chooses(on_tpu, monkeypatch):
