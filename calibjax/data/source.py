@@ -275,24 +275,29 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
     if delimiter is None:  # a comma if the header has one outside quotes, or else the character of which it has most
         counts = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in ",;\t|"}
         delimiter = "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
-    rows = csv.reader(lines, delimiter=delimiter)
+    # Strict: a quote that is never closed would make one cell of all rows after it.
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = next(rows, [])
     # Spreadsheets leave columns unnamed. Repeated names get a number, so that only reading one by its name raises.
     columns = [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
     before, start = start - 1, start + rows.line_num
-    for cells in rows:
-        place, start = f"line {start}", before + rows.line_num + 1
-        if not cells:
-            continue
-        if len(cells) != len(columns):
-            expected = f"expected {len(columns)} cells separated by {delimiter!r}"
-            yield place, f"{expected}, as in the first line, got {len(cells)}"
-        elif not is_text("".join(cells)):
-            yield place, "invalid UTF-8; save the file as UTF-8"
-        else:
-            yield place, dict(zip(columns, cells, strict=True))
+    try:
+        for cells in rows:
+            place, start = f"line {start}", before + rows.line_num + 1
+            if not cells:
+                continue
+            if len(cells) != len(columns):
+                expected = f"expected {len(columns)} cells separated by {delimiter!r}"
+                yield place, f"{expected}, as in the first line, got {len(cells)}"
+            elif not is_text("".join(cells)):
+                yield place, "invalid UTF-8; save the file as UTF-8"
+            else:
+                yield place, dict(zip(columns, cells, strict=True))
+    except csv.Error as error:
+        quoted = "a cell that begins with a quote ends with one, and those within are doubled"
+        raise ValueError(f"line {start}: {error}: {quoted}") from error
 
 
 def is_text(text: str) -> bool:
