@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -116,11 +116,12 @@ def read_table(
         raise UserError(f"{path}: there is no such file.")
     columns = dict(columns or {})
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
-    raw = _read_columns(path, (*columns.values(), *several), skip_broken, tokens, truth)
+    named = {*several, *columns.values(), *(re.sub(r"/[\d.]+$", "", column) for column in columns.values())}
+    raw = _read_columns(path, named, skip_broken, tokens, truth)
     for name in several:
         if name not in raw.names:
             raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
-    divided = {role: _divided(column, raw.names) for role, column in columns.items()}
+    divided = {role: _divided(role, column, raw.names) for role, column in columns.items()}
     names = _assigned(path, raw.names, {role: name for role, (name, _) in divided.items()})
     divisors = {role: divisor for role, (_, divisor) in divided.items()}
     if several:
@@ -145,10 +146,11 @@ def read_table(
     return dataclasses.replace(table, predictions=predictions, groups=groups, rows=rows, notes=tuple(reader.notes))
 
 
-def _divided(column: str, names: Collection[str]) -> tuple[str, float]:
+def _divided(role: str, column: str, names: Sequence[str]) -> tuple[str, float]:
     """The name and the divisor of a column given as "NAME/100"; 1 if a column has this name or no number follows."""
     name, _, divisor = column.rpartition("/")
-    if column in names or not name or not re.fullmatch(r"\d+(\.\d+)?", divisor) or not float(divisor):
+    is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) and float(divisor)
+    if role not in ("confidence", "correct") or column in names or not name or not is_number:
         return column, 1.0
     return name, float(divisor)
 
@@ -207,7 +209,7 @@ class _RawColumns(NamedTuple):
 
 
 def _read_columns(
-    path: Path, named: Collection[str], skip_broken: bool, tokens: bool, truth: str | Path | None
+    path: Path, named: Set[str], skip_broken: bool, tokens: bool, truth: str | Path | None
 ) -> _RawColumns:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
@@ -253,7 +255,7 @@ def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.
     return arrays, names
 
 
-def _read_parquet(path: Path, named: Collection[str]) -> _RawColumns:
+def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
     import pyarrow
     import pyarrow.parquet
 
@@ -287,13 +289,12 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     return values.reshape(len(column), -1) if is_list else values
 
 
-def _is_read(name: str, named: Collection[str]) -> bool:
-    """Whether a column may have a role; `named` are the columns that the user gave, "NAME" or "NAME/100"."""
+def _is_read(name: str, named: Set[str]) -> bool:
+    """Whether a column may have a role; `named` are the columns that the user gave."""
     return (
         _normalised(name) in map(_normalised, itertools.chain(*_ROLES.values()))
         or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
-        or any(re.fullmatch(re.escape(name) + r"(/[\d.]+)?", column) for column in named)
-        or name.removeprefix("correct_") in named
+        or not named.isdisjoint((name, name.removeprefix("correct_")))
     )
 
 
@@ -466,17 +467,17 @@ class _Columns:
         """Probabilities and their logarithms, or None and logits, `[N, K]`; None and None if the file has neither."""
         for role, prefix in (("logits", "logit"), ("probs", "p")):
             pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
-            matches = {name: pattern.fullmatch(name.strip()) for name in self.names}
-            by_number = {int(match[1]): name for name, match in matches.items() if match}
-            if by_number and (sorted(by_number) != list(range(len(by_number))) or len(by_number) < 2):
-                got = ", ".join(by_number.values())
+            matches = ((pattern.fullmatch(name.strip()), name) for name in self.names)
+            numbered = sorted((int(match[1]), name) for match, name in matches if match)
+            if numbered and ([number for number, _ in numbered] != [*range(len(numbered))] or len(numbered) < 2):
+                got = ", ".join(name for _, name in numbered)
                 raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
             if role in names:
                 name = names[role]
                 values = self._lists(name)
                 cells = self.cells[name]
-            elif by_number:
-                columns = [self._numbers(by_number[k]) for k in range(len(by_number))]
+            elif numbered:
+                columns = [self._numbers(column) for _, column in numbered]
                 name, values = prefix, np.stack(columns, axis=1)
                 cells = values
             else:
@@ -579,7 +580,8 @@ def _list(cell: Any) -> list[float] | None:
     """The numbers of a list, which may be written as text; None if it is none."""
     try:
         values = json.loads(cell) if isinstance(cell, str) else cell
-        return [float(value) for value in values] or None
+        # Of an object, the keys would be taken for the numbers; of text, its digits.
+        return [float(value) for value in values] or None if isinstance(values, list) else None
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
