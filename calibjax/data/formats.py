@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 from calibjax.data.source import Row, Rows, is_text
 from calibjax.runtime.errors import UserError
 
+_INPUTS = ("input", "context")
 _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("chat", ("messages", "conversations")),
-    ("instruction", ("instruction",), ("input", "context"), ("output", "response")),
+    ("instruction", ("instruction",), _INPUTS, ("output", "response")),
     ("instruction", ("instruction",), ("output", "response")),
     ("prompt", ("prompt", "question"), ("response", "completion", "answer", "output")),
     ("text", ("text", "content", "document")),
@@ -168,6 +169,8 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
     """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
     prompt, *inputs, response = format.columns
     text = string_at(row, prompt, place)
+    if format.kind == "instruction" and not inputs:
+        inputs = _INPUTS  # which the first row, by which the columns were chosen, may have lacked
     for column in inputs:
         more = string_at(row, column, place, optional=True)
         if more:

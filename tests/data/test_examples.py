@@ -71,16 +71,16 @@ def test_without_chat_template(row, template, eos, expected):
 
 
 def test_with_chat_template():
-    """An answer without a question, an instruction with its input, and a prompt template in place of the chat's."""
+    """An answer without a question, an input that the first row lacks, and a prompt template in place of the chat's."""
     tokenizer = character_tokenizer(CHATML)
-    answer = {"instruction": "Add", "input": "1", "output": " x "}
+    answer = [{"instruction": "Sing", "output": "la"}, {"instruction": "Add", "input": "1", "output": " x "}]
     chat = "<|im_start|>assistant\n[hi\nthere<|im_end|>]\n<|im_start|>user\nbye<|im_end|>\n"
-    for row, options, expected in (
-        ({"messages": TURNS[2:4]}, {}, chat),
+    for rows, options, expected in (
+        ([{"messages": TURNS[2:4]}], {}, chat),
         (answer, {}, "<|im_start|>user\nAdd\n\n1<|im_end|>\n<|im_start|>assistant\n[ x <|im_end|>]\n"),
         (answer, {"prompt_template": "{instruction}="}, "Add=[ x </s>]"),
     ):
-        (example,) = tokenize([row], tokenizer, **options)
+        *_, example = tokenize(rows, tokenizer, **options)
         assert show(example, tokenizer) == expected
 
 
