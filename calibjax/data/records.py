@@ -72,6 +72,8 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
     column, by their order. Raises `UserError` for a repeated id, a row that `truth` lacks, and a column that both have.
     """
     name = next((name for name in ("custom_id", "id") if name in truth.first), None)
+    if name is None and {"custom_id", "id"} & {column.casefold() for column in truth.first}:
+        raise UserError(f"{rows.name}: {truth.name}: write the name of its column custom_id or id in small letters.")
     known: dict[str, Row] = {}
     for number, row in enumerate(truth):
         key = str(number if name is None else row.get(name))
@@ -170,7 +172,7 @@ def _answers(row: Row) -> list[Row]:
     flat: list[Row] = []
     for number, choice in enumerate(choices):
         echoes_prompt = choice.log_probs[0] is None and bool(choice.top)
-        start = _prompt_tokens(row) if echoes_prompt else _reasoning_tokens(choice)
+        start = _prompt_tokens(row, choices) if echoes_prompt else _reasoning_tokens(choice)
         log_probs = [_checked_log_prob(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
             raise UserError("the answer has no tokens.")
@@ -187,9 +189,12 @@ def _checked_log_prob(value: float | None, place: int) -> float:
 
 def _reasoning_tokens(choice: _Choice) -> int:
     """The number of tokens before the answer, if the server counts those of the reasoning."""
-    if not choice.reasoning:
+    # Servers without a parser of reasoning leave it in the text.
+    _, end, text = (choice.text or "").strip().rpartition("</think>")
+    is_cut = text.startswith("<think>")
+    if not (choice.reasoning or end or is_cut):
         return 0
-    after, text = "", (choice.text or "").strip()
+    after, text = "", "" if is_cut else text.strip()
     for place in reversed(range(len(choice.tokens))):
         after = choice.tokens[place] + after
         if text and after.lstrip().startswith(text):
@@ -209,10 +214,12 @@ def aggregated(log_probs: list[float]) -> dict[str, float]:
     }
 
 
-def _prompt_tokens(row: Row) -> int:
+def _prompt_tokens(row: Row, texts: list[_Choice]) -> int:
     count = (_body(row).get("usage") or {}).get("prompt_tokens")
     if count is None:
         raise UserError("the response echoes its prompt, but usage.prompt_tokens, its length, is missing.")
+    if len({tuple(text.tokens[:count]) for text in texts}) > 1:
+        raise UserError("usage.prompt_tokens is of several prompts; send one in each request.")
     return int(count)
 
 
@@ -224,7 +231,7 @@ def _scored_tokens(row: Row) -> list[Row]:
         ends = [len(text.tokens) for text in texts]
     else:
         texts = _read_choices(row)
-        ends = [_prompt_tokens(row) for text in texts if text.log_probs[0] is None]
+        ends = [_prompt_tokens(row, texts) for text in texts if text.log_probs[0] is None]
     if len(ends) < len(texts) or not all(any(text.top) for text in texts):
         scored = "expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5)"
         raise UserError(f"tokens: {scored}: of tokens that a model wrote itself, nothing says which were right.")
@@ -266,8 +273,9 @@ def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
 def _options(row: Row) -> list[Row]:
     """A sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one."""
     answers = row["filtered_resps"]
-    if not answers or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
-        raise UserError("expected log-likelihoods of options in filtered_resps; a written answer has none.")
+    if len(answers) < 2 or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
+        expected = "expected log-likelihoods of options in filtered_resps"
+        raise UserError(f"{expected}; a written answer has none, and a single text one.")
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
     largest = max(logits)
     chosen = logits.index(largest)
