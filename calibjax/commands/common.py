@@ -35,6 +35,7 @@ from calibjax.runtime.options import (
     Range,
     Seed,
     check_options,
+    flag_of,
     run_identity,
 )
 from calibjax.runtime.sharding import make_mesh
@@ -232,6 +233,17 @@ class DataOptions:
     full_sequences: bool = False
     packing: bool = True
     max_sequences: Count | None = None
+
+    def changed(self, *but: str) -> list[str]:
+        """The flags whose values are not the defaults of this class, without the fields `but`."""
+        fields = (field for field in dataclasses.fields(DataOptions) if field.name not in but)
+        return [flag_of(field.name) for field in fields if getattr(self, field.name) != field.default]
+
+    def has_questions(self, rows: "Rows") -> bool:
+        """Whether rows are multiple-choice questions, of which no column is named as plain text."""
+        from calibjax.data import is_multiple_choice
+
+        return self.text_column is None and is_multiple_choice(rows)
 
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
@@ -433,7 +445,7 @@ def check_sources(options: Any) -> None:
         raise UserError("--eval-split: expected --eval-data, the sets that it is a split of.")
     if data is None and not further:
         return
-    from calibjax.data import is_hub_id, is_multiple_choice
+    from calibjax.data import is_hub_id
 
     sources = data if isinstance(data, tuple) else () if data is None else (data,)
     if len(sources) > len({os.path.abspath(source) for source in sources}):
@@ -444,7 +456,7 @@ def check_sources(options: Any) -> None:
         if not is_hub_id(source):
             with about(option):
                 rows = options.text.open(source, split)
-                if not is_multiple_choice(rows):
+                if not options.text.has_questions(rows):
                     options.text.recognise(rows, column_optional=column_optional)
 
 

@@ -74,8 +74,7 @@ class CompareOptions(
             source, not_read = "--table", ["split", "split_order", "max_tokens", "adapter", "dtype"]
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
         if self.table is not None:
-            fields = [field for field in dataclasses.fields(common.DataOptions) if field.name != "skip_broken"]
-            ignored += [flag_of(field.name) for field in fields if getattr(self.text, field.name) != field.default]
+            ignored += self.text.changed("skip_broken")
         if ignored:
             raise UserError(f"{', '.join(ignored)}: not read with {source}; leave out.")
         if self.base_table is not None and self.table is None:

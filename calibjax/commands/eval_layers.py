@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from calibjax.commands import common
-from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
+from calibjax.data import Sequences, check_ids, choice_sequences
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import together
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch
 
@@ -65,9 +66,11 @@ def _read(
 ) -> tuple[tuple[Sequences, Sequences], str, dict[str, Any]]:
     """The half that is fitted on and the other, what their predictions are, and letters and subjects of questions."""
     rows = options.text.open(options.data, options.split)
-    if not is_multiple_choice(rows):
+    if not options.text.has_questions(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
+    if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):
+        raise UserError(f"{', '.join(unread)}: not read with multiple choice; leave out, or give --text-column.")
     questions = choice_sequences(
         rows, lm.tokenizer, lm.config.max_positions, limit=options.text.max_sequences, seed=options.seed
     )
@@ -77,6 +80,8 @@ def _read(
     left_out = f"{questions.too_long:,} of them longer than {longest} tokens and left out"
     used = f"{len(questions.subjects):,} used, answers {', '.join(names)} after {questions.cue!r}"
     log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")
+    if skipped := questions.skipped.count:
+        log(f"data: {skipped:,} broken rows skipped, the first: {questions.skipped.first}")
     # Questions of one subject stand together in most files: the halves should be alike.
     halves = common.split_text(questions.sequences, 0.5, log, order="shuffled", seed=options.seed)
     letters = questions.letters if options.letters_only else None

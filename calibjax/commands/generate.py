@@ -53,6 +53,8 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
     """Runs the command; returns texts and tokens."""
     if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")
+    if options.sample_calibrated and options.head is None:
+        raise UserError("--sample-calibrated: expected --head, whose calibrated distribution is drawn from.")
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,

@@ -9,7 +9,7 @@ import numpy as np
 from calibjax.data.chat_template import Tokenizer
 from calibjax.data.examples import Example
 from calibjax.data.sequences import Sequences, make_sequences
-from calibjax.data.source import Row, Rows, is_text
+from calibjax.data.source import Row, Rows, Skipped, is_text
 from calibjax.runtime.errors import UserError
 
 # Text before the letter. The first cue after which every letter is a single token is used.
@@ -25,6 +25,7 @@ class Choices(NamedTuple):
     subjects: tuple[str, ...]  # subject of each question, from the column "subject"; "" if there is none
     too_long: int  # number of questions dropped because they exceed the model's context
     read: int  # number of questions
+    skipped: Skipped  # rows that were left out, if `rows.skip_broken`
 
 
 def is_multiple_choice(rows: Rows) -> bool:
@@ -50,18 +51,15 @@ def choice_sequences(
     """
     count = len(_choices(rows.first, rows.name))
     cue, letters = _letter_ids(tokenizer, count)
-    texts, places, subjects = [], [], []
-    for place, row in rows.placed():
-        choices = _choices(row, place)
-        answer = row.get("answer")
-        if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
-            expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
-            raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-        lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-        last_line = cue + string.ascii_uppercase[answer]
-        text = "\n".join([str(row.get("question")), *lines, last_line])
-        if not is_text(text):
-            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+    texts, places, subjects, skipped = [], [], [], Skipped()
+    for place, row in rows.placed(skipped):
+        try:
+            text, answer = _question(row, place, count, cue)
+        except UserError as error:
+            if not rows.skip_broken:
+                raise
+            skipped.add(error)
+            continue
         texts.append(text)
         places.append((place, letters[answer]))
         subjects.append(str(row.get("subject", "")))
@@ -86,7 +84,21 @@ def choice_sequences(
         examples.append(Example(tokens, is_last, int(number)))
     sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")
     chosen_subjects = tuple(subjects[number] for number in chosen)
-    return Choices(sequences, letters, cue, chosen_subjects, too_long=len(ids) - len(short), read=len(ids))
+    return Choices(sequences, letters, cue, chosen_subjects, len(ids) - len(short), len(ids), skipped)
+
+
+def _question(row: Row, place: str, count: int, cue: str) -> tuple[str, int]:
+    """The text of a question with `count` choices, up to the right letter, and the index of this one."""
+    choices = _choices(row, place)
+    answer = row.get("answer")
+    if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
+        expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
+        raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
+    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
+    text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
+    if not is_text(text):
+        raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+    return text, answer
 
 
 def _choices(row: Row, place: str) -> Sequence[str]:

@@ -241,11 +241,7 @@ BAD = [
     (ATS, ["--data", "full"], "--data: full holds no data file"),
     (ATS, ["--eval-split", "b"], "--eval-split: expected --eval-data, the sets that it is a split of"),
     (ATS, ["--split", "test"], "--split 'test': the file data.jsonl has no splits"),
-    (
-        ATS,
-        ["--eval-data", "data.jsonl", "--eval-split", "b"],
-        "--eval-split 'b': the file data.jsonl has no splits",
-    ),
+    (ATS, ["--eval-data", "data.jsonl", "--eval-split", "b"], "--eval-split 'b': the file data.jsonl has no splits"),
     (LHTS, ["--analogies", "data.jsonl"], "--analogies: data.jsonl: expected analogies with columns category"),
     # models
     (ATS, ["--model", "nowhere/model/x"], "--model: nowhere/model/x does not exist"),
@@ -295,6 +291,7 @@ BAD = [
     ("compare", ["--save", "file"], "--save: file"),
     ("apply", ["--out", "x.xls"], "expected a file ending in .csv, .tsv, .jsonl, .parquet, .npz"),
     ("generate", ["--temperature", "1e-300"], "--temperature: expected 0 or a number from"),
+    ("generate", ["--temperature", "1", "--sample-calibrated"], "--sample-calibrated: expected --head"),
     ("generate", ["--prompt"], "--prompt: expected at least one text to continue, got none"),
     ("eval bounds", ["--model"], "--model: expected at least one directory or hub id, got none"),
     ("eval tasks", ["--tasks", "triviaqa", "--fit", "--temperature", "2"], "--fit fits the temperature"),

@@ -72,5 +72,7 @@ def test_what_is_no_question():
         rows = Rows([QUESTIONS[0], {**QUESTIONS[2], **changes}], "made")
         with pytest.raises(UserError, match=message):
             choice_sequences(rows, tokenizer, 200)
+        asked = choice_sequences(Rows(rows.data, "made", skip_broken=True), tokenizer, 200)
+        assert (asked.read, asked.skipped.count) == (1, 1)
     with pytest.raises(UserError, match="does not write A, B, C after 'Answer:' as one token each"):
         choice_sequences(ROWS, character_tokenizer(characters=string.ascii_lowercase), 200)
