@@ -13,9 +13,10 @@ from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
 from calibjax.eval.answers.decide import allocate
 from calibjax.eval.compare import uncalibrated
+from calibjax.eval.figures_json import draws_of, finite_or_none
 from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import UNCONVERGED, TextTable, short
+from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_lower, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.context import Log
@@ -74,10 +75,14 @@ def run(options: ApplyOptions, log: Log = print) -> Document:
         correct = before.correct
         if "prediction" in columns:
             correct = (columns["prediction"] == table.predictions.labels).astype(np.float32)
-        document["figures"] = {
-            "uncalibrated": _figures(before.confidence, before.correct, table.groups),
-            recalibrator.name: _figures(columns["confidence"], correct, table.groups),
-        }
+        pairs = (before.confidence, before.correct), (columns["confidence"], correct)
+        first, second = (metrics.pooled_sums(*pair, groups=table.groups) for pair in pairs)
+        document["figures"] = {"uncalibrated": _figures(first), recalibrator.name: _figures(second)}
+        losses = [x for row in document["figures"].values() if (x := row["log_loss"]) is not None]
+        if len(first.nll) > 1 and len(losses) == 2:  # a single row or group has no interval
+            draws = draws_of(second)["nll"], draws_of(first)["nll"]
+            difference = metrics.compare_resamples(losses[1] - losses[0], *draws)
+            document["against_uncalibrated"] = {"log_loss": difference._asdict()}
     if not options.json:
         _print(document, options)
     return document
@@ -96,10 +101,9 @@ def _columns(recalibrator: Recalibrator, table: PredictionTable) -> dict[str, An
     return {"confidence": np.minimum(p.max(axis=1), 1.0), "prediction": recalibrated.argmax(axis=1), "p": p}
 
 
-def _figures(confidence: np.ndarray, correct: np.ndarray, groups: np.ndarray | None) -> dict[str, float]:
-    sums = metrics.pooled_sums(confidence, correct, groups=groups)
+def _figures(sums: metrics.CalibrationSums) -> dict[str, float | None]:
     summary, ece = metrics.summarise(sums), metrics.error_interval(sums)
-    figures = {"log_loss": summary["nll"], "brier": summary["brier"]}
+    figures = {"log_loss": finite_or_none(summary["nll"]), "brier": summary["brier"]}
     figures |= {"ece": ece.value, "ece_low": ece.low, "ece_high": ece.high}
     return figures | {"accuracy": summary["accuracy"], "confidence": summary["confidence"]}
 
@@ -133,14 +137,16 @@ def _print(document: Document, options: ApplyOptions) -> None:
         line = f"{name} recalibrated {document['rows']:,} predictions; their outcomes are not known."
         print_result(line, notes=notes, files=files)
         return
-    before, after = figures["uncalibrated"], figures[name]
-    better = after["log_loss"] < before["log_loss"]
-    line = f"log loss {short(after['log_loss'])} with {name} against {short(before['log_loss'])} uncalibrated"
+    before, after = ("inf" if row["log_loss"] is None else short(row["log_loss"]) for row in figures.values())
+    difference = document.get("against_uncalibrated", {}).get("log_loss")
+    better = after != before == "inf" if difference is None else is_lower(difference)
+    line = f"log loss {after} with {name} against {before} uncalibrated"
+    line += "" if difference is None else f" ({interval(difference)})"
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]
     rows = []
-    for title, row in figures.items():
-        log_loss, brier, ece, low, high, accuracy, confidence = map(short, row.values())
+    for (title, row), log_loss in zip(figures.items(), (before, after), strict=True):
+        brier, ece, low, high, accuracy, confidence = map(short, list(row.values())[1:])
         rows.append([title, log_loss, brier, f"{ece} [{low}, {high}]", accuracy, confidence])
-    start = "The recalibrated predictions are better" if better else "no improvement here"
+    start = "The recalibrated predictions are better" if better else "no improvement beyond noise"
     verdict = Verdict(f"{start}: {line}.", is_warning=not better)
     print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), notes=notes, files=files)
