@@ -136,6 +136,8 @@ _SPLIT = re.compile(r"(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?![a-z
 def _files_in(directory: Path, split: str | None) -> list[Path]:
     """The data files in a directory, or else those in its subdirectories."""
     every = sorted(file for file in directory.glob("**/*") if file.is_file() and _suffix(file) in _READERS)
+    # Copies that notebooks and versioning keep, such as .ipynb_checkpoints/train-checkpoint.csv, are no data.
+    every = [file for file in every if not any(part[0] == "." for part in file.relative_to(directory).parts)]
     files = [file for file in every if file.parent == directory] or every
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
