@@ -165,5 +165,8 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
     if not expected or expected != got:
         shape = f"{list(expected)}, as --table has them"
         raise UserError(f"--base-table {path}: expected logits or probabilities {shape}, got {list(got)}.")
+    labels, others = (np.asarray(data.predictions.labels) for data in (table, base))
+    if base.predictions.labels is not None and not np.array_equal(labels, others):
+        raise UserError(f"--base-table {path}: expected the labels of --table, row by row, got others.")
     fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
     return np.asarray(fit.predictions.logits)

@@ -143,7 +143,7 @@ def test_split_keeps_groups_whole_and_no_part_empty(files):
 
 def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
     """The base model is calibrated, the one in the table 2.5 times as confident: daca finds that without labels."""
-    z, _, _ = made()
+    z, label, _ = made()
     np.savez(tmp_path / "base.npz", logits=z / TRUE_TEMPERATURE)
     table, saved = ["--table", files / "logits.npz", "--methods", "temperature"], tmp_path / "saved"
     base = ["--base-table", tmp_path / "base.npz"]
@@ -159,6 +159,8 @@ def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
     assert "--base-table" in error
     assert "expected logits or probabilities [4000, 5], as --table has them, got [4000, 4]" in error
     assert "expected --table" in compare(capsys, "--model", "x", "--data", "y", *base)[2]
+    np.savez(tmp_path / "other.npz", logits=z[::-1], label=label[::-1])
+    assert "the labels of --table, row by row" in compare(capsys, *table, "--base-table", tmp_path / "other.npz")[2]
 
 
 @pytest.mark.parametrize(("sort", "sign"), [("auroc", -1), ("nll", 1)])
