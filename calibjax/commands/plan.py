@@ -64,7 +64,8 @@ class PlanOptions(JsonOptions):
             weights are read.
         topology: chips: v5e-16 (or v5e:4x4, chips along each axis), v5p-16, v6e-8, a100:8, h100:8 or h200:8.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
-        seq_len: tokens per sequence, by default 1,024, or the model's context: the most that `train` chooses.
+        seq_len: inputs per sequence, one fewer than the tokens of `train --seq-len`; by default 1,024, or the model's
+            context: the most that `train` chooses.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         tokens: number of tokens to train on: adds the duration of the run at 30 to 60% of the roofline, and for ats the
             bytes that the frozen pass stores.
@@ -110,6 +111,9 @@ class PlanOptions(JsonOptions):
                 raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
             recipe = RECIPES[name]
             planned = {"batch-size": recipe["batch_size"], "head-kind": recipe["head_kind"]} | planned
+        for name, value in planned.items():
+            if name in ("seq-len", "seq_len") and isinstance(value, int):
+                planned[name] = value - 1  # the last token is a target only
         return {"objective": command.removeprefix("train "), **planned}
 
 
