@@ -179,8 +179,12 @@ def test_other_run_in_the_same_place(done, made, capsys):
 
 
 def test_training_that_diverges(made, tmp_path, capsys):
-    assert train_ats(made, tmp_path / "out", *ONE, "--learning-rate", "1e38", "--weight-decay", "1e38", "--quiet") == 1
-    assert re.fullmatch("stopped: ATS .* at step .*\n", capsys.readouterr().err)
+    """On two sets that share rows, which are counted before."""
+    options = ["--data", str(made / "data.jsonl"), str(made / "other.jsonl"), "--learning-rate", "1e38"]
+    assert train_ats(made, tmp_path / "out", *ONE, *options, "--weight-decay", "1e38", "--quiet") == 1
+    printed = capsys.readouterr()
+    assert re.fullmatch("stopped: ATS .* at step .*\n", printed.err)
+    assert re.search(r"WARNING: \d+ of 29 texts of the held-out parts of all sets", printed.out)
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
