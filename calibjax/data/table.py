@@ -415,6 +415,10 @@ class _Columns:
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken & ~np.isnan(values)]
         are_percentages = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
+        if any(isinstance(cell, str) and "%" in cell for cell in self.cells[name]):
+            are_percentages = False  # they were divided by their signs
+            if divisor != 1:
+                raise UserError(f"{self._path}: {name}: numbers with percent signs are fractions; leave the divisor out.")
         if divisor != 1:
             values = values / divisor
         elif not words and are_percentages and not ((known > 0) & (known < 1)).any():
