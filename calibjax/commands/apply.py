@@ -40,7 +40,6 @@ class ApplyOptions(TableOptions, JsonOptions):
         out: file to write: .csv, .tsv, .jsonl, .parquet or .npz. All columns of the table, and calibrated_confidence;
             of a method that recalibrates a distribution also calibrated_prediction, the predicted class, and
             calibrated_p, the probability of every class (in .csv and .tsv calibrated_p_0, calibrated_p_1, ...).
-        json: print the figures as one JSON document.
     """
 
     method: Path

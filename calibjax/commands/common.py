@@ -239,12 +239,6 @@ class DataOptions:
         fields = (field for field in dataclasses.fields(DataOptions) if field.name not in but)
         return [flag_of(field.name) for field in fields if getattr(self, field.name) != field.default]
 
-    def has_questions(self, rows: "Rows") -> bool:
-        """Whether rows are multiple-choice questions, of which no column is named as plain text."""
-        from calibjax.data import is_multiple_choice
-
-        return self.text_column is None and is_multiple_choice(rows)
-
     @property
     def layout(self) -> Literal["full", "pack", "pad"]:
         if self.full_sequences:
@@ -368,9 +362,6 @@ def load_placed(
 
     It computes in `dtype`: by default in float32, and in bfloat16 on accelerators if the weights are stored in it.
     `stored` is the dtype of the weights in memory, by default `dtype`.
-
-    Raises:
-        UserError: as `load_model`.
     """
     from calibjax.models import load_model
     from calibjax.models.load import stored_dtype
@@ -445,7 +436,7 @@ def check_sources(options: Any) -> None:
         raise UserError("--eval-split: expected --eval-data, the sets that it is a split of.")
     if data is None and not further:
         return
-    from calibjax.data import is_hub_id
+    from calibjax.data import is_hub_id, is_multiple_choice
 
     sources = data if isinstance(data, tuple) else () if data is None else (data,)
     if len(sources) > len({os.path.abspath(source) for source in sources}):
@@ -456,7 +447,7 @@ def check_sources(options: Any) -> None:
         if not is_hub_id(source):
             with about(option):
                 rows = options.text.open(source, split)
-                if not options.text.has_questions(rows):
+                if options.text.text_column is not None or not is_multiple_choice(rows):
                     options.text.recognise(rows, column_optional=column_optional)
 
 

@@ -31,7 +31,6 @@ class ConvertOptions(JsonOptions):
         model: directory with config.json and safetensors, GGUF file, converted model, or hub id.
         out: directory to write; new or empty.
         to: format to write.
-        json: print what was done as one JSON document.
     """
 
     model: str

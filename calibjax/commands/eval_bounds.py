@@ -23,7 +23,6 @@ class EvalBoundsOptions(JsonOptions):
     Attributes:
         model: directories with config.json and safetensors, GGUF files, or hub ids.
         out: file to write the figures to, as JSON.
-        json: print the figures as one JSON document instead of the table.
         devices: devices that the weights are divided over.
     """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calibjax.commands import common
-from calibjax.data import Sequences, check_ids, choice_sequences
+from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel
@@ -66,7 +66,7 @@ def _read(
 ) -> tuple[tuple[Sequences, Sequences], str, dict[str, Any]]:
     """The half that is fitted on and the other, what their predictions are, and letters and subjects of questions."""
     rows = options.text.open(options.data, options.split)
-    if not options.text.has_questions(rows):
+    if options.text.text_column is not None or not is_multiple_choice(rows):
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):

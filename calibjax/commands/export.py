@@ -33,7 +33,6 @@ class HeadOptions(JsonOptions):
         model: base model of the head; by default the one of the run, with its adapter.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the base model.
         method: the fitted head, or temperature scaling of the same run.
-        json: print what was written as one JSON document.
     """
 
     run: Annotated[Path, Positional()]

@@ -36,7 +36,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
         top_p: draw from the fewest tokens whose probabilities add up to this.
         sample_calibrated: draw from the calibrated distribution; otherwise the head changes no token.
         seed: seed of the draws.
-        json: print one JSON document instead of text and tables.
     """
 
     prompt: tuple[Annotated[str, AnyText()], ...]

@@ -74,7 +74,6 @@ class PlanOptions(JsonOptions):
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
         compile: --no-compile reports what follows from the shapes alone.
         sft: how the model is trained; with ats only batch_size is read.
-        json: print one JSON document instead of tables.
     """
 
     PLANNED: ClassVar[tuple[str, ...]] = ("train ats", "train sft")

@@ -53,13 +53,15 @@ def choice_sequences(
     cue, letters = _letter_ids(tokenizer, count)
     texts, places, subjects, skipped = [], [], [], Skipped()
     for place, row in rows.placed(skipped):
-        try:
-            text, answer = _question(row, place, count, cue)
-        except UserError as error:
-            if not rows.skip_broken:
-                raise
-            skipped.add(error)
-            continue
+        choices = _choices(row, place)
+        answer = row.get("answer")
+        if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
+            expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
+            raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
+        lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
+        text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
+        if not is_text(text):
+            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
         texts.append(text)
         places.append((place, letters[answer]))
         subjects.append(str(row.get("subject", "")))
@@ -85,20 +87,6 @@ def choice_sequences(
     sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")
     chosen_subjects = tuple(subjects[number] for number in chosen)
     return Choices(sequences, letters, cue, chosen_subjects, len(ids) - len(short), len(ids), skipped)
-
-
-def _question(row: Row, place: str, count: int, cue: str) -> tuple[str, int]:
-    """The text of a question with `count` choices, up to the right letter, and the index of this one."""
-    choices = _choices(row, place)
-    answer = row.get("answer")
-    if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
-        expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
-        raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-    text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
-    if not is_text(text):
-        raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
-    return text, answer
 
 
 def _choices(row: Row, place: str) -> Sequence[str]:

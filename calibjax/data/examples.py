@@ -51,8 +51,6 @@ def tokenize_rows(
     appended, if it has one.
 
     Args:
-        rows: result of `read_source`, or any sequence of dicts.
-        format: result of `recognise`.
         tokenizer: a fast one unless the rows are plain text.
         max_tokens: tokens of a row that are needed; the rest of a long plain text is not tokenised.
         skipped: counts the rows that are left out, if `rows.skip_broken`.

@@ -43,9 +43,7 @@ def load_sequences(
     format: Format | None = None,
     max_sequences: int | None = None,
 ) -> tuple[Sequences, str]:
-    """Recognises the format of rows, unless it is given, tokenises them and makes sequences.
-
-    For the arguments and errors see `recognise`, `tokenize_rows` and `make_sequences`.
+    """Recognises the format of rows, unless it is given; see also `tokenize_rows` and `make_sequences`.
 
     Returns:
         The sequences, and a description: a line with the format, the counts of rows, sequences and tokens, and the chat
@@ -141,7 +139,7 @@ def load_text(
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             got = f"{tokens.dtype} of shape {tokens.shape}"
             raise UserError(
-                f"text {row}: expected a list of at least two token ids, got {got}. A single text is [[1, 2, 3]]."
+                f"text {row}: expected a list of two or more token ids, got {got}. One text is [[1, 2, 3]]."
             )
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= vocab_size:

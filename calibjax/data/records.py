@@ -274,8 +274,7 @@ def _options(row: Row) -> list[Row]:
     """A sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one."""
     answers = row["filtered_resps"]
     if len(answers) < 2 or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
-        expected = "expected log-likelihoods of options in filtered_resps"
-        raise UserError(f"{expected}; a written answer has none, and a single text one.")
+        raise UserError("expected log-likelihoods of options in filtered_resps; a written or a single answer has none.")
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
     largest = max(logits)
     chosen = logits.index(largest)

@@ -414,14 +414,13 @@ class _Columns:
         """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken & ~np.isnan(values)]
+        has_signs = any(isinstance(cell, str) and "%" in cell for cell in self.cells[name])  # by which they are divided
+        if has_signs and divisor != 1:
+            raise UserError(f"{self._path}: {name}: numbers with percent signs are fractions; leave the divisor out.")
         are_percentages = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
-        if any(isinstance(cell, str) and "%" in cell for cell in self.cells[name]):
-            are_percentages = False  # they were divided by their signs
-            if divisor != 1:
-                raise UserError(f"{self._path}: {name}: numbers with percent signs are fractions; leave the divisor out.")
         if divisor != 1:
             values = values / divisor
-        elif not words and are_percentages and not ((known > 0) & (known < 1)).any():
+        elif not words and not has_signs and are_percentages and not ((known > 0) & (known < 1)).any():
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
         expected = "0 to 1"

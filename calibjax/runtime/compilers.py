@@ -48,7 +48,6 @@ def with_compiler(
 
     Raises:
         DoesNotCompile: compilation fails or takes longer than `timeout` seconds.
-        UserError: the function raises it.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="compiler_") as directory:

@@ -54,11 +54,8 @@ class DeviceOptions:
             timeout = self.heartbeat_timeout
             jax.distributed.initialize(*address.values(), heartbeat_timeout_seconds=timeout)
         except (ValueError, RuntimeError) as error:
-            raise UserError(
-                f"cannot join the processes of the job ({first_line(error)}). --distributed finds them on Cloud TPU, "
-                "SLURM, Open MPI and Kubernetes; elsewhere start every process with --coordinator, --processes and "
-                "--process-id."
-            ) from error
+            hint = f"Where --distributed does not find them, give {', '.join(address)} in every process."
+            raise UserError(f"cannot join the processes of the job ({first_line(error)}). {hint}") from error
         signals.share_sigterm()
 
     def make_mesh(self) -> Mesh:

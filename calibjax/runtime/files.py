@@ -171,10 +171,8 @@ def _finish(path: Path, token: bytes, replace: bool) -> None:
     fresh, old = (_beside(path, token, kind) for kind in ("new", "old"))
     foreign = _entries(path, replace) - {entry.name for entry in fresh.iterdir()}
     if foreign:
-        raise UserError(
-            f"{path} holds files that are not part of the new result ({', '.join(sorted(foreign)[:5])}). Move them, or "
-            "choose another directory."
-        )
+        others = ", ".join(sorted(foreign)[:5])
+        raise UserError(f"{path} holds what is not part of the new result ({others}). Move it, or choose another path.")
     with writing(path):
         if not path.exists() or not replace:
             fresh.rename(path)  # replaces an empty directory, and fails on any other

@@ -63,10 +63,8 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: Sequence[Any] 
 def as_mesh(mesh: Mesh) -> Mesh:
     """The devices of a mesh under `AXES`, all of them Auto: the compiler chooses shardings of intermediate arrays."""
     if not set(mesh.axis_names) <= set(AXES):
-        raise UserError(
-            f"mesh: expected axes among {', '.join(AXES)}, got {', '.join(map(str, mesh.axis_names))}; make it by "
-            f'jax.make_mesh(({mesh.size},), ("fsdp",)).'
-        )
+        axes = f"axes among {', '.join(AXES)}, got {', '.join(map(str, mesh.axis_names))}"
+        raise UserError(f'mesh: expected {axes}; make it by jax.make_mesh(({mesh.size},), ("fsdp",)).')
     auto = (AxisType.Auto,) * len(AXES)
     if mesh.axis_names == AXES and mesh.axis_types == auto:
         return mesh
@@ -80,10 +78,8 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1)
     shards = batch_shards(mesh)
     multiple = accumulate * shards
     if batch_size % multiple:
-        raise UserError(
-            f"batch_size: expected a multiple of {multiple}, because each of {accumulate} micro-batch(es) is divided "
-            f"among {shards} device(s) of the mesh axes data and fsdp; got {batch_size}."
-        )
+        why = f"{accumulate} micro-batch(es), each divided among {shards} device(s) of the mesh axes data and fsdp"
+        raise UserError(f"batch_size: expected a multiple of {multiple}, for {why}; got {batch_size}.")
 
 
 def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
