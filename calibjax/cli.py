@@ -63,11 +63,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Any, run: Run) -> int:
-    """Runs `run(options)` as `main` runs a command; returns the exit code.
+    """Runs `run(options)`, of a dataclass, as `main` runs a command; returns the exit code.
 
-    Args:
-        options: a dataclass. Without a field `json` nothing is printed of what `run` returns.
-        run: as a command's; it may return None.
+    Without a field `json` nothing is printed of what `run` returns, which may be None.
     """
     return _until_stopped(lambda: _execute(options, run), shlex.join(["python", *sys.argv]))
 

@@ -56,9 +56,9 @@ def test_help_of_groups(capsys):
     ("missing", "options", "message"),
     [
         ("token*", [], "holds no tokenizer; expected tokenizer.json"),
-        ("", ["--seq-len", "33"], "longer than the model's context of 32 tokens. Give 32 or less"),
+        ("", ["--seq-len", "33"], "longer than the model's context of 32 tokens"),
         ("", ["--seq-len", "20"], "no sequence of 20 tokens has anything to predict"),
-        ("", ["--max-sequences", "1"], "--fit-fraction 0.6 of 1 sequence is none"),
+        ("", ["--max-sequences", "1"], "--fit-fraction 0.6 of 1 sequence(s) is none"),
         ("", ["--max-sequences", "2"], "held out: expected at least two sequences, got one"),
     ],
 )

@@ -119,7 +119,7 @@ def test_texts_are_read_in_sequences_that_the_model_takes():
     fitted, want = (calibjax.fit_ats(LM, source, QUICK, silent()).head for source in (texts, data))
     chex.assert_trees_all_equal(fitted.params, want.params)
     for tune in (calibjax.fit_sft, calibjax.fit_lhts):
-        with pytest.raises(calibjax.UserError, match=r"validation_fraction=0.05 of 18 sequences is none"):
+        with pytest.raises(calibjax.UserError, match=r"validation_fraction=0.05 of 18 sequence\(s\) is none"):
             tune(LM, texts, context=silent())
 
 

@@ -71,12 +71,10 @@ def _read(
         return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):
         raise UserError(f"{', '.join(unread)}: not read with multiple choice; leave out, or give --text-column.")
-    questions = choice_sequences(
-        rows, lm.tokenizer, lm.config.max_positions, limit=options.text.max_sequences, seed=options.seed
-    )
+    longest, limit = lm.config.max_positions, options.text.max_sequences
+    questions = choice_sequences(rows, lm.tokenizer, longest, limit=limit, seed=options.seed)
     check_ids(questions.sequences, lm.config.vocab_size)
     names = lm.tokenizer.convert_ids_to_tokens(list(questions.letters))
-    longest = lm.config.max_positions
     left_out = f"{questions.too_long:,} of them longer than {longest} tokens and left out"
     used = f"{len(questions.subjects):,} used, answers {', '.join(names)} after {questions.cue!r}"
     log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")

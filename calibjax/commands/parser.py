@@ -163,12 +163,9 @@ def _without_none(annotation: Any) -> Any:
 def parse(
     options_type: type[Options], args: Sequence[str], *, prog: str, default: Options | None = None, config: bool = True
 ) -> Options:
-    """The options that command-line arguments give: fields of a dataclass, and of dataclasses in it.
+    """The options that command-line arguments give; with `config` the help describes --config, which was read before.
 
-    Args:
-        prog: the command, as the help has it.
-        default: values of options that are not given, in place of the fields' own.
-        config: the help describes --config, which the caller has read.
+    `default` holds values of options that are not given, in place of the fields' own.
     """
     options = list(list_options(options_type, default))
     args = [re.sub(r"^--\w[^=]*", lambda match: match[0].replace("_", "-"), arg) for arg in args]

@@ -179,9 +179,8 @@ class Chip(NamedTuple):
     """One chip, which is one device of JAX: its platform, "tpu" or "gpu", and what a program can use of it.
 
     `memory` is in bytes: of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95% of what the vendor
-    states, as the rest is left to CUDA's context and NCCL's buffers. Per second: bfloat16 `flops`, dense; `bandwidth`,
-    bytes of its memory; `interconnect`, bytes that it receives from the other devices of the slice or host, half of
-    what the vendors state for both directions.
+    states, as CUDA and NCCL take the rest. Per second: bfloat16 `flops`, dense; `bandwidth`, bytes of its memory;
+    `interconnect`, bytes received from the other devices, half of what vendors state for both directions.
     """
 
     platform: str
@@ -422,10 +421,9 @@ def needed_bytes(message: str) -> int | None:
 def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None = None) -> dict[str, Any]:
     """Plans a checked job, and the run over `tokens`; without `compiles` only what follows from the shapes is known.
 
-    Returns:
-        What `--json` prints of one mesh; docs/plan.md describes it. `fits` is None where only the compiler could tell,
-        and `likely_fits` then goes by an estimate of the temporaries; `margin_bytes` is None where the compiler did
-        not report by how much the step is too large.
+    Returns what `--json` prints of one mesh; docs/plan.md describes it. `fits` is None where only the compiler could
+    tell, and `likely_fits` then goes by an estimate of the temporaries; `margin_bytes` is None where the compiler did
+    not report by how much the step is too large.
     """
     memory = _memory(job, topology, compiles=compiles)
     roofline = _roofline(job, topology, memory)

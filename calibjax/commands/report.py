@@ -46,8 +46,6 @@ def run(options: ReportOptions, log: Log = print) -> Document:
     if len(set(names)) < len(names):
         names = [str(directory) for directory in options.runs]
     out = next(iter(options.runs)) if options.out is None else options.out
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: expected a directory, but this is a file.")
     runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     with as_user_error(", ".join(str(directory / "metrics.json") for directory in options.runs)):
         with writing(f"--out {out}"):

@@ -33,10 +33,8 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **o
 def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any]]], **options: Any) -> list[str]:
     """Renders several conversations at once.
 
-    Messages, at least one of each conversation, and options are JSON values, none of them null.
-
-    Raises:
-        UserError: the template raises an error, or takes more than `SECONDS` or `MEMORY` bytes.
+    Messages, at least one of each conversation, and options are JSON values, none of them null. Raises `UserError`
+    where the template raises an error, or takes more than `SECONDS` or `MEMORY` bytes.
     """
     from calibjax.runtime.errors import UserError
 
@@ -48,8 +46,7 @@ def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any
     answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
     if not answer:
         limits = f"{SECONDS} s or {MEMORY / 2**30:g} GiB"
-        hint = "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
-        raise UserError(f"the tokenizer's chat template was stopped: it took more than {limits}. {hint}")
+        raise UserError(f"the tokenizer's chat template was stopped: it took more than {limits}. Correct it.")
     if "error" in answer:
         raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
     return answer["texts"]

@@ -71,8 +71,7 @@ def choice_sequences(
     if not len(short):
         shortest = min(map(len, ids)) - 1
         context = f"the model's context of {max_tokens} tokens (the shortest has {shortest})"
-        hint = "Use a model with a longer context, or shorter questions."
-        raise UserError(f"{rows.name}: every question is longer than {context}. {hint}")
+        raise UserError(f"{rows.name}: every question is longer than {context}.")
     chosen = short
     if limit is not None and limit < len(short):
         chosen = np.sort(np.random.default_rng(seed).choice(short, limit, replace=False))
@@ -106,5 +105,4 @@ def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]
         beginnings = {tuple(tokens[:-1]) for tokens in ids}
         if len(beginnings) == 1 and len(set(letters)) == count and not has_unknown:
             return cue, letters
-    why = f"does not write {', '.join(names)} after {_CUES[1]!r} as one token each"
-    raise UserError(f"The tokenizer {why}, so the answer is not one prediction.")
+    raise UserError(f"The tokenizer does not write {', '.join(names)} after {_CUES[1]!r} as one token each.")

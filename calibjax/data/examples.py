@@ -59,8 +59,8 @@ def tokenize_rows(
         UserError: an option does not apply, or (while iterating) a row does not match the format.
     """
     if not format.is_plain and not tokenizer.is_fast:
-        hint = "Use a model with a tokenizer.json, or read one column as plain text (text_column)."
-        raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer, which responses need. {hint}")
+        name = type(tokenizer).__name__
+        raise UserError(f"{name} is not a fast tokenizer, which responses need; text_column reads plain text.")
     source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     skipped = Skipped() if skipped is None else skipped
     # The output of a chat template already holds the special tokens.

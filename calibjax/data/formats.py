@@ -75,8 +75,7 @@ def recognise(
         except ValueError as error:
             raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
         if not fields or not all(field.isidentifier() for field in fields):
-            example = "".join("{" + name + "}" for name in format.columns[:-1])
-            raise UserError(f"prompt_template={template!r}: expected column names in braces, such as {example!r}.")
+            raise UserError(f"prompt_template={template!r}: expected columns in braces, as {{{format.columns[0]}}}.")
         if format.columns[-1] in fields:
             raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
     return replace(format, prompt_template=template, score_template_text=score_template_text)
@@ -96,8 +95,7 @@ def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
         if None not in present:
             return Format(plain if kind == "text" else kind, tuple(map(str, present)))
     expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]
-    hint = "To read one column as plain text, set `text_column`."
-    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {', or '.join(expected)}. {hint}")
+    raise UserError(f"no format fits {', '.join(columns)}. Expected {', or '.join(expected)}; or set text_column.")
 
 
 def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:

@@ -79,10 +79,8 @@ def load_sequences(
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
     if counts["rows cut"] and layout != "full":
         fraction = counts["targets cut"] / counts["targets"]
-        description += (
-            f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of the tokens to "
-            "predict are left out, because a sequence that begins there would not hold their prompt"
-        )
+        description += f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens"
+        description += f": {fraction:.1%} of the tokens to predict are left out, without their prompt in the sequence"
     return sequences, description
 
 
@@ -138,9 +136,7 @@ def load_text(
         tokens = np.asarray(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             got = f"{tokens.dtype} of shape {tokens.shape}"
-            raise UserError(
-                f"text {row}: expected a list of two or more token ids, got {got}. One text is [[1, 2, 3]]."
-            )
+            raise UserError(f"text {row}: expected two or more token ids, got {got}. One text is [[1, 2, 3]].")
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= vocab_size:
             raise UserError(f"text {row}: expected token ids from 0 to {vocab_size - 1}, got {low} to {high}.")

@@ -30,8 +30,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     if parts and ("confidence" not in columns or any(server_keys & part.keys() for part in parts)):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
-        expected = "expected responses of a server with choices"
-        raise UserError(f"tokens: {rows.name}: {expected}, got {', '.join(columns)}.")
+        raise UserError(f"tokens: {rows.name}: expected responses of a server with choices, got {', '.join(columns)}.")
     elif "doc_id" in columns and "filtered_resps" in columns:
         flatten = _options
     else:
@@ -84,10 +83,9 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
     def joined(place: str, row: Row, number: int) -> Row | UserError:
         key = str(number if name is None else row.get(name, _body(row).get(name)))
         more = {column: value for column, value in known.get(key, {}).items() if column != name}
-        both = more.keys() & row.keys()
         if not more:
             return UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
-        if both:
+        if both := more.keys() & row.keys():
             return UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
         return {**row, **more}
 

@@ -52,8 +52,7 @@ class Sequences(NamedTuple):
 def check_context(seq_len: int, max_positions: int | None) -> None:
     """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions`; None is no limit."""
     if max_positions is not None and seq_len > max_positions:
-        hint = f"Give {max_positions} or less."
-        raise UserError(f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens. {hint}")
+        raise UserError(f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens.")
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
@@ -313,7 +312,6 @@ def _part_size(fraction: float, total: int, name: str) -> int:
     check_value(name, Fraction, fraction)
     size = int(fraction * total)
     if not size:
-        sequences = "sequence" if total == 1 else "sequences"
         hint = "Give more text, shorter sequences, or a larger fraction."
-        raise UserError(f"{name}={fraction} of {total} {sequences} is none. {hint}")
+        raise UserError(f"{name}={fraction} of {total} sequence(s) is none. {hint}")
     return size

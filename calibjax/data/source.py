@@ -83,10 +83,8 @@ def read_source(
         source: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt` file (each but Parquet also with
             `.gz`); a directory of such files, also in subdirectories, read in the order of their names, or one that
             `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with its configuration after
-            a colon (`"wikitext:wikitext-2-raw-v1"`) and a revision after an at sign (`"org/name@revision"`). Text is
-            UTF-8, or UTF-16 with a byte order mark. A `.json` file is an array of objects, one object, or one object
-            per line. Cells of CSV are text, separated by commas, semicolons, tabs or vertical bars, or as its first
-            line says (`sep=;`). A `.txt` file is one row, `{"text": <the whole file>}`.
+            a colon (`"wikitext:wikitext-2-raw-v1"`) and a revision after an at sign (`"org/name@revision"`). Cells of
+            CSV are text. A `.txt` file is one row, `{"text": <the whole file>}`. docs/data.md has every form.
         split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
             subdirectories' names, begin with `split`; it is required where the names are of several splits.
         rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
@@ -298,8 +296,7 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
             else:
                 yield place, dict(zip(columns, cells, strict=True))
     except csv.Error as error:
-        quoted = "a cell that begins with a quote ends with one, and those within are doubled"
-        raise ValueError(f"line {start}: {error}: {quoted}") from error
+        raise ValueError(f"line {start}: {error}: a cell that begins with a quote must end with one") from error
 
 
 def is_text(text: str) -> bool:
@@ -346,8 +343,8 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
         if rows is not None:
             data = list(islice(data, rows))
     except Exception as error:
-        what = "neither a local file or directory nor an available dataset of the Hugging Face Hub"
-        raise UserError(f"{name!r} is {what} (split {split!r}): {error}") from error
+        what = f"neither a local file or directory nor a data set of the hub (split {split!r})"
+        raise UserError(f"{name!r} is {what}: {error}") from error
     if len(data) == 0:
         raise UserError(f"{name!r}, split {split!r}, holds no rows. Choose another split.")
     return Rows(data, name=name)

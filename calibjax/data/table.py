@@ -95,10 +95,9 @@ def read_table(
         path: `.csv`, `.tsv`, `.jsonl`, `.ndjson`, `.json` or `.parquet` (see `read_source`) with the columns
             `confidence` (0 to 1) and `correct` (0, 1, yes, no, or the fraction of correct attempts); or `logits`, or
             `logit_0` ... `logit_{K−1}` (or probabilities that sum to 1, `probs` or `p_0` ...) and `label` (0 to K − 1).
-            A logit of −inf is an option that is impossible, as are those that a list lacks. Optionally `group`, labels
-            of dependent rows, and `category`, kinds of questions that new data will have as well. Or `.npz` with
-            arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`. Or records of servers
-            and of lm-eval; see `calibjax.data.records`.
+            Optionally `group`, labels of dependent rows, and `category`, kinds of questions that new data will have as
+            well. Or `.npz` with arrays of these names, and optionally `features` `[N, D]` and `unembedding` `[K, D]`.
+            Or records of servers and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
             precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
@@ -148,11 +147,10 @@ def read_table(
 
 def _divided(role: str, column: str, names: Sequence[str]) -> tuple[str, float]:
     """The name and the divisor of a column given as "NAME/100"; 1 if a column has this name or no number follows."""
-    name, _, divisor = column.rpartition("/")
-    is_number = re.fullmatch(r"\d+(\.\d+)?", divisor) and float(divisor)
-    if role not in ("confidence", "correct") or column in names or not name or not is_number:
+    match = re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column, re.DOTALL)
+    if match is None or role not in ("confidence", "correct") or column in names or not float(match[2]):
         return column, 1.0
-    return name, float(divisor)
+    return match[1], float(match[2])
 
 
 def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
@@ -168,8 +166,7 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     check_value("fit_fraction", Fraction, fit_fraction)
     rows = len(table)
     if not 1 <= fit_fraction * rows <= rows - 1:
-        expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"
-        raise UserError(f"fit_fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
+        raise UserError(f"fit_fraction: {fit_fraction} of {rows:,} rows leaves one part empty.")
     group = np.arange(rows) if table.groups is None else table.groups
     if not group.any():
         raise UserError("all rows are of one group: groups are not split, so expected at least two.")
@@ -319,8 +316,8 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
         candidates = exact or similar or (numbered if len(numbered) > 1 else [])
         if len(candidates) > 1:
-            several = ", ".join(candidates)
-            raise UserError(f"{path}: several columns could be {role}: {several}. Choose one: columns {role}=NAME.")
+            several = f"several columns could be {role}: {', '.join(candidates)}"
+            raise UserError(f"{path}: {several}. Choose one: columns {role}=NAME.")
         if candidates:
             assigned[role] = candidates[0]
     return assigned
@@ -395,8 +392,7 @@ class _Columns:
         cells = self.cells[name]
         if isinstance(cells, np.ndarray) and cells.dtype.kind in "biufc":
             if cells.ndim != 1 or cells.dtype.kind == "c":
-                got = f"{cells.dtype} of shape {cells.shape}"
-                raise UserError(f"{self._path}: {name}: expected real numbers, got {got}; give one for each row.")
+                raise UserError(f"{self._path}: {name}: expected real numbers, got {cells.dtype} {cells.shape}.")
             return cells
         cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
         decimal_comma = _has_decimal_comma([cell for cell in cells if isinstance(cell, str)])
@@ -495,8 +491,7 @@ class _Columns:
         cells = self.cells[name]
         if isinstance(cells, np.ndarray):
             if cells.dtype.kind not in "biuf" or cells.ndim != 2:
-                got = f"{cells.dtype} {cells.shape}"
-                raise UserError(f"{self._path}: {name}: expected real numbers with two axes, got {got}.")
+                raise UserError(f"{self._path}: {name}: expected real lists, got {cells.dtype} {cells.shape}.")
             return cells if cells.dtype.kind == "f" else cells.astype(np.float64)
         rows = [_list(cell) for cell in cells]
         self._refuse(name, np.array([row is None for row in rows], bool), "a list of numbers")

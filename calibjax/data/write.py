@@ -55,8 +55,7 @@ def _write_columns(out: Path, file: Any, rows: Callable[[], Iterator[Row]]) -> N
                 raise ValueError("text, numbers and nothing")
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
             several = f"values of several types or lengths ({first_line(error)})"
-            hint = f"which {out.suffix} cannot: choose a file ending in .jsonl."
-            raise UserError(f"{out}: column {name} holds {several}, {hint}") from error
+            raise UserError(f"{out}: column {name} holds {several}: choose a file ending in .jsonl.") from error
     if out.suffix == ".npz":
         np.savez_compressed(file, **columns)
     else:

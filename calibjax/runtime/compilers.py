@@ -45,9 +45,7 @@ def with_compiler(
     """The result of `function(*args)`, called in a new process that can compile for devices that are not there.
 
     The function is of a module; it, its arguments and its result are pickled. `flags` are added to LIBTPU_INIT_ARGS.
-
-    Raises:
-        DoesNotCompile: compilation fails or takes longer than `timeout` seconds.
+    Raises `DoesNotCompile` where compilation fails or takes longer than `timeout` seconds.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="compiler_") as directory:

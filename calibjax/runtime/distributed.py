@@ -51,8 +51,7 @@ class DeviceOptions:
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise UserError(f"--process-id: expected 0 to {self.processes - 1}, got {self.process_id}.")
         try:
-            timeout = self.heartbeat_timeout
-            jax.distributed.initialize(*address.values(), heartbeat_timeout_seconds=timeout)
+            jax.distributed.initialize(*address.values(), heartbeat_timeout_seconds=self.heartbeat_timeout)
         except (ValueError, RuntimeError) as error:
             hint = f"Where --distributed does not find them, give {', '.join(address)} in every process."
             raise UserError(f"cannot join the processes of the job ({first_line(error)}). {hint}") from error

@@ -110,10 +110,9 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     """What a value should be, if it does not fit its annotation; None if it fits.
 
     A number lies in the `Range` that its annotation has; without one an `int` is a size, from 1 to `INT_MAX`, and a
-    `float` is finite; a `bool` is no number. A `Literal` is one of its choices. Text is Unicode without NUL; if it is
-    not marked `AnyText`, it is a name: not empty, without control characters, and its parts between slashes are at most
-    255 bytes long, as in a path. Tuples are checked entry by entry. None fits where the annotation has it, and any
-    value fits an annotation of another kind.
+    `float` is finite; a `bool` is no number. Text is Unicode without NUL; if it is not marked `AnyText`, it is a name:
+    not empty, without control characters, and its parts between slashes are at most 255 bytes long. Tuples are checked
+    entry by entry. Any value fits an annotation of another kind.
     """
     kind = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)

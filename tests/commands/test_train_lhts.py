@@ -96,10 +96,7 @@ def test_command(tmp_path, capsys):
     options += ["--analogies", str(write_analogies(tmp_path / "analogies.jsonl")), "--mesh", "data=8"]
     long = ["--no-full-sequences", "--no-packing", "--text-prompt-tokens", "100"]  # longer than some texts
     given = ["train", "lhts", "--model", str(source), "--data", str(data), "--out", str(out)]
-    for bad, message in (
-        (long, "--text-prompt-tokens: expected at most "),
-        (long[1:2], "--no-packing: full"),
-    ):
+    for bad, message in ((long, "--text-prompt-tokens: expected at most "), (long[1:2], "--no-packing: full")):
         assert main([*given, *bad]) == 2
         assert message in capsys.readouterr().err
     assert main([*given, *options]) == 0

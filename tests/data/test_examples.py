@@ -139,7 +139,7 @@ def test_bad_rows(row, template, message, monkeypatch):
     ("template", "message"),
     [
         ("{prompt", "not a format string"),
-        ("{}", "expected column names in braces, such as '{prompt}'"),
+        ("{}", "expected columns in braces, as {prompt}"),
         ("{prompt}{response}", "contains the response"),
         ("{question}", "row 0 .* has no column question. It has: prompt, response"),
     ],

@@ -113,9 +113,9 @@ def test_errors():
     for fraction in (0, 1):
         with pytest.raises(UserError, match="fit_fraction: expected above 0 and below 1"):
             split_sequences(sequences, fraction)
-    with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequences is none"):
+    with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequence\(s\) is none"):
         split_sequences(sequences, 0.1)
-    with pytest.raises(UserError, match=r"^validation_fraction=0.9 of 1 sequence is none"):
+    with pytest.raises(UserError, match=r"^validation_fraction=0.9 of 1 sequence\(s\) is none"):
         validation_split(make_sequences([0]), 0.9, 0)
     with pytest.raises(UserError, match="folds: expected at least 2 sequences to divide, got 1"):
         fold_indices(make_sequences([0]), 4, 0)

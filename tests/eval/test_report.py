@@ -14,7 +14,6 @@ from assets import data_path, model_path
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
-from calibjax.commands.common import DataOptions
 from calibjax.commands.eval_layers import EvalLayersOptions, _read
 from calibjax.eval import tokens
 from calibjax.eval.figures_json import subject_rows
@@ -22,7 +21,6 @@ from calibjax.eval.report import page
 from calibjax.eval.tokens import _whole_words, text_after, token_sample
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model
-from calibjax.runtime.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +149,8 @@ def test_halves_of_questions_are_drawn_and_keep_their_subjects(tmp_path):
     options = EvalLayersOptions(model=str(model_path("craftgpt-5M")), data=str(tmp_path / "questions.jsonl"))
     lm = load_model(options.model)
     halves, _, found = _read(options, lm, lambda line: None)
-    with pytest.raises(UserError, match="--seq-len, --packing: not read with multiple choice"):
-        _read(dataclasses.replace(options, text=DataOptions(seq_len=9, packing=False)), lm, print)
+    with pytest.raises(ValueError, match="--seq-len, --packing: not read with multiple choice"):
+        _read(dataclasses.replace(options, text=type(options.text)(seq_len=9, packing=False)), lm, print)
     lengths = np.concatenate([half.segment_ids.sum(axis=1) for half in halves])
     words = [int(subject) for subject in found["subjects"]]
     np.testing.assert_array_equal(words, lengths - lengths.min())
