@@ -101,8 +101,8 @@ def test_token_ids_as_data():
     assert found.targets[1, :1].tolist() == [7]
     assert found.where.sum() == 5
     for wrong, message in (
-        ([[1]], "text 0: expected a list of at least two"),
-        ([1, 2], r"A single text is \[\[1, 2, 3\]\]"),
+        ([[1]], "text 0: expected two or more token ids"),
+        ([1, 2], r"One text is \[\[1, 2, 3\]\]"),
         ([[1, 99]], "token ids from 0 to 23"),
         (3, "expected a path, or a list of texts or token ids, got int"),
     ):
