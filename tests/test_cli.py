@@ -179,7 +179,6 @@ def test_other_run_in_the_same_place(done, made, capsys):
 
 
 def test_training_that_diverges(made, tmp_path, capsys):
-    """On two sets that share rows, which are counted before."""
     options = ["--data", str(made / "data.jsonl"), str(made / "other.jsonl"), "--learning-rate", "1e38"]
     assert train_ats(made, tmp_path / "out", *ONE, *options, "--weight-decay", "1e38", "--quiet") == 1
     printed = capsys.readouterr()

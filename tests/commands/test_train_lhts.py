@@ -9,7 +9,8 @@ from tiny import WORDS, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import load_sequences, read_source, split_sequences
-from calibjax.eval.text import CHOICES, accuracy, distinct_n, evaluate_analogies, load_analogies, repetition, self_bleu
+from calibjax.eval import text
+from calibjax.eval.text import CHOICES, distinct_n, evaluate_analogies, load_analogies, repetition, self_bleu
 from calibjax.models import load_model
 from calibjax.models.generate import log_probs
 
@@ -83,7 +84,7 @@ def test_choices_are_scored_at_every_temperature(questions):
     assert results["0"]["accuracy"] == (chosen.argmax(axis=1) == analogies.right).mean()
     assert results["0"]["questions"] == 20
     tied = np.log([[0.1, 0.2, 0.3, 0.2], [0.4, 0.4, 0.1, 0.1]])
-    np.testing.assert_allclose(accuracy(tied, np.array([2, 0]), 0.0), [1.0, 0.5])
+    np.testing.assert_allclose(text.choice_probability(tied, np.array([2, 0]), 0.0), [1.0, 0.5])
 
 
 @pytest.mark.slow
