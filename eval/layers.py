@@ -94,6 +94,7 @@ def main(options: Options) -> list[dict[str, float]]:
         axes.plot([row[name] for row in rows], label=name)
     axes.set(xlabel="layer (0: embeddings)", ylim=(0, None))
     axes.legend()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=150)
     print(f"figure: {options.out}")
     return rows

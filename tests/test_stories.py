@@ -82,8 +82,8 @@ def test_layers(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory, data = str(asset(MODEL)), str(asset(STORIES))
-    rows = run("eval/layers.py", model=directory, data=data, out=tmp_path / "layers.png", max_sequences=16)
-    assert (tmp_path / "layers.png").stat().st_size > 0
+    rows = run("eval/layers.py", model=directory, data=data, out=tmp_path / "figures" / "layers.png", max_sequences=16)
+    assert (tmp_path / "figures" / "layers.png").stat().st_size > 0
     sequences = calibjax.load_text(data, calibjax.load_model(directory), seq_len=128, max_sequences=16)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     confidences, rights = [], []
