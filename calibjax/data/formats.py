@@ -95,7 +95,8 @@ def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
         if None not in present:
             return Format(plain if kind == "text" else kind, tuple(map(str, present)))
     expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]
-    raise UserError(f"no format fits {', '.join(columns)}. Expected {', or '.join(expected)}; or set text_column.")
+    hint = "To read one column as plain text, name it by --text-column (`text_column`)."
+    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {', or '.join(expected)}. {hint}")
 
 
 def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:
