@@ -51,6 +51,7 @@ def with_compiler(
     with tempfile.TemporaryDirectory(prefix="compiler_") as directory:
         receiver, sender = context.Pipe(duplex=False)
         log = Path(directory, "stderr")
+        log.touch()  # a child that dies before it writes
         process = context.Process(target=_child, args=(sender, log, function, args))
         before = dict(os.environ)
         os.environ.update(  # what must be set before jax and libtpu are loaded
