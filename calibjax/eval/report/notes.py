@@ -230,7 +230,7 @@ def comparison_verdict(results: Row) -> Verdict:
     nearest = min(others, key=lambda name: finite[name], default=reference)
     if finite[nearest] < finite[reference] and "log_loss" in rows[nearest].get("against", {}):
         line += f"; the lowest is {finite[nearest]:.4f} of {title_of(nearest)} ({_tested(rows, nearest)})"
-    return Verdict(f"{line}{_against_uncalibrated(rows, reference, '. It is ')}.", is_warning=True)
+    return Verdict(f"{line}{_against_uncalibrated(rows, reference, f', and {scaling} is ')}.", is_warning=True)
 
 
 def _tested(rows: Row, name: str) -> str:
@@ -438,7 +438,6 @@ class Subject(NamedTuple):
 def model_card(document: Document, subject: Subject) -> str:
     """The README.md of a repository of the Hub: its metadata as YAML, then base model, data and method, the
     table of results with intervals, the reliability diagram reliability.png, code, and limitations."""
-    run = document.get("run", {})
     metadata = {
         "library_name": "calibjax",
         "tags": ["calibration", "temperature-scaling", "uncertainty"],
@@ -452,11 +451,9 @@ def model_card(document: Document, subject: Subject) -> str:
     facts = {
         "Base model": f"{base}; frozen",
         "Fingerprint": f"`{subject.fingerprint}`",
-        "Data": _markdown_text(data_of(run)),
+        "Data": _markdown_text(data_of(document.get("run", {}))),
         "Method": f"{methods[subject.method]}: {_markdown_text(subject.head)}",
-        "Loss": _markdown_text(str(run.get("fit", {}).get("candidate", "")))
-        if subject.method == "ats"
-        else "cross-entropy",
+        "Loss": _markdown_text(fit_of(document).get("candidate", "")) if subject.method == "ats" else "cross-entropy",
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }

@@ -55,7 +55,8 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     if "layers" in document:
         for further in () if files else tables.layer_tables(document)[1:4]:
             print_result("", further)
-        table, notes = tables.layer_table(document), tables.layer_findings(document)
+        table = tables.layer_table(document)
+        notes = [*tables.layer_findings(document), conventions(document["held_out"])]
         more += [tables.layer_subjects(document)] if document["subjects"] else []
     elif "texts" in document:
         table, notes = tables.text_table(document), tables.text_findings(document)
