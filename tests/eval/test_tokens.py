@@ -221,13 +221,11 @@ def test_verdict_of_a_choice():
         return {"candidate": name, "calibration_error": 0.01, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")
-    for kept, chosen in (
-        ("joint-4", [scaling, compared("joint-4", beats=True)]),
-        ("temperature scaling", [scaling, compared("joint-4")]),
-        ("temperature scaling", []),
+    for kept, chosen, expected in (
+        ("joint-4", [scaling, compared("joint-4", beats=True)], "Chosen: joint-4"),
+        ("joint-4", [scaling, compared("joint-4")], "Kept because of --loss: joint-4"),
+        ("temperature scaling", [], "No loss beats temperature scaling beyond noise"),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
         assert kept_candidate(comparison) == kept
-        assert choice_verdict(comparison).startswith(
-            "Chosen: joint-4" if kept == "joint-4" else "No loss beats temperature scaling beyond noise"
-        )
+        assert choice_verdict(comparison).startswith(expected)

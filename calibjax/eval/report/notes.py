@@ -254,22 +254,23 @@ def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
 
 
 def kept_candidate(comparison: Row) -> str:
-    """The name of what `--loss auto` chose: a head with its loss, or temperature scaling."""
-    last = comparison["chosen"][-1:]
-    kept = last if last and last[0]["beats_temperature"] else comparison["candidates"]
-    return kept[0]["candidate"]
+    """The name of what was fitted in the end: a head with its loss, or temperature scaling."""
+    chosen = comparison["chosen"] or comparison["candidates"][:1]
+    return chosen[-1]["candidate"]
 
 
 def choice_verdict(comparison: Row) -> str:
-    """How `--loss auto` chose."""
+    """How head and loss were chosen."""
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
-    if kept_candidate(comparison) == comparison["candidates"][0]["candidate"]:
+    if not comparison["chosen"]:
         return f"No loss beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
     scaled, best = comparison["chosen"]
+    if not best["beats_temperature"]:
+        return f"Kept because of --loss: {best['candidate']}, which does not beat temperature scaling. {measured}."
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
     return (
-        f"Chosen: {best['candidate']}, of the candidates whose NLL and Brier score beat temperature scaling's; its "
-        f"calibration error ({figures}) is the lowest of those compared, or so close that NLL decided. {measured}."
+        f"Chosen: {best['candidate']}, by the calibration error ({figures}) of the losses whose NLL is within noise of "
+        f"the lowest, or by NLL where the least one does not beat temperature scaling. {measured}."
     )
 
 
