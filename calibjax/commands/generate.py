@@ -1,6 +1,7 @@
 """`calibjax generate`: text from a model, with the calibrated confidence of every token."""
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,13 +77,12 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
     )
     generated = to_host(generated)
     columns = (generated.tokens, generated.base_log_probs, generated.confidence, generated.temperature)
+    names = ("id", "token", "base_log_prob", "confidence", "temperature")
     texts = []
     for row, (prompt, (*_, last)) in enumerate(zip(options.prompt, prompts, strict=True)):
         ids, *figures = (column[row][generated.where[row]].tolist() for column in columns)
-        tokens = [
-            {"id": i, "token": text_after(lm.tokenizer, before, i), "log_prob": p, "confidence": c, "temperature": t}
-            for before, i, p, c, t in zip([last, *ids[:-1]], ids, *figures, strict=True)
-        ]
+        written = [text_after(lm.tokenizer, before, token) for before, token in pairwise([last, *ids])]
+        tokens = [dict(zip(names, token, strict=True)) for token in zip(ids, written, *figures, strict=True)]
         text = text_after(lm.tokenizer, last, *ids, skip_special=True)
         texts.append({"prompt": prompt, "text": text, "tokens": tokens})
     if not options.json and is_first():
@@ -110,5 +110,5 @@ def _print(texts: list[dict[str, Any]], calibrated: bool) -> None:
         for token in text["tokens"]:
             rows.append([repr(token["token"]), f"{token['confidence']:.3f}"])
             if calibrated:
-                rows[-1] += [f"{np.exp(token['log_prob']):.3f}", f"{token['temperature']:.2f}"]
+                rows[-1] += [f"{np.exp(token['base_log_prob']):.3f}", f"{token['temperature']:.2f}"]
         print_result(printable(f"{text['prompt']} → {text['text'].lstrip()}"), TextTable("", columns, rows))

@@ -420,6 +420,7 @@ def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
         results.append(json.loads(printed.out))
     assert [result["chat"] for result in results] == [True, False]
     assert results[0]["texts"][0]["tokens"] == results[1]["texts"][0]["tokens"]
+    assert {"base_log_prob", "confidence"} < results[0]["texts"][0]["tokens"][0].keys()
     (model / "chat_template.jinja").unlink()
     for options, text in ((["--chat"], "no chat template"), (["--system", "w5", "--no-chat"], "Leave out --no-chat")):
         assert main([*given, "--prompt", "w3", *options]) == 2
