@@ -91,20 +91,26 @@ class RunningMean(NamedTuple):
 def _suffix_sums(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"] | None, horizon: int | None = None
 ) -> Float[Array, "B T"]:
-    """Σ_{j = i}^{i + horizon − 1} values_j at position i, up to the end of its segment."""
+    """Σ_{j = i}^{i + horizon − 1} values_j at position i, up to the end of its segment.
+
+    Joined from sums of 1, 2, 4, ... values: a difference of two long sums would lose what is small beside the largest.
+    """
+    length = values.shape[1]
     segments = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
-    is_last = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True)
 
-    def add(later: tuple[Array, Array], here: tuple[Array, Array]) -> tuple[Array, Array]:
-        (after, ended), (value, ends) = later, here
-        return jnp.where(ends, value, after + value), ended | ends
+    def after(sums: Array, distance: int) -> Array:
+        same = segments[:, distance:] == segments[:, : length - distance]
+        return jnp.pad(jnp.where(same, sums[:, distance:], 0.0), ((0, 0), (0, distance)))
 
-    sums, _ = jax.lax.associative_scan(add, (values, is_last), reverse=True, axis=1)
-    if horizon is None or horizon >= values.shape[1]:
-        return sums
-    beyond = jnp.pad(sums[:, horizon:], ((0, 0), (0, horizon)))
-    same = jnp.pad(segments[:, horizon:] == segments[:, :-horizon], ((0, 0), (0, horizon)))
-    return sums - jnp.where(same, beyond, 0.0)
+    horizon = min(horizon or length, length)
+    total, reach, size = jnp.zeros_like(values), 0, 1
+    while size <= horizon:  # `total` sums `reach` values and `values` now sums `size`
+        if horizon & size:
+            total = total + after(values, reach)
+            reach += size
+        values = values + after(values, size)
+        size *= 2
+    return total
 
 
 def _prefix_sums(
