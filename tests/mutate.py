@@ -142,7 +142,7 @@ TABLE = {
     ],
     "recalibrate/contract.py": [("(classes or 0) - 1", "(classes or 0)", f"{METHODS} -k mistakes")],
     "recalibrate/nonparametric.py": [
-        ("np.diff(ends, append=n) > 0", "np.diff(ends, append=n) >= 0", f"{METHODS} -k no_bin")
+        ("(x[ends - 1].astype(np.float64) + x[ends]) / 2", "x[ends - 1]", f"{METHODS} -k no_bin")
     ],
     "recalibrate/logistic.py": [
         ("1 / (1 + e) - y", "1 / (1 + e) + y", f"{SOLVERS} -k logistic"),

@@ -129,10 +129,12 @@ def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15
     n = len(x)
     bins = min(bins, n)
     cuts = np.arange(1, bins) * n // bins
-    edges = ((x[cuts - 1].astype(np.float64) + x[cuts]) / 2).astype(np.float32)
-    ends = np.searchsorted(x, edges, side="right")
-    distinct = np.diff(ends, append=n) > 0  # False for an edge whose bin would be empty, as equal values make it
-    edges, ends = edges[distinct], np.append(ends[distinct], n)
+    # An edge at a confidence itself would part equal ones wherever `apply` rounds scaled ones up.
+    ends = np.unique(np.searchsorted(x, x[cuts - 1], side="right"))
+    ends = ends[ends < n]
+    middle = (x[ends - 1].astype(np.float64) + x[ends]) / 2
+    edges = np.minimum(middle.astype(np.float32), np.nextafter(x[ends], np.float32(0)))
+    ends = np.append(ends, n)
     counts = np.diff(ends, prepend=0)
     values = np.add.reduceat(target, ends - counts) / counts
     error = np.mean((np.repeat(values, counts) - target) ** 2)

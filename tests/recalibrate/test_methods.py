@@ -296,6 +296,10 @@ def test_no_bin_is_empty():
         state = method.fit(Predictions(confidence=np.array([0.5, 0.5, 0.5, b]), correct=np.full(4, 0.75)), bins=4)
         new = np.array([0.1, 0.4, 0.5, 0.5 + 2**-24, 0.6, b, 1.0])
         assert (method.apply(state, Predictions(confidence=new)) == 0.75).all(), b
+    for seed in range(4):  # equal confidences stay in their bin however their scaled values are rounded
+        data = verbalised(400, seed)[0]
+        binned, scaled = (probabilities(m, METHODS[m].fit(data), data) for m in ("scaling_binning", "platt"))
+        assert_within(binned.mean(), scaled.mean(), 1e-6, "mean of the bins' means")
 
 
 def test_feature_clipping_takes_the_best_limit_that_keeps_accuracy():
