@@ -51,11 +51,13 @@ class Recalibrator(NamedTuple):
         if missing:
             raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
-        if reads.confidence is not None and np.size(reads.confidence):
-            confidence = np.asarray(reads.confidence)
-            clipped = np.clip(confidence, 0, 1)
-            is_rounding = abs(confidence - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
-            checked_fields(reads._replace(confidence=np.where(is_rounding, clipped, confidence)), ("confidence",))
+        for field in {"confidence", "confidences"} & {*self.method.apply_reads}:
+            values = np.asarray(getattr(reads, field))
+            clipped = np.clip(values, 0, 1)
+            is_rounding = abs(values - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
+            reads = reads._replace(**{field: np.where(is_rounding, clipped, values)})
+            if values.size:
+                checked_fields(reads, (field,))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         divided = [name for name in self.method.apply_reads if name != "unembedding"]
