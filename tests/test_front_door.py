@@ -152,6 +152,14 @@ def test_sequences_of_another_vocabulary(fitted, change, message):
         calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
 
 
+def test_targets_of_minus_100_count_for_nothing():
+    ignored = np.arange(SEQUENCES.tokens.shape[1]) % 3 == 1
+    marked = SEQUENCES._replace(targets=np.where(ignored, -100, SEQUENCES.targets))
+    same = [marked, marked._replace(where=SEQUENCES.where & ~ignored)]
+    got, want = (calibjax.fit_sft(LM, data, context=silent()).report["validation_nll"] for data in same)
+    assert got == want
+
+
 def test_sequences_as_jax_arrays(fitted):
     forms = (SEQUENCES, jax.tree.map(jnp.asarray, SEQUENCES))
     want, got = (calibjax.evaluate(LM, data, fitted.head, context=silent()).document for data in forms)

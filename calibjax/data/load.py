@@ -145,5 +145,7 @@ def load_text(
 
 
 def as_sequences(data: Sequences | Source, lm: Any) -> Sequences:
-    """Sequences as they are; anything else by `load_text` with its defaults."""
-    return data if isinstance(data, Sequences) else load_text(data, lm)
+    """Sequences, with `where` False at targets of -100; anything else by `load_text` with its defaults."""
+    if not isinstance(data, Sequences):
+        return load_text(data, lm)
+    return data._replace(where=data.where & (data.targets != -100))
