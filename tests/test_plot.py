@@ -41,6 +41,8 @@ def test_curve_is_kernel_regression_with_the_reflected_kernel(points):
     np.testing.assert_allclose(curve.density, weight.mean(axis=1), rtol=0.02)
     assert ((curve.low <= curve.accuracy) & (curve.accuracy <= curve.high))[shown].all()
     assert metrics.smooth_ece(confidence, correct) > sigma == 0.05
+    few = metrics.reliability_curve(np.repeat([0, 0.5, 1], [9, 9, 10]), np.ones(28)).accuracy
+    np.testing.assert_array_equal(few[[0, 50, 100]], [np.nan, np.nan, 1])
 
 
 def test_band_covers_and_groups_widen_it():

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.metrics._points import array_namespace, check, metric, nonzero, points
-from calibjax.runtime.arrays import AnyArray, as_array
+from calibjax.runtime.arrays import AnyArray, as_array, ceil_div
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
 GROUPS = 200  # largest number of groups that the band resamples: its width has a relative error of (2 GROUPS)^-½, 5%
@@ -19,6 +19,7 @@ _BANDWIDTHS = (0.02, 0.05)  # smallest and largest bandwidth of the reliability 
 _RESAMPLES = 200  # bootstrap samples of the band
 _LEAST = 10.0  # effective number of points under the kernel, Σ K/max K, below which accuracy is NaN
 _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the search spans 16 of them
+_CHUNK = 2**11  # points that it adds one by one: a longer sum of equal terms rounds each of them in the same direction
 
 
 def _nodes_of(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
@@ -59,7 +60,10 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     # Σ (confidence − correctness)/n at the nodes of a grid; a point is split linearly between two nodes.
     node, upper = _nodes_of(data.confidence, _FINE)
     residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
-    grid = jnp.zeros(_FINE + 1).at[node].add(residual * (1 - upper)).at[node + 1].add(residual * upper)
+    part = jnp.arange(len(node)) // _CHUNK
+    parts = jnp.zeros((ceil_div(len(node), _CHUNK), _FINE + 1))
+    parts = parts.at[part, node].add(residual * (1 - upper)).at[part, node + 1].add(residual * upper)
+    grid = jnp.sum(parts, axis=0)
     # The cosine transform of the grid, by the Fourier transform of its even extension.
     doubled_ends = grid.at[jnp.array([0, -1])].multiply(2)
     waves = jnp.fft.rfft(jnp.concatenate([doubled_ends, grid[-2:0:-1]])).real / 2
@@ -186,7 +190,7 @@ def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
     confidence = np.arange(101) / 100
     kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)  # [101, NODES + 1]
     weight = kernel @ count
-    shown = weight * bandwidth * np.sqrt(2 * np.pi) >= _LEAST
+    shown = weight / kernel.max(axis=1) >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
 
     groups = len(sums)

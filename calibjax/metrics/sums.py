@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Closed
 
-_CHUNK = 2**14  # points that are added in plain float32; the sums of chunks are added in two floats
+_CHUNK = 2**8  # points that are added in plain float32; the sums of chunks are added in two floats
 _FEW_EDGES = 32  # with more, XLA for CPUs no longer unrolls the comparisons: a hundred times slower
 
 
@@ -57,7 +57,7 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     # Confidences are compared with float32 edges because floor(confidence·bins) misplaces some of them. NumPy computes
     # the edges because XLA may multiply by 1/bins, and 9 · (1/10) is not 9/10 in float32.
     edges = np.arange(bins + 1, dtype=np.float32) / np.float32(bins)
-    confidence = jnp.asarray(confidence).astype(jnp.float32)
+    confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)  # rounding beyond an end is that end
     side = "right" if closed == "left" else "left"
     index = _search(jnp.asarray(edges[1:-1]), confidence, side)
     if closed != "none":

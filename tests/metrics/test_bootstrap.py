@@ -1,7 +1,5 @@
 """Bootstrap intervals and paired comparisons of arrays; sums of batches; pass@k."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,21 +124,19 @@ def test_batches_count_beyond_float32():
     assert step._cache_size() == programs, "compiled again"
 
 
-def test_chunks_of_one_call_lose_no_digits(monkeypatch):
-    """They are added in two floats: in one, 2^24 and 1 are 2^24."""
-    from calibjax.metrics import sums as module
-
-    monkeypatch.setattr(module, "_CHUNK", 256)
-    fresh = jax.jit(functools.partial(metrics.calibration_sums, bins=2))  # compiled with the changed constant
+def test_long_sums_lose_no_digits():
+    """Chunks are added in two floats: in one, 2^24 and 1 are 2^24. Nor are equal points rounded alike."""
     n = 40 * 256
     weight = np.zeros(n, np.float32)
     weight[::256] = 1
     weight[0] = 2**24
     c = np.full(n, 0.7, np.float32)
-    sums = fresh(c, np.ones(n), log_prob=-c, where=weight)
-    for got, each in ((sums.count[1], 1.0), (sums.correct[1], 1.0), (sums.confidence[1], c[0]), (sums.nll, c[0])):
+    sums = jax.jit(metrics.calibration_sums)(c, np.ones(n), log_prob=-c, where=weight)
+    for got, each in ((sums.count[10], 1.0), (sums.correct[10], 1.0), (sums.confidence[10], c[0]), (sums.nll, c[0])):
         want = float(each) * (2**24 + 39)
         assert_within(got, want, EPS * want, "sum")
+    for metric in (metrics.expected_calibration_error, metrics.smooth_ece):
+        assert_within(metric(np.full(10**5, 0.9), np.arange(10**5) % 5 > 0), 0.1, 40 * EPS, metric.__name__)
 
 
 def test_likelihood_of_batches():
