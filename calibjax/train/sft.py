@@ -66,6 +66,9 @@ class SftOptions(TuningOptions):
     def check(self, mesh: Mesh | AbstractMesh) -> None:
         super().check(mesh)
         checked_alpha(self.loss, self.alpha)
+        adapters = (self.lora_alpha, self.lora_targets)
+        if self.lora_rank is None and adapters != (SftOptions.lora_alpha, SftOptions.lora_targets):
+            raise UserError("lora_alpha, lora_targets: they are options of adapters; give lora_rank too.")
         if self.loss == "label-smoothing":
             if self.alpha is not None:
                 raise UserError("alpha: the weight of loss label-smoothing is label_smoothing; leave it out.")
