@@ -51,8 +51,8 @@ class FitReport(NamedTuple):
     """Outcome of a fit; scalars are arrays, so that a state is a pytree that Orbax stores.
 
     Attributes:
-        loss: float32, final objective on the calibration data, a mean per prediction; for networks, on a held-out
-            fifth. NaN for methods without an objective.
+        loss: float32, final objective on the calibration data, a mean per prediction; for networks, on at most 2,048
+            rows of a held-out fifth. NaN for methods without an objective.
         converged: bool, the optimiser met its tolerance at a finite optimum. False on data without one (separable).
         iterations: int32.
     """

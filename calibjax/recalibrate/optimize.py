@@ -163,8 +163,8 @@ def _step(loss: Loss, params: Any, opt_state: Any, rows: tuple[Array, ...], extr
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean(loss: Loss, params: Any, rows: tuple[Array, ...], extra: Any) -> Array:
-    return jnp.mean(loss(params, rows, extra))
+def _losses(loss: Loss, params: Any, rows: tuple[Array, ...], extra: Any) -> Array:
+    return loss(params, rows, extra)
 
 
 def descend(
@@ -189,14 +189,14 @@ def descend(
     if not len(training):  # a single row
         training = validation
     scored = validation[: 8 * BATCH]
-    # Whole batches, filled by repeating rows in turn.
-    scored = np.resize(scored, (ceil_div(len(scored), BATCH), BATCH))
+    whole_batches = np.resize(scored, (ceil_div(len(scored), BATCH), BATCH))
 
     def take(index: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(row[index] for row in rows)
 
     def score(params: Any) -> float:
-        return float(np.mean([_mean(loss, params, take(index), extra) for index in scored]))
+        losses = [_losses(loss, params, take(index), extra) for index in whole_batches]
+        return float(np.mean(np.concatenate(losses)[: len(scored)]))
 
     params, opt_state = start, _optimizer().init(start)
     best, best_score, best_step = params, score(params), 0

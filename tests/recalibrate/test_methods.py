@@ -658,7 +658,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
 
 @pytest.mark.usefixtures("few_steps")
 def test_a_second_fit_compiles_nothing():
-    programs = (optimize._value_and_grad, optimize._hessian, optimize._step, optimize._mean)
+    programs = (optimize._value_and_grad, optimize._hessian, optimize._step, optimize._losses)
     names = ("platt", "vector", "matrix", "g_layers", "ats")
     for name in names:
         METHODS[name].fit(bundle())

@@ -7,7 +7,7 @@ import pytest
 from oracle import assert_within
 
 from calibjax.recalibrate import logistic
-from calibjax.recalibrate.optimize import minimize
+from calibjax.recalibrate.optimize import descend, minimize
 
 
 def test_derivatives_of_the_logistic_maps():
@@ -40,3 +40,10 @@ def test_parameters_of_any_units(size):
     assert int(report.iterations) <= 200
     params, report = minimize(hyperbola, np.zeros(size), (np.ones(700),), target, max_iterations=4)
     assert (bool(report.converged), int(report.iterations)) == (False, 4)
+
+
+def test_the_held_out_loss_counts_each_row_once():
+    values = np.random.default_rng(1).exponential(size=1500).astype(np.float32)
+    _, report = descend(lambda params, rows, extra: rows[0] + 0 * params, np.float32(0), (values,))
+    held_out = np.random.default_rng(0).permutation(1500)[:300]
+    assert_within(report.loss, values[held_out].mean(), 1e-6, "loss")
