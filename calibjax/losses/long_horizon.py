@@ -103,13 +103,11 @@ def _suffix_sums(
         return jnp.pad(jnp.where(same, sums[:, distance:], 0.0), ((0, 0), (0, distance)))
 
     horizon = min(horizon or length, length)
-    total, reach, size = jnp.zeros_like(values), 0, 1
-    while size <= horizon:  # `total` sums `reach` values and `values` now sums `size`
+    total = jnp.zeros_like(values)
+    for size in (2**k for k in range(horizon.bit_length())):  # `total` sums horizon % size values, and `values` size
         if horizon & size:
-            total = total + after(values, reach)
-            reach += size
+            total = total + after(values, horizon % size)
         values = values + after(values, size)
-        size *= 2
     return total
 
 

@@ -133,8 +133,7 @@ def grid_sums(
     confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)
     counts = jnp.ones(confidence.shape, bool) if where is None else jnp.asarray(where) > 0
     node, upper = _nodes_of(jnp.where(counts, confidence, 0.0), NODES)
-    correct = jnp.where(counts, jnp.asarray(correct).astype(jnp.float32), 0.0)
-    values = jnp.stack([jnp.ones_like(correct), correct], axis=-1)
+    values = jnp.stack([jnp.ones_like(confidence), jnp.asarray(correct).astype(jnp.float32)], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 
     def add(node: Array, upper: Array, values: Array) -> Array:

@@ -163,8 +163,8 @@ def checked_fields(
             raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
     if unembedding is not None:
         _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
-        features = arrays.get("features")
-        if features is not None and features.shape[1] != unembedding.shape[1]:
+        features = arrays["features"]
+        if features.shape[1] != unembedding.shape[1]:
             raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
         arrays["unembedding"] = unembedding
     return tuple(arrays[field] for field in fields)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from calibjax.recalibrate.contract import Predictions
+from calibjax.recalibrate.contract import Predictions, class_count
 from calibjax.recalibrate.methods import METHODS
 from calibjax.recalibrate.saved import Recalibrator
 from calibjax.runtime.arrays import as_array
@@ -50,10 +50,9 @@ class Estimator:
         truth = np.ravel(as_array(y))
         data = self._predictions(X, fields)
         if method.returns == "log_probs":
-            shape = np.asarray(data.logits if data.unembedding is None else data.unembedding).shape
-            if len(shape) != 2:
-                raise UserError(f"X: expected [N, K], got the shape {shape}.")
-            width = shape[1] if data.unembedding is None else shape[0]
+            if np.ndim(X) != 2:
+                raise UserError(f"X: expected two axes, got the shape {np.shape(X)}.")
+            width = class_count(data)
             self.classes_ = np.arange(width)
             if not np.issubdtype(truth.dtype, np.integer):
                 counts = as_array(where).astype(bool) if np.shape(where) == truth.shape else np.ones(len(truth), bool)

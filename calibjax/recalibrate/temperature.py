@@ -95,8 +95,8 @@ def fit_temperature(
 ) -> TemperatureFit:
     """Temperature scaling: the factor s on all logits with the least negative log-likelihood (Guo et al. 2017, 4.2).
 
-    Newton's method in u = log s, which keeps T > 0, with a third-order correction from the previous pass. The sign of
-    the slope brackets the minimum. A step out of the bracket, or at a curvature that is not positive, halves it.
+    Newton's method in u = log s, which keeps T > 0. The sign of the slope brackets the minimum. A step out of the
+    bracket, or at a curvature that is not positive, halves it.
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
@@ -115,13 +115,11 @@ def fit_temperature(
         low, high = (low, u) if here.slope > 0 else (u, high)
         if abs(here.step) < _TOLERANCE or high - low < _TOLERANCE:
             break
-        step = here.step
-        if len(passes) > 1 and all(math.isfinite(each.step) for each in passes[-2:]):
-            step += _third_order_correction(here, passes[-2])
-        u = u + step if low < u + step < high else (low + high) / 2
+        u = u + here.step if low < u + here.step < high else (low + high) / 2
     first, last = passes[0], passes[-1]
     converged = abs(last.step) < _TOLERANCE
-    return TemperatureFit(last.u, last.standard_error, last.nll, first.nll, len(passes), converged)
+    optimum = last.u + last.step if converged and low < last.u + last.step < high else last.u
+    return TemperatureFit(optimum, last.standard_error, last.nll, first.nll, len(passes), converged)
 
 
 class _Pass(NamedTuple):
@@ -155,18 +153,6 @@ def _pass(sums_at: Callable[[Float[Array, ""]], Iterable[LikelihoodSums]], u: fl
     if not math.isfinite(nll):
         raise ValueError(f"fit_temperature: the likelihood at log_scale {u:.3g} is {nll}; check the logits.")
     return _Pass(u, nll / count, float(slopes.sum()), curvature, not curvature > _FLAT * count, slopes)
-
-
-def _third_order_correction(here: _Pass, previous: _Pass) -> float:
-    """The third-order correction of the step −slope/curvature, by inverse interpolation; it often saves a pass.
-
-    The step then ends at u(0) of the cubic Hermite interpolant u(slope), of slope 1/curvature, of the last two passes.
-    """
-    width = previous.slope - here.slope
-    t = -here.slope / width if width else 0.0
-    rise = (3 - 2 * t) * (previous.u - here.u)
-    slopes = width * ((t - 2) / here.curvature + (t - 1) / previous.curvature)
-    return t * t * (rise + slopes)
 
 
 class TemperatureState(NamedTuple):

@@ -128,18 +128,6 @@ def test_without_an_optimum(kind):
     assert got.standard_error == np.inf or kind == "always wrong"
 
 
-def test_two_passes_tell_where_the_third_is():
-    """Where u is a cubic of the slope, the third pass is at the optimum."""
-
-    def passes(u):
-        slope = scipy.optimize.brentq(lambda g: 0.3 + g + 0.5 * g**3 - float(u), -9, 9, xtol=1e-15)
-        return [LikelihoodSums(*(np.full(1, x) for x in (0.0, slope, 1 / (1 + 1.5 * slope**2), 1.0)))]
-
-    got = fit_temperature(passes)
-    assert (got.converged, got.iterations) == (True, 3)
-    assert_within(got.log_scale, 0.3, 2 * EPS, "u")
-
-
 def test_errors():
     z, labels = issue_problem()
     z, labels = z[None, :20], labels[None, :20]
