@@ -265,10 +265,6 @@ class _Observed(NamedTuple):
         sign = np.where(self.centre < 0, -1.0, 1.0)
         return sign * np.where(step > 0, shrunk, size - step)
 
-    def error(self, levels: _Levels) -> Float[np.ndarray, " K"]:
-        """Statistic of each candidate."""
-        return self._statistic(self.candidates(levels))
-
     def drawn(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
         """Statistic of each candidate plus noise."""
         return self._statistic(self.candidates(levels)[:, None] + self.noise)
@@ -296,7 +292,7 @@ class _Observed(NamedTuple):
     def equal(self, starts: _Levels, directions: _Direction, reach: float) -> _Levels:
         """Levels starts + t·directions, |t| <= `reach`, at which the statistic is 0."""
         low, high = (np.full(len(starts), end) for end in (-reach, reach))
-        steps = _bisect(low, high, lambda t: self.error(starts + directions * t[:, None]) > 0)
+        steps = _bisect(low, high, lambda t: self._statistic(self.candidates(starts + directions * t[:, None])) > 0)
         return starts + directions * steps[:, None]
 
     def errors_at(
@@ -304,7 +300,7 @@ class _Observed(NamedTuple):
     ) -> list[float]:
         """Statistics of the candidates at the steps that `solve` returns."""
         steps = self.solve(tails, starts, directions, bounds)
-        return [float(x) for x in self.error(starts + directions * steps[:, None])]
+        return self._statistic(self.candidates(starts + directions * steps[:, None])).tolist()
 
     def _statistic(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
         """The weighted sum over models of the norm of their gaps."""

@@ -43,7 +43,5 @@ def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
     if fitted.name in _FIXED:
         axis, name = _FIXED[fitted.name]
         sizes[axis] = len(named_arrays(fitted.state)[name])
-    shapes = {}
-    for field in fitted.method.apply_reads:
-        shapes[field] = tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",)))
-    return shapes
+    axes = {field: AXES.get(field, ("n",)) for field in fitted.method.apply_reads}
+    return {field: tuple(sizes.get(axis, axis) for axis in names) for field, names in axes.items()}

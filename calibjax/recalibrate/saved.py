@@ -51,13 +51,6 @@ class Recalibrator(NamedTuple):
         if missing:
             raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
-        for field in {"confidence", "confidences"} & {*self.method.apply_reads}:
-            values = np.asarray(getattr(reads, field))
-            clipped = np.clip(values, 0, 1)
-            is_rounding = abs(values - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
-            reads = reads._replace(**{field: np.where(is_rounding, clipped, values)})
-            if values.size:
-                checked_fields(reads, (field,))
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
         divided = [name for name in self.method.apply_reads if name != "unembedding"]
@@ -65,6 +58,11 @@ class Recalibrator(NamedTuple):
         count = len(next(iter(rows.values())))
         if not count:
             return np.asarray(_apply(self.method, self.state, reads))
+        for field in {"confidence", "confidences"} & rows.keys():
+            clipped = np.clip(rows[field], 0, 1)
+            is_rounding = abs(rows[field] - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
+            rows[field] = np.where(is_rounding, clipped, rows[field])
+            checked_fields(Predictions(**{field: rows[field]}), (field,))
         # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
         # on a table could separate a confidence from that of the same prediction alone.
         fitting = _CELLS // max(class_count(reads), 1)

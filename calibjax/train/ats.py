@@ -266,7 +266,7 @@ class _CandidateFits:
         nll = f"NLL {chosen.mean('nll'):.4f} (temperature scaling {baseline.mean('nll'):.4f})"
         brier = f"Brier {chosen.mean('brier'):.4f} ({baseline.mean('brier'):.4f})"
         error = f"calibration error {chosen.calibration_error:.4f} ({baseline.calibration_error:.4f})"
-        self.context.log(f"chose {chosen.name}: {nll}, {brier}, {error}")
+        self.context.log(f"chose {chosen.candidate}: {nll}, {brier}, {error}")
         return chosen, {"candidates": rows, "chosen": [baseline.as_json(baseline), chosen.as_json(baseline)]}
 
     def _score_decays(self, head: HeadConfig) -> None:
@@ -302,11 +302,11 @@ class _CandidateFits:
             return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
 
         scored = on_fold(candidate, log_scale)
-        difference, error = scored.difference(on_fold(best.name, best.log_scale), "nll")
+        difference, error = scored.difference(on_fold(best.candidate, best.log_scale), "nll")
         is_lower = difference < -error
-        compared = f"NLL {scored.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against {best.name}"
+        compared = f"NLL {scored.mean('nll'):.4f}, {difference:+.4f} ± {error:.4f} against {best.candidate}"
         verdict = "tried on all" if is_lower else "left out"
-        self.context.log(f"{scored.name}: on the first fold {compared}: {verdict}")
+        self.context.log(f"{scored.candidate}: on the first fold {compared}: {verdict}")
         return is_lower
 
     def fit_to_all(self, candidate: Candidate) -> Any:
@@ -341,7 +341,7 @@ class _CandidateFits:
             scores.append(score(self.tokens, candidate, shrunk, refit=refit, shrinkage=shrinkage))
         best = min(scores, key=lambda scored: scored.mean("nll"))
         proper = f"NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}"
-        self.context.log(f"{best.name}: out of fold {proper}, calibration error {best.calibration_error:.4f}")
+        self.context.log(f"{best.candidate}: out of fold {proper}, calibration error {best.calibration_error:.4f}")
         return best
 
     def _predict(self, candidate: Candidate, fold: int) -> Float[np.ndarray, " n"]:

@@ -43,10 +43,6 @@ class CandidateScore(NamedTuple):
     shrinkage: float = 0.0
 
     @property
-    def name(self) -> str:
-        return str(self.candidate)
-
-    @property
     def log_factor(self) -> float:
         """The log of the refitted factor, if it is applied; otherwise 0."""
         return _applied(self.refit)
@@ -82,7 +78,7 @@ class CandidateScore(NamedTuple):
     def as_json(self, reference: "CandidateScore") -> dict[str, Any]:
         """The figures of the candidate, and whether it beats `reference`."""
         return {
-            "candidate": self.name,
+            "candidate": str(self.candidate),
             **{score_name: self.mean(score_name) for score_name in ("nll", "brier")},
             "ece": float(metrics.ece_from_sums(metrics.total_sums(self.sums))),
             "calibration_error": self.calibration_error,

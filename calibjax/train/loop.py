@@ -107,11 +107,6 @@ class _DelayedMetrics:
     tokens: float = 0.0
     begin: float = dataclasses.field(default_factory=time.perf_counter)
 
-    def add(self, step: int, metrics: StepMetrics) -> None:
-        """Settles the step before this one."""
-        self.settle()
-        self.pending = (step, metrics)
-
     def settle(self) -> None:
         """Waits for the step added last, if it is not settled; checks and logs its metrics."""
         if self.pending is None:
@@ -184,7 +179,8 @@ def train(
         for step in range(start + 1, steps + 1):
             batch = place_rows(context.mesh, next(batches))
             state, metrics = step_fn(state, frozen, batch, hyper)
-            delayed.add(step, metrics)
+            delayed.settle()  # the step before this one
+            delayed.pending = (step, metrics)
             stops = stop_requested(step)
             saves = step == steps or stops or step % checkpoint_every == 0
             validates = validation.every > 0 and (step == steps or step % validation.every == 0)
