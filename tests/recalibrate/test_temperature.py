@@ -124,18 +124,13 @@ def test_without_an_optimum(kind):
     assert got.temperature < 1 or kind != "separable"
     assert got.temperature > 50 or kind != "always wrong"
     assert not got.converged
-    assert not np.isnan(got.standard_error)
-    assert got.standard_error == np.inf or kind == "always wrong"
+    assert got.standard_error >= (0 if kind == "always wrong" else np.inf)
 
 
 def test_the_last_step_is_taken():
     """The search ends where Newton's step is below 1e-5: here 7e-6 from the optimum."""
-
-    def passes(u):
-        slope, curvature = np.sinh(float(u) - 0.45), np.cosh(float(u) - 0.45)
-        return [LikelihoodSums(*(np.full(1, x) for x in (0.0, slope, curvature, 1.0)))]
-
-    assert_within(fit_temperature(passes).log_scale, 0.45, 2 * EPS, "u")
+    got = fit_temperature(lambda u: [LikelihoodSums(*np.array([[0], np.sinh([u - 0.45]), np.cosh([u - 0.45]), [1]]))])
+    assert_within(got.log_scale, 0.45, 2 * EPS, "u")
 
 
 def test_errors():
