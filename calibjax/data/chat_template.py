@@ -46,7 +46,8 @@ def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any
     answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
     if not answer:
         limits = f"{SECONDS} s or {MEMORY / 2**30:g} GiB"
-        raise UserError(f"the tokenizer's chat template was stopped: it took more than {limits}. Correct it.")
+        hint = "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
+        raise UserError(f"the tokenizer's chat template was stopped: it took more than {limits}. {hint}")
     if "error" in answer:
         raise UserError(f"the tokenizer's chat template rejects the conversation: {answer['error']}")
     return answer["texts"]

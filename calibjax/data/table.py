@@ -166,7 +166,8 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
     check_value("fit_fraction", Fraction, fit_fraction)
     rows = len(table)
     if not 1 <= fit_fraction * rows <= rows - 1:
-        raise UserError(f"fit_fraction: {fit_fraction} of {rows:,} rows leaves one part empty.")
+        expected = f"expected {1 / rows:.3g} to {1 - 1 / rows:.3g}"
+        raise UserError(f"fit_fraction: {fit_fraction} of {rows:,} rows leaves one part empty: {expected}.")
     group = np.arange(rows) if table.groups is None else table.groups
     if not group.any():
         raise UserError("all rows are of one group: groups are not split, so expected at least two.")

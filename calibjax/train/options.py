@@ -263,8 +263,8 @@ def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...],
     reads_statistics = heads[0].is_linear_in_features and not any(head.reads_states for head in heads)
     if options.weight_decay is not None and reads_statistics:
         raise UserError("weight_decay: a linear head has a penalty on hidden states and embeddings only; leave it out.")
-    of_steps = ("epochs", "accumulate", "learning_rate", "warmup_fraction")
-    given = [name for name in of_steps if getattr(options, name) is not None]
+    step_options = ("epochs", "accumulate", "learning_rate", "warmup_fraction")
+    given = [name for name in step_options if getattr(options, name) is not None]
     if given and all(trial.is_solved(head) for head in heads for trial in trials):
         raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
 
