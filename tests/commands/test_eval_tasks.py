@@ -335,6 +335,26 @@ def test_judges():
             references(unread)
 
 
+def test_the_harness_has_its_own_figures(material):
+    """Those of its evaluation, through two filters of a task: the first word of an answer, and the whole."""
+    import lm_eval
+    from lm_eval.filters import build_filter_ensemble
+
+    from calibjax.eval.tasks.harness import HarnessLM
+    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
+
+    folder, lm, *_ = material
+    (task,) = task_manager(["triviaqa_local"], folder).load(["triviaqa_local"])["tasks"].values()
+    filters = {"word": ["regex", {"regex_pattern": r"(\w+)"}], "whole": ["remove_whitespace", None]}
+    task._filters = [build_filter_ensemble(name, [one, ["take_first", None]]) for name, one in filters.items()]
+    options = TasksOptions(max_new_tokens=4)
+    document = evaluate_tasks(lm, {"triviaqa": BenchmarkTask({"": task}, "")}, options=options)
+    model = HarnessLM(lm, {"uncalibrated": FittedHead.constant(lm)}, max_gen_toks=4)
+    theirs = lm_eval.evaluate(lm=model, task_dict={"triviaqa": task}, bootstrap_iters=0)["results"]["triviaqa"]
+    assert document["held_out"]["harness"] == {f"exact_match,{name}": theirs[f"exact_match,{name}"] for name in filters}
+    assert theirs["exact_match,word"] != theirs["exact_match,whole"]
+
+
 def test_answers_that_are_not_read_are_refused_before_any_question(material, monkeypatch):
     from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
 

@@ -84,7 +84,9 @@ class WrittenAnswers:
             choice=np.full(confidence.shape, -1, np.int32),
             log_prob=np.full(confidence.shape, np.nan, np.float32),
             subject=batch.subjects(),
-            harness=harness_metrics(list(map(batch.task.process_results, documents, [[text] for text in texts]))),
+            harness=harness_metrics(
+                _harness_results(batch.task, documents, [answer.text for answer in written.answers])
+            ),
             cut=np.array(written.cut, np.int32),
             too_long=0,
             question=np.array(written.questions, str),
@@ -229,6 +231,22 @@ class WrittenAnswers:
         bar.close()
         joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
         return {name: (joined[PROBES[name].feature], joined[PROBES[name].target]) for name in names}
+
+
+def _harness_results(task: Any, documents: Sequence[Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """What lm-eval measures of each answer after the task's filters: by metric, or "metric,filter" for several."""
+    from lm_eval.api.instance import Instance
+
+    pairs = zip(documents, texts, strict=True)
+    answers = [Instance("generate_until", document, (), 0, resps=[text]) for document, text in pairs]
+    rows: list[dict[str, Any]] = [{} for _ in answers]
+    for ensemble in task._filters if answers else ():
+        ensemble.apply(answers)
+        name = f",{ensemble.name}" if len(task._filters) > 1 else ""
+        for row, answer in zip(rows, answers, strict=True):
+            results = task.process_results(answer.doc, [answer.filtered_resps[ensemble.name]])
+            row |= {metric + name: value for metric, value in results.items()}
+    return rows
 
 
 def _is_new(clusters: Int[np.ndarray, "N K"], answer: Int[np.ndarray, " N"]) -> np.ndarray:
