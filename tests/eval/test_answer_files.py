@@ -9,7 +9,7 @@ from tiny import make_lm
 
 from calibjax import plot
 from calibjax.eval.tasks import answer_files
-from calibjax.eval.tasks.benchmark import answers_json
+from calibjax.eval.tasks.benchmark import answers_json, subjects_json
 from calibjax.heads import FittedHead
 from calibjax.runtime.checksums import seal
 from calibjax.runtime.errors import UserError
@@ -19,15 +19,21 @@ def test_confidences_on_an_edge_are_counted():
     """Agreement of samples takes the values of edges, which open bins leave out: of further confidences they count."""
     agreement = np.float32([0, 0, 0.2, 0.4])
     confidence = np.stack([agreement, agreement])
-    correct, texts = np.broadcast_to(np.float32([0, 1, 0, 1]), (2, 4)), np.array(["a"] * 4)
+    correct, texts = np.broadcast_to(np.float32([0, 1, 0, 1]), (2, 4)), np.array(["a", "a", "b", "b"])
     choice, log_prob = np.full((2, 4), -1, np.int32), np.full((2, 4), np.nan, np.float32)
     answers = answer_files.Answers(
         confidence, correct, choice, log_prob, texts, {}, np.zeros(4), 0, texts, texts, texts
     )
-    rows = answers_json(answers, ["temperature", "consistency"], bins=5, closed="none")["methods"]
+    names, binning = ["temperature", "consistency"], {"bins": 5, "closed": "none"}
+    rows = answers_json(answers, names, **binning)["methods"]
     counts = {name: sum(row["reliability"]["count"]) for name, row in rows.items()}
     assert counts == {"temperature": 0, "consistency": 4}
     assert rows["consistency"]["ece"]["value"] == pytest.approx((abs(1 - 0.2) + abs(1 - 0.4)) / 4, abs=1e-6)
+    of_subjects = {row["subject"]: row["methods"] for row in subjects_json(answers, names, **binning)}
+    assert {name: row["ece"]["value"] for name, row in of_subjects["a"].items()} == {
+        "temperature": 0,
+        "consistency": 0.5,
+    }
     ax = plot.risk_coverage({"methods": rows}, method="temperature")
     assert not len(ax.lines[0].get_xdata())
 

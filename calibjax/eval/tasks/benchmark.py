@@ -242,13 +242,12 @@ def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: C
         log_prob = answers.log_prob[row] if not np.isnan(answers.log_prob[row]).any() else None
         results[name] = Result(Outcome(answers.confidence[row], answers.correct[row], choice, log_prob), 0.0, 0, None)
     compare = functools.partial(comparison_json, results, reference="temperature", bins=bins, seed=seed)
-    compared = compare(closed=closed)
-    if closed == "none" and not CONFIDENCES.keys().isdisjoint(names):
-        # Open bins leave out values on an edge, such as fractions of samples.
-        compared |= {name: row for name, row in compare(closed="right").items() if name in CONFIDENCES}
+    conventions: set[Closed] = {_closed_for(name, closed) for name in names}
+    compared = {each: compare(closed=each) for each in conventions}
     methods: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
-        row = {key: value for key, value in compared[name].items() if key not in ("parameters", "fit_seconds")}
+        row = dict(compared[_closed_for(name, closed)][name])
+        del row["parameters"], row["fit_seconds"]
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
         correct = np.asarray(result.outcome.correct)
         if ((correct == 0) | (correct == 1)).all():
@@ -274,6 +273,11 @@ def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: C
     }
 
 
+def _closed_for(name: str, closed: Closed) -> Closed:
+    """The edges of a method's bins: open ones would leave out fractions of samples, which lie on edges."""
+    return "right" if closed == "none" and name in CONFIDENCES else closed
+
+
 def subjects_json(
     answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0
 ) -> list[dict[str, Any]]:
@@ -281,11 +285,11 @@ def subjects_json(
     if len(set(answers.subject)) < 2:
         return []
     rows: list[dict[str, Any]] = []
-    binning: dict[str, Any] = {"bins": bins, "closed": closed}
-    pairs = zip(answers.confidence[..., None], answers.correct[..., None], strict=True)
-    # One group per question, computed once: a subject is a slice.
-    groups = [metrics.calibration_sums(*pair, **binning) for pair in pairs]
-    sums_by_method = [CalibrationSums(*(np.asarray(field, np.float64) for field in sums)) for sums in groups]
+    sums_by_method = []
+    for name, *pair in zip(names, answers.confidence[..., None], answers.correct[..., None], strict=True):
+        # One group per question, computed once: a subject is a slice.
+        sums = metrics.calibration_sums(*pair, bins=bins, closed=_closed_for(name, closed))
+        sums_by_method.append(CalibrationSums(*(np.asarray(field, np.float64) for field in sums)))
     for row in subject_rows(answers.subject.tolist(), answers.confidence[0], answers.correct[0]):
         in_subject = answers.subject == row["subject"]
         methods = {}
