@@ -53,11 +53,11 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     tasks = document.get("tasks", {}).items()
     more = [tables.subject_table(name, results) for name, results in tasks if results["subjects"]]
     if "layers" in document:
-        for further in () if files else tables.layer_tables(document)[1:4]:
-            print_result("", further)
-        table = tables.layer_table(document)
+        table, *further = tables.layer_tables(document)
+        if document["subjects"]:
+            more.append(further.pop())
+        print_result("", more=() if files else further)
         notes = [*tables.layer_findings(document), conventions(document["held_out"])]
-        more += [tables.layer_subjects(document)] if document["subjects"] else []
     elif "texts" in document:
         table, notes = tables.text_table(document), tables.text_findings(document)
     else:
