@@ -114,6 +114,16 @@ def test_a_page_is_self_contained(benign):
             assert figure in benign
 
 
+def test_runs_have_their_own_conventions(clean):
+    one, two = runs(str)[0], runs(str)[1]
+    (line,) = page_of.conventions_of([one, two])
+    assert line in clean.text
+    for row in two.document["held_out"]["methods"].values():
+        row["ece"] |= {"bins": 30}
+    other = line.replace("2 equal-width bins", "30 equal-width bins")
+    assert page_of.conventions_of([one, two]) == [f"one: {line}", f"two: {other}"]
+
+
 def test_tokens_are_coloured_by_their_confidence(benign):
     section = benign[benign.index('<section class="heatmap"') :].partition("</section>")[0]
     assert re.findall(r'class="t (k\d[ a-z]*)"', section) == ["k9 wrong bold", "k9", "k1 wrong", "k1"]

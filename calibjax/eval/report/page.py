@@ -310,6 +310,14 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows, "drawing": drawing}
 
 
+def conventions_of(runs: Sequence[Run]) -> list[str]:
+    """The conventions of the figures, after the names of the runs that have them where they differ."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(notes.conventions(run.document["held_out"]), []).append(run.name)
+    return [f"{', '.join(names[line])}: {line}" if len(names) > 1 else line for line in names]
+
+
 # --- text coloured by confidence ---
 
 
@@ -381,6 +389,6 @@ def image_of(figure: "Figure") -> str:
 
 
 _FUNCTIONS = (subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of)
-_FUNCTIONS += (token_data, colours_of, image_of, figures_of, pair_of, title_of)
+_FUNCTIONS += (conventions_of, token_data, colours_of, image_of, figures_of, pair_of, title_of)
 _CALLED = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
 """What the template calls, by name."""

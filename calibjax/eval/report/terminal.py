@@ -64,7 +64,7 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
         table, notes = tables.held_out_table(document), notes_of(document)
     if more and not subjects:
         count = sum(len(subjects_of_task.rows) for subjects_of_task in more)
-        notes.append(f"{count} subjects: --subjects prints them, and the report has them.")
+        notes.append(f"{count} subjects: --subjects prints them{', and the report has them' if files else ''}.")
     print_result(verdict(document), table, notes=notes, more=more if subjects else (), files=files)
 
 
