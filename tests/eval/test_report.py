@@ -90,7 +90,18 @@ def runs(model, tmp_path_factory):
     """A run over text, twice, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     data = ("--data", str(write_text(folder / "text.jsonl")), "--text-column", "text", "--seq-len", "13")
-    options = ("--model", str(model), "--direction", "confident", "--strengths", "-0.5", "0.5", "--quiet")
+    options = (
+        "--model",
+        str(model),
+        "--direction",
+        "confident",
+        "--strengths",
+        "-0.5",
+        "0.5",
+        "--settled",
+        "0.875",
+        "--quiet",
+    )
     said = StringIO()
     with contextlib.redirect_stdout(said):
         assert main(["eval", "layers", *options, *data, "--out", str(folder / "text")]) == 0
@@ -116,6 +127,7 @@ def test_layers_command(runs):
     assert fit[chosen]["ece"] <= fit[0, 0.0]["ece"]
     assert ("edited" in methods) == (chosen[0] > 0)
     assert "The decision settles at layer" in printed
+    assert "87.5% of the predictions" in " ".join(printed.split())
     assert printed.strip().splitlines()[-1].startswith(f"results in {out}: report.html")
     assert (out / "report.html").read_text().count("<img ") == 7  # panels
 

@@ -203,8 +203,10 @@ def test_layer_and_task_verdicts(documents):
     del rows["edited"]
     assert str(verdict(layers)).startswith("No edit along the direction lowered the ECE")
     answers = documents["tasks"]["held_out"]
-    base = {**answers, "methods": {"uncalibrated": answers["methods"]["uncalibrated"]}}
-    assert re.match("The uncalibrated model is (over|under)confident: mean confidence 0", set_verdict(base).text)
+    row = {**answers["methods"]["uncalibrated"], "accuracy": 0.5, "accuracy_interval": {"low": 0.4, "high": 0.6}}
+    for confidence, word in ((0.35, "under"), (0.45, "neither over- nor under"), (0.65, "over")):
+        base = {**answers, "methods": {"uncalibrated": {**row, "confidence": confidence}}}
+        assert set_verdict(base).text.startswith(f"The uncalibrated model is {word}confident")
 
 
 def test_the_verdict_is_the_first_line(documents, capsys):

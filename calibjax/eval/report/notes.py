@@ -148,7 +148,9 @@ def _ats_verdict(methods: Row) -> Verdict:
 
 
 def _base_verdict(base: Row) -> Verdict:
-    word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
+    word, ends = "neither over- nor underconfident beyond noise", base["accuracy_interval"]
+    if not ends["low"] <= base["confidence"] <= ends["high"]:
+        word = "overconfident" if base["confidence"] > base["accuracy"] else "underconfident"
     figures = f"mean confidence {base['confidence']:.4f} at accuracy {base['accuracy']:.4f}"
     line = f"The uncalibrated model is {word}: {figures}, ECE {base['ece']['value']:.4f}."
     return Verdict(f"{line} No temperature or head was given to compare with.")

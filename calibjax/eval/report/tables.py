@@ -362,7 +362,7 @@ def layer_findings(document: Document) -> list[str]:
     settled = phase["settled"]
     lines = [
         f"The decision settles at layer {settled} of {last}: from there on the most likely token equals the last "
-        f"layer's for at least {phase['settled_fraction']:.0%} of the predictions."
+        f"layer's for at least {100 * phase['settled_fraction']:.4g}% of the predictions."
     ]
     change = interval(phase["correction"], leading_zero=True)
     if "p_value" in phase:
