@@ -12,6 +12,7 @@ from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
 from calibjax.eval.layers import directions as edits
+from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.layers.layers import correction_phase, correction_test, layer_outputs, layers_json, make_readout
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
@@ -67,6 +68,22 @@ def test_layers_equal_the_dense_formula(letters):
         got = getattr(outputs, name)
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=2e-5, err_msg=name)
     np.testing.assert_array_equal(outputs.group, np.nonzero(sequences.where)[0])
+
+
+def test_targets_that_count():
+    """Not those of -100, as in `evaluate`; letters are all that is answered, and one sequence has no interval."""
+    drawn = np.random.default_rng(0).random(SEQUENCES.where.shape) < 0.4
+    ignored = SEQUENCES._replace(targets=np.where(SEQUENCES.where & drawn, -100, SEQUENCES.targets))
+    masked = SEQUENCES._replace(where=SEQUENCES.where & ~drawn)
+    options = LayersOptions(direction="confident", strengths=(0.5,), sweep_layers=(1,))
+    documents = [
+        evaluate_layers(LM, both.take(np.arange(10)), both.take(np.arange(10, 21)), options, silent())
+        for both in (ignored, masked)
+    ]
+    assert documents[0] == documents[1]
+    for given, message in (({"letters": LETTERS}, "^letters"), ({}, "two sequences")):
+        with pytest.raises(UserError, match=message):
+            evaluate_layers(LM, SEQUENCES, SEQUENCES.take(np.arange(1 + len(given))), options, silent(), **given)
 
 
 def test_questions_of_any_length_are_read_as_they_are_alone():

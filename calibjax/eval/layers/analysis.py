@@ -9,6 +9,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
+from calibjax.data.sequences import check_resamples
 from calibjax.eval.figures_json import row_json, subject_rows
 from calibjax.eval.layers import directions
 from calibjax.eval.layers.layers import interval_figures, layer_outputs, layers_json, make_readout
@@ -80,7 +81,7 @@ def evaluate_layers(
         "held_out" (figures with the chosen edit and without).
 
     Raises:
-        UserError: sequences that do not fit the model, or options out of range.
+        UserError: sequences that do not fit the model or the letters, or options out of range.
 
     Example:
         >>> import calibjax
@@ -93,15 +94,18 @@ def evaluate_layers(
         [0, 1, 2]
     """
     context = context or RunContext()
-    halves = (fit, held_out)
     check_options(options)
     check_batch(context.mesh, options.batch_size)
-    for half in halves:
+    for half in (fit, held_out):
         if not isinstance(half, Sequences):
             raise UserError(f"fit, held_out: expected Sequences, as load_text makes them, got {type(half).__name__}.")
         check_ids(half, lm.config.vocab_size)
+        if letters is not None and not np.isin(half.targets[half.where], [*letters, -100]).all():
+            raise UserError(f"letters: expected every scored target among the tokens {list(letters)}.")
+    check_resamples(held_out, "held_out")
+    fit, held_out = [half._replace(where=half.where & (half.targets != -100)) for half in (fit, held_out)]
     swept = options.swept(lm.config.num_layers)
-    counts = [int(half.where.sum()) for half in halves]
+    counts = [int(half.where.sum()) for half in (fit, held_out)]
     scope = "whole vocabulary" if letters is None else "letters only"
     both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
     run_options: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
@@ -119,7 +123,7 @@ def evaluate_layers(
         on_fit = directions.sweep(lm, fit, readout, fitted, swept, options.strengths, **binned)
         on_held_out = directions.sweep(lm, held_out, readout, fitted, swept, options.strengths, **binned)
         neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)
-        ablation = directions.ablate(lm, halves, readout, neurons, space, **binned)
+        ablation = directions.ablate(lm, (fit, held_out), readout, neurons, space, **binned)
     layers = layers_json(outputs, **binning, settled_fraction=options.settled, seed=context.seed)
     chosen = directions.choose_edit(on_fit)
     before, after = on_held_out[directions.UNEDITED], on_held_out[chosen]
