@@ -9,6 +9,7 @@ from scipy.stats import entropy
 from tiny import make_lm
 
 from calibjax.eval.layers.bounds import head_bound
+from calibjax.eval.report.tables import scientific
 from calibjax.losses import bounds
 
 
@@ -41,6 +42,8 @@ def test_extremes():
     far = bounds.entropy_lower_bound(5000.0, 100_000)
     assert far.entropy == 0.0
     np.testing.assert_allclose(far.log_entropy, math.log(99_999) - 5000.025 + math.log(5001.025), rtol=1e-6)
+    for value in (3.0755e-199, 1.999e-4, 0.01239, 6.2379):  # printed, they are bounds still
+        assert 0.99 * value < float(scientific(math.log(value))) <= value
     for arguments in ((1.0, 1), (-1.0, 3), (math.nan, 3)):
         with pytest.raises(ValueError, match="expected"):
             bounds.entropy_lower_bound(*arguments)

@@ -573,11 +573,12 @@ def bounds_table(document: Document) -> TextTable:
 
 
 def scientific(log_value: float) -> str:
-    """e^log_value as text, even where a float cannot hold it."""
+    """e^log_value as text, even where a float cannot hold it; rounded down, so that a lower bound remains one."""
     exponent = math.floor(log_value / math.log(10))
-    if -4 <= exponent < 4:
-        return f"{math.exp(log_value):.4f}"
-    return f"{math.exp(log_value - exponent * math.log(10)):.2f}e{exponent:+d}"
+    if -2 <= exponent < 4:
+        return f"{math.floor(1e4 * math.exp(log_value)) / 1e4:.4f}"
+    digits = math.floor(100 * math.exp(log_value - exponent * math.log(10))) / 100
+    return f"{digits:.2f}e{exponent:+d}"
 
 
 def plan_table(document: Document) -> TextTable:
