@@ -89,11 +89,11 @@ def temperature_histogram(
     """
     ax = _axes(ax)
     if isinstance(_set(temperatures), Mapping):
-        if fitted is None and isinstance(temperatures, Mapping):
-            fitted = temperatures.get("run", {}).get("fit", {}).get("temperature")
         row = _row(temperatures, method)[1]
         if "temperatures" not in row:
             raise UserError(f"temperature_histogram: expected results with temperatures, {method} has none.")
+        if fitted is None and isinstance(temperatures, Mapping):
+            fitted = temperatures.get("run", {}).get("fit", {}).get("temperature")
         edges, count = (np.asarray(row["temperatures"][key]) for key in ("edges", "count"))
     else:
         values = as_array(temperatures).astype(np.float64).ravel()
@@ -132,7 +132,7 @@ def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, a
     if "layers" in curves:
         rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
         figures = figures or ("accuracy", "confidence")
-        shown = [name for name in figures if name in rows[0]]
+        shown = [name for name in figures if isinstance(rows[0].get(name), Mapping)]
         curves = {name: values_and_ends(row[name] for row in rows) for name in shown}
     for name, colour, mark in zip(figures or curves, itertools.cycle(LINES), itertools.cycle(MARKS), strict=False):
         if name not in curves:

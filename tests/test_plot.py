@@ -85,16 +85,18 @@ def test_temperatures(ax):
     assert [line.get_xdata()[0] for line in ax.lines] == [1.0, 1.5]
     values = np.array([[0.5, 2.0], [0.0, 2.0]])
     assert plot.temperature_histogram(values, 1.2, ax=Figure().subplots()).patches[0].get_data().values.sum() == 3
-    with pytest.raises(UserError, match="at least one temperature"):
-        plot.temperature_histogram([0.0], ax=ax)
+    for wrong, message in (([0.0], "at least one temperature"), (document() | {"run": {"fit": True}}, "mine has none")):
+        with pytest.raises(UserError, match=message):
+            plot.temperature_histogram(wrong, method="mine", ax=ax)
 
 
 def test_layers(ax):
     plot.layers({"ece": [[0.3, 0.2, 0.4], [0.1, 0.0, 0.2]]}, ax=ax)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0.3, 0.1])
     assert plot.layers(document(), ax=Figure().subplots()).lines[0].get_ydata().tolist() == [0.3, 0.3]
-    with pytest.raises(UserError, match="expected some of ece, got mce"):
-        plot.layers({"ece": [0.1]}, ("mce",), ax=ax)
+    for curves, name in (({"ece": [0.1]}, "mce"), (document(), "agreement")):
+        with pytest.raises(UserError, match=f"expected some of .*, got {name}"):
+            plot.layers(curves, (name,), ax=ax)
 
 
 def test_risk_coverage(ax):
