@@ -20,6 +20,7 @@ from calibjax.eval.answers.clusters import normalised_clusters
 from calibjax.eval.answers.judges import find_judge, references, string_match
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.choices import right_options
+from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.eval.tasks.questions import TaskQuestions, _set_aside
 from calibjax.heads import FittedHead
@@ -98,9 +99,13 @@ def test_from_python(material, run, tmp_path):
     mine, of_command = (x["tasks"]["arc_easy"]["methods"]["uncalibrated"] for x in (document, run[1]))
     assert mine["ece"]["value"] == pytest.approx(of_command["ece"]["value"], rel=1e-6)  # other rows share a step
     assert (tmp_path / "some/new/answers").is_dir()
-    fewer = dataclasses.replace(options, batch_size=4, limit=2)
-    with pytest.raises(UserError, match=r"some/new: its answers are of .*, or of other options"):
-        evaluate_tasks(lm, ["arc_easy"], options=fewer, context=context)
+    parts = task_manager(["arc_easy_local"], folder).load(["arc_easy_local"])["tasks"]
+    splits = parts["arc_easy"].dataset
+    splits["test"] = splits["test"].select(range(2))
+    for tasks, limit in ((["arc_easy"], 2), ({"arc_easy": BenchmarkTask(parts, "")}, None)):
+        fewer = dataclasses.replace(options, batch_size=4, limit=limit)
+        with pytest.raises(UserError, match=r"some/new: its answers are of .*, other options or questions"):
+            evaluate_tasks(lm, tasks, options=fewer, context=context)
 
 
 @functools.cache
@@ -210,8 +215,6 @@ def test_the_answers_are_a_table(run, capsys):
 
 def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
     """TruthfulQA's mc2: the options in which the harness counts probability are the right ones."""
-    from calibjax.eval.tasks.local_data import task_manager
-
     task = task_manager(["truthfulqa_mc2_local"], material[0]).load(["truthfulqa_mc2_local"])["tasks"]["truthfulqa_mc2"]
     for n, row in enumerate(material[3]):
         right = right_options(task, task.eval_docs[n])
@@ -341,7 +344,6 @@ def test_the_harness_has_its_own_figures(material):
     from lm_eval.filters import build_filter_ensemble
 
     from calibjax.eval.tasks.harness import HarnessLM
-    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
 
     folder, lm, *_ = material
     (task,) = task_manager(["triviaqa_local"], folder).load(["triviaqa_local"])["tasks"].values()
@@ -356,8 +358,6 @@ def test_the_harness_has_its_own_figures(material):
 
 
 def test_answers_that_are_not_read_are_refused_before_any_question(material, monkeypatch):
-    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
-
     parts = task_manager(["triviaqa_local"], material[0]).load(["triviaqa_local"])["tasks"]
     splits = parts["triviaqa"].dataset
     splits["validation"] = splits["validation"].rename_column("answer", "target")
@@ -384,7 +384,6 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     from lm_eval.api.samplers import ContextSampler
 
     from calibjax.eval.tasks.harness import Chat, HarnessLM
-    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
     from calibjax.eval.tasks.scoring import Continuation
 
     folder, lm, *_ = material
@@ -451,7 +450,6 @@ def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
 def test_all_subjects_of_mmlu(tmp_path):
     """57 subjects of real questions: what is set aside for a fit, and the figures over all of them."""
     from calibjax.eval.tasks.harness import HarnessLM
-    from calibjax.eval.tasks.local_data import BenchmarkTask, task_manager
 
     assets = data_path("mmlu").parents[1]
     loaded = task_manager(["mmlu_local"], assets).load(["mmlu_local"])["tasks"]

@@ -31,6 +31,7 @@ from calibjax.eval.tasks.written import WrittenAnswers
 from calibjax.heads import FittedHead
 from calibjax.metrics import CalibrationSums, Closed
 from calibjax.models import LanguageModel
+from calibjax.runtime.checksums import json_digest
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, together
 from calibjax.runtime.errors import UserError
@@ -99,6 +100,9 @@ def evaluate_tasks(
     heads = {**compared, **heads}
     if context.directory is not None:
         settings = {**options_identity(options), "seed": context.seed, "chat": None if chat is None else list(chat)}
+        for name, task in tasks.items():
+            documents = [str(document) for part in task.parts.values() for document in part.eval_docs]
+            settings[f"questions of {name}"] = json_digest(documents)
         claim_answers(context.directory, lm, heads, settings)
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
