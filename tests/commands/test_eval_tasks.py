@@ -226,6 +226,22 @@ def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
     assert results["methods"]["uncalibrated"]["nll"] is None
 
 
+def test_a_question_without_its_right_option_is_answered_wrongly():
+    """As by the harness: of a label that is no option, or past the last one."""
+    from datasets import Dataset, DatasetDict
+    from lm_eval.api.task import ConfigurableTask
+
+    labels = {"w2": [1], "w3": [], "7": [], "-1": []}
+    splits = DatasetDict(test=Dataset.from_list([{"question": "w0", "label": label} for label in labels]))
+    config = {"task": "x", "output_type": "multiple_choice", "test_split": "test", "custom_dataset": lambda **_: splits}
+    config |= {"doc_to_text": "{{question}}", "doc_to_choice": ["w1", "w2"], "doc_to_target": "{{label}}"}
+    task = ConfigurableTask(config=config)
+    for document in task.eval_docs:
+        right = right_options(task, document)
+        assert right == labels[document["label"]]
+        assert task.process_results(document, [(-2.0, False), (-1.0, False)])["acc"] == (1 in right)
+
+
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
     """Nor does it resume a run of other questions."""
     monkeypatch.setattr(TaskQuestions, "batches", None)

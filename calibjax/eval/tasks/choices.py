@@ -151,10 +151,11 @@ def confidences(method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.
 
 
 def right_options(task: "ConfigurableTask", document: dict[str, Any]) -> list[int]:
-    """Indices of the correct options of a question; several in TruthfulQA's mc2."""
+    """Indices of the correct options of a question: several in TruthfulQA's mc2, none where it has no such option."""
     if task.config.task == "truthfulqa_mc2":
         return np.flatnonzero(document["mc2_targets"]["labels"]).tolist()
     right: Any = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     choices = task.doc_to_choice(document)
     answers = right if isinstance(right, list) else [right]
-    return [choices.index(answer) if isinstance(answer, str) else int(answer) for answer in answers]
+    places = [choices.index(answer) if answer in choices else answer for answer in answers]
+    return [int(place) for place in places if not isinstance(place, str) and 0 <= place < len(choices)]
