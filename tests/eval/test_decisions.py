@@ -113,6 +113,8 @@ def test_by_hand():
     assert decisions.set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf
     for count, threshold in ((50, np.inf), (51, -np.inf)):  # 0.9^50 = 0.0052 is above 0.1/20, and 0.9^51 below
         assert decisions.selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
+    pairs = confidence[:, None] * [1, -1] + [0, 1]
+    assert decisions.decide(pairs, correct.astype(float)) == decisions.decide(pairs, correct)  # labels as floats
 
 
 @pytest.mark.parametrize(

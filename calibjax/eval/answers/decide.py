@@ -105,7 +105,7 @@ def decide(
     for name, at in rows.items():
         top, is_right = confidence[at], correct[at]
         if confidence.ndim == 2:
-            options, labels = top, is_right
+            options, labels = top, is_right.astype(int)
             top, is_right = options.max(axis=1), options.argmax(axis=1) == labels
         if answer is not None:
             categories[name] = {"claims": _claims(top, is_right, np.asarray(answer)[at], risk)}
