@@ -22,7 +22,7 @@ Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
 
 _WIDTH = 16  # texts to embed are padded to a multiple of this
-_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+\b)?")
 
 
 def _numbered(keys: Sequence[object]) -> list[int]:
@@ -66,8 +66,8 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
     """Answers with the same last number; those without a number are compared by `normalised_clusters`.
 
     Example:
-        >>> numeric_clusters("6 times 200?", ["It is 1,200.", "6 x 200 = 1200.0", "1,300", "many"])
-        [0, 0, 1, 2]
+        >>> numeric_clusters("6 times 200?", ["It is 1,200.", "6 x 200 = 1200.0", "1.2e3", "3", "many"])
+        [0, 0, 0, 1, 2]
     """
     values = [last_number(answer) for answer in answers]
     keys = [plain_text(answer) if value is None else value for value, answer in zip(values, answers, strict=True)]
