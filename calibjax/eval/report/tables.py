@@ -418,7 +418,7 @@ def layer_tables(document: Document) -> list[TextTable]:
                 "accuracy": _figure("held_out", "accuracy"),
                 "confidence": _figure("held_out", "confidence"),
                 "ECE, half that chooses": show("fit", "ece"),
-                "": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
+                "edit": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
             },
         ),
         table_of(

@@ -98,9 +98,7 @@ def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, Fitted
         except ValueError as error:
             raise UserError(f"{file}: not readable ({error}). Choose another directory, or remove this one.") from error
         if not same:
-            different = (
-                "its answers are of a model or head with other weights or dtype, other options or questions"
-            )
+            different = "its answers are of a model or head with other weights or dtype, other options or questions"
             raise UserError(f"{directory}: {different}. Choose another directory, or remove this one.")
 
     on_first(claim)
