@@ -11,11 +11,13 @@ from scipy.special import log_softmax
 from tiny import make_lm, make_sequences, ragged, silent
 
 from calibjax import metrics, models
+from calibjax.eval.layers import analysis
 from calibjax.eval.layers import directions as edits
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.layers.layers import correction_phase, correction_test, layer_outputs, layers_json, make_readout
 from calibjax.kernels import vocab_stats
 from calibjax.models import LanguageModel
+from calibjax.nn.experts import Mixture
 from calibjax.runtime.errors import UserError
 
 LM = make_lm(num_layers=3)
@@ -84,6 +86,13 @@ def test_targets_that_count():
     for given, message in (({"letters": LETTERS}, "^letters"), ({}, "two sequences")):
         with pytest.raises(UserError, match=message):
             evaluate_layers(LM, SEQUENCES, SEQUENCES.take(np.arange(1 + len(given))), options, silent(), **given)
+
+
+def test_mixtures_are_refused_before_any_sequence_is_read(monkeypatch):
+    monkeypatch.setattr(analysis, "layer_outputs", None)
+    mixture = make_lm(family="mixtral", mixture=Mixture(experts=4, per_token=2))
+    with pytest.raises(UserError, match="mixture of experts"):
+        evaluate_layers(mixture, SEQUENCES, SEQUENCES, context=silent())
 
 
 def test_questions_of_any_length_are_read_as_they_are_alone():

@@ -111,18 +111,17 @@ def evaluate_layers(
     run_options: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
     with jax.set_mesh(context.mesh):
-        readout = make_readout(lm, letters)
+        readout, space = make_readout(lm, letters), directions.null_space(lm)
+        neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)  # refuses mixtures of experts
         outputs = layer_outputs(lm, both, readout, **run_options)
         # At the last layer, of the tokens to fit on, which stand before those held out.
         confidence = outputs.confidence[-1, : counts[0]]
         correct = outputs.correct[-1, : counts[0]]
         sets = directions.choose_sets(options.direction, confidence, correct)
         fitted = directions.find_directions(lm, fit, readout, sets, **run_options)
-        space = directions.null_space(lm)
         binned = {**run_options, **binning}
         on_fit = directions.sweep(lm, fit, readout, fitted, swept, options.strengths, **binned)
         on_held_out = directions.sweep(lm, held_out, readout, fitted, swept, options.strengths, **binned)
-        neurons = directions.entropy_neurons(lm, space, layers=options.neuron_layers)
         ablation = directions.ablate(lm, (fit, held_out), readout, neurons, space, **binned)
     layers = layers_json(outputs, **binning, settled_fraction=options.settled, seed=context.seed)
     chosen = directions.choose_edit(on_fit)
