@@ -29,22 +29,13 @@ def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
     """Distinct n-grams of all texts as a fraction of all n-grams (Li et al. 2016, arXiv 1510.03055, section 5).
 
     In (0, 1], or NaN if no text has n words. It falls with the amount of text: compare equal amounts.
-
-    Example:
-        >>> distinct_n([["a", "b", "a"], ["a", "b"]], 2)
-        0.6666666666666666
     """
     grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
     return len(set(grams)) / len(grams) if grams else float("nan")
 
 
 def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
-    """Fraction of a text's n-grams that occurred earlier in it; mean over the texts of at least n words.
-
-    Example:
-        >>> repetition([["a", "a", "a", "a"]], 1)
-        0.75
-    """
+    """Fraction of a text's n-grams that occurred earlier in it; mean over the texts of at least n words."""
     fractions = [1 - distinct_n([text], n) for text in texts if len(text) >= n]
     return float(np.mean(fractions)) if fractions else float("nan")
 

@@ -32,22 +32,12 @@ def _numbered(keys: Sequence[object]) -> list[int]:
 
 
 def exact_clusters(question: str, answers: Sequence[str]) -> list[int]:
-    """Answers that are equal but for space around them.
-
-    Example:
-        >>> exact_clusters("Which city?", ["Bonn", " Bonn", "bonn"])
-        [0, 0, 1]
-    """
+    """Answers that are equal but for space around them."""
     return _numbered([answer.strip() for answer in answers])
 
 
 def normalised_clusters(question: str, answers: Sequence[str]) -> list[int]:
-    """Answers that are equal but for case, punctuation, articles and spaces, as `string_match` compares them.
-
-    Example:
-        >>> normalised_clusters("Which vegetable?", ["The onion.", "onion", "onions"])
-        [0, 0, 1]
-    """
+    """Answers that are equal but for case, punctuation, articles and spaces, as `string_match` compares them."""
     return _numbered([plain_text(answer) for answer in answers])
 
 

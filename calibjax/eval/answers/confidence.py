@@ -69,8 +69,6 @@ def answer_confidence(
         full_vocabulary [0.3]
         arithmetic_mean [0.15]
         length_normalised [0.132]
-        >>> answer_confidence("first_second", jnp.array([[7, 3, 3, 3]])).tolist()
-        [0.5]
     """
     if method not in DESCRIPTIONS:
         raise ValueError(f"method: expected one of {', '.join(DESCRIPTIONS)}, got {method!r}.")
@@ -132,11 +130,6 @@ def token_confidence(
 
     `distributions` are at each token the entropy, nats, and the log-probabilities of K >= 2 tokens, largest first.
     Raises ValueError for an unknown method.
-
-    Example:
-        >>> p, entropy = jnp.array([[[0.5, 0.5]]]), jnp.log(jnp.array([[[4.0]]]))
-        >>> token_confidence("token_entropy", jnp.zeros((1, 1)), jnp.concatenate([entropy, jnp.log(p)], -1)).tolist()
-        [0.25]
     """
     is_token = jnp.isfinite(tokens)
     count = jnp.maximum(jnp.sum(is_token, axis=-1), 1)
@@ -171,10 +164,6 @@ def semantic_confidence(
 
     Without `log_probs` it is the consistency of the answer, #{k: c_k = a}/K: for samples that are drawn independently
     of the answer, an unbiased estimate of that probability. With them, Σ_k 1[c_k = a] p_k / Σ_k p_k.
-
-    Example:
-        >>> semantic_confidence(jnp.array([[0, 0, 1, 0]]), jnp.array([0])).tolist()
-        [0.75]
     """
     weights = _weights(clusters, log_probs)
     return jnp.minimum(jnp.sum(jnp.where(clusters == answer[:, None], weights, 0.0), axis=-1), 1.0)
@@ -185,10 +174,6 @@ def trace_confidence(probabilities: Sequence[float], window: int = 2048) -> tupl
 
     Weights of its vote: "lowest group" and "tail" confidence of DeepConf (arXiv 2508.15260), where the confidence of a
     token is minus the mean log-probability of the most likely ones; here it is its own calibrated probability.
-
-    Example:
-        >>> trace_confidence([0.5, 0.25, 0.75, 1.0], window=2)
-        (0.375, 0.875)
     """
     sums = np.cumsum([0.0, *probabilities])
     width = min(window, len(sums) - 1)
@@ -223,10 +208,6 @@ def semantic_entropy(
 
     With the log-probabilities of the samples it is the estimator of Farquhar et al. (doi 10.1038/s41586-024-07421-0,
     Methods), who divide them by the samples' lengths; without, their discrete semantic entropy.
-
-    Example:
-        >>> f"{float(semantic_entropy(jnp.array([[0, 0, 1, 1]]))[0]):.4f}"
-        '0.6931'
     """
     weights = _weights(clusters, log_probs)
     same = clusters[:, :, None] == clusters[:, None, :]
@@ -239,12 +220,7 @@ def semantic_entropy(
 def entropy_confidence(
     clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None = None
 ) -> Float[Array, " N"]:
-    """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass.
-
-    Example:
-        >>> entropy_confidence(jnp.array([[0, 0, 1, 1], [0, 1, 2, 3]])).round(4).tolist()
-        [0.5, 0.0]
-    """
+    """1 − H/log K, H the `semantic_entropy` of K samples: 1 where all agree, 0 where all differ with equal mass."""
     most = jnp.log(jnp.float32(max(clusters.shape[1], 2)))
     return jnp.clip(1.0 - semantic_entropy(clusters, log_probs) / most, 0.0, 1.0)
 
@@ -252,10 +228,6 @@ def entropy_confidence(
 def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
     """P(True): the probability of the first of two replies, "right" and "wrong", among the two, by their
     log-probabilities (Kadavath et al. 2022, arXiv 2207.05221).
-
-    Example:
-        >>> two_way_confidence(jnp.log(jnp.array([[0.3, 0.1]]))).round(4).tolist()
-        [0.75]
     """
     log_probs = jnp.asarray(log_probs, jnp.float32)
     return jax.nn.sigmoid(log_probs[:, 0] - log_probs[:, 1])

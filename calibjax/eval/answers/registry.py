@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 
 from calibjax.eval.answers import confidence
 from calibjax.eval.answers.probe_features import PROBES
-from calibjax.runtime.arrays import AnyArray
 
 Evidence = dict[str, Any]
 """What is known of the answers to N questions; a confidence needs the fields that `Confidence.fields` names. Arrays:
@@ -69,11 +68,6 @@ def _cocoa(tokens: Any, clusters: Any, answer: Any) -> Float[Array, " N"]:
     return confidence.answer_confidence("length_normalised", tokens) * confidence.semantic_confidence(clusters, answer)
 
 
-def _stated_confidence(stated: Float[AnyArray, " N"]) -> Float[Array, " N"]:
-    """The stated confidence; 0.5 where the statement cannot be read."""
-    return jnp.where(jnp.isnan(stated), 0.5, jnp.asarray(stated, jnp.float32)).astype(jnp.float32)
-
-
 CONFIDENCES: dict[str, Confidence] = {
     **_by_name(get_args(confidence.TextConfidence), confidence.answer_confidence, "tokens"),
     **_by_name(get_args(confidence.DistributionConfidence), confidence.token_confidence, "tokens", "distributions"),
@@ -90,7 +84,7 @@ CONFIDENCES: dict[str, Confidence] = {
     "discrete_semantic_entropy": Confidence(confidence.entropy_confidence, ("clusters",)),
     "p_true": Confidence(confidence.two_way_confidence, ("two_way",)),
     "p_not_none": Confidence(confidence.two_way_confidence, ("two_way",)),
-    "verbalised": Confidence(_stated_confidence, ("stated",)),
+    "verbalised": Confidence(lambda x: jnp.where(jnp.isnan(x), 0.5, jnp.asarray(x, jnp.float32)), ("stated",)),
     **{name: Confidence(lambda x: jax.nn.sigmoid(jnp.asarray(x, jnp.float32)), ("log_odds",)) for name in PROBES},
 }
 """Name -> confidence. 1/perplexity of an answer is length_normalised."""

@@ -447,7 +447,20 @@ def layer_tables(document: Document) -> list[TextTable]:
             },
         ),
     ]
-    return [*tables, layer_subjects(document)] if document["subjects"] else tables
+    if document["subjects"]:
+        subjects = table_of(
+            "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
+            document["subjects"],
+            {
+                "subject": show("subject"),
+                unit: show("questions", form=","),
+                "confidence": show("confidence", form=".3f"),
+                "accuracy": _figure("accuracy"),
+                "confidence - accuracy": show("gap", form="+.3f"),
+            },
+        )
+        tables.append(subjects)
+    return tables
 
 
 def layer_table(document: Document) -> TextTable:
@@ -468,21 +481,6 @@ def layer_table(document: Document) -> TextTable:
         },
         order=(3, 2, 7, 1, 5, 6, 4),
         best=(layers["phase"]["settled"],),
-    )
-
-
-def layer_subjects(document: Document) -> TextTable:
-    """A row for each subject, at the last layer."""
-    return table_of(
-        "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
-        document["subjects"],
-        {
-            "subject": show("subject"),
-            unit_of(document["held_out"]): show("questions", form=","),
-            "confidence": show("confidence", form=".3f"),
-            "accuracy": _figure("accuracy"),
-            "confidence - accuracy": show("gap", form="+.3f"),
-        },
     )
 
 

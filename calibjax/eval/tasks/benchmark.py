@@ -253,15 +253,14 @@ def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: C
         row = dict(compared[_closed_for(name, closed)][name])
         del row["parameters"], row["fit_seconds"]
         pair = jnp.asarray(result.outcome.confidence), jnp.asarray(result.outcome.correct)
-        correct = np.asarray(result.outcome.correct)
+        correct = result.outcome.correct
         if ((correct == 0) | (correct == 1)).all():
             interval = wilson_json(int(correct.sum()), len(correct))
         else:
             sums = metrics.pooled_sums(*pair, bins=bins, closed=closed, seed=seed)
             low, high = metrics.percentile_interval(draws_of(sums, seed)["accuracy"])
             interval = {"low": low, "high": high}
-        values = {key: float(metric(*pair)) for key, metric in _FURTHER.items()}
-        further = {key: finite_or_none(value) for key, value in values.items()}
+        further = {key: finite_or_none(float(metric(*pair))) for key, metric in _FURTHER.items()}
         methods[name] = {**row, **further, "accuracy_interval": interval}
     return {
         "tokens": answers.confidence.shape[1],
