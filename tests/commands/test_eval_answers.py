@@ -21,7 +21,6 @@ from calibjax.eval.answers.self_evaluation import TWO_WAY, read_number
 from calibjax.eval.tasks import written
 from calibjax.models import load_model
 from calibjax.models.generate import Sampling, generate
-from calibjax.runtime.errors import UserError
 from calibjax.train.probes import load_probe
 
 TOKENS = ("token_entropy", "probability_margin", "deepconf_tail", "semantic_density")
@@ -136,8 +135,6 @@ def test_probes(run, material, monkeypatch):
     monkeypatch.setattr(eval_tasks, "fit_probe", None)
     assert eval_tasks.run(probed, log=lambda _: None) == document
     assert (probed.out / "answers" / "triviaqa.jsonl").read_bytes() == before
-    with pytest.raises(UserError, match=r"^fit: it is for multiple choice, and probes"):
-        eval_tasks.run(dataclasses.replace(probed, fit=True), log=lambda _: None)
 
 
 def test_samples_belong_to_their_question(run, tmp_path):

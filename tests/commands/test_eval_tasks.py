@@ -30,6 +30,14 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
+
+import lm_eval
+from lm_eval.api.samplers import ContextSampler
+from lm_eval.filters import build_filter_ensemble
+
+from calibjax.eval.tasks.harness import Chat, HarnessLM
+from calibjax.eval.tasks.scoring import Continuation
+
 TEMPERATURE = 2.5
 BINS = 10
 COUNT = 20  # of every task: one compilation of each metric
@@ -214,32 +222,21 @@ def test_the_answers_are_a_table(run, capsys):
 
 
 def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
-    """TruthfulQA's mc2: the options in which the harness counts probability are the right ones."""
+    """TruthfulQA's mc2: the options in which the harness counts probability are the right ones; or none is right."""
     task = task_manager(["truthfulqa_mc2_local"], material[0]).load(["truthfulqa_mc2_local"])["tasks"]["truthfulqa_mc2"]
     for n, row in enumerate(material[3]):
         right = right_options(task, task.eval_docs[n])
         certain = [(0.0 if place in right else -1e3, False) for place in range(len(row["mc2_choices"]))]
         assert task.process_results(task.eval_docs[n], certain)["acc"] == 1
         assert len(right) == sum(row["mc2_labels"])
+    (task,) = task_manager(["arc_easy_local"], material[0]).load(["arc_easy_local"])["tasks"].values()
+    for label, right in (("w99", []), (7, []), (-1, []), (1, [1])):  # without its right option: answered wrongly
+        task.config.doc_to_target = lambda _, label=label: label
+        assert right_options(task, task.eval_docs[0]) == right
+        assert task.process_results(task.eval_docs[0], [(-place % 4, False) for place in range(1, 5)])["acc"] == 0
     results = run[1]["tasks"]["truthfulqa_mc2"]
     assert results["cut"] == len(material[3])  # its primer is longer than the model reads
     assert results["methods"]["uncalibrated"]["nll"] is None
-
-
-def test_a_question_without_its_right_option_is_answered_wrongly():
-    """As by the harness: of a label that is no option, or past the last one."""
-    from datasets import Dataset, DatasetDict
-    from lm_eval.api.task import ConfigurableTask
-
-    labels = {"w2": [1], "w3": [], "7": [], "-1": []}
-    splits = DatasetDict(test=Dataset.from_list([{"question": "w0", "label": label} for label in labels]))
-    config = {"task": "x", "output_type": "multiple_choice", "test_split": "test", "custom_dataset": lambda **_: splits}
-    config |= {"doc_to_text": "{{question}}", "doc_to_choice": ["w1", "w2"], "doc_to_target": "{{label}}"}
-    task = ConfigurableTask(config=config)
-    for document in task.eval_docs:
-        right = right_options(task, document)
-        assert right == labels[document["label"]]
-        assert task.process_results(document, [(-2.0, False), (-1.0, False)])["acc"] == (1 in right)
 
 
 def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
@@ -356,17 +353,11 @@ def test_judges():
 
 def test_the_harness_has_its_own_figures(material):
     """Those of its evaluation, through two filters of a task: the first word of an answer, and the whole."""
-    import lm_eval
-    from lm_eval.filters import build_filter_ensemble
-
-    from calibjax.eval.tasks.harness import HarnessLM
-
     folder, lm, *_ = material
     (task,) = task_manager(["triviaqa_local"], folder).load(["triviaqa_local"])["tasks"].values()
     filters = {"word": ["regex", {"regex_pattern": r"(\w+)"}], "whole": ["remove_whitespace", None]}
     task._filters = [build_filter_ensemble(name, [one, ["take_first", None]]) for name, one in filters.items()]
-    options = TasksOptions(max_new_tokens=4)
-    document = evaluate_tasks(lm, {"triviaqa": BenchmarkTask({"": task}, "")}, options=options)
+    document = evaluate_tasks(lm, {"": BenchmarkTask({"": task}, "")}, options=TasksOptions(max_new_tokens=4))
     model = HarnessLM(lm, {"uncalibrated": FittedHead.constant(lm)}, max_gen_toks=4)
     theirs = lm_eval.evaluate(lm=model, task_dict={"triviaqa": task}, bootstrap_iters=0)["results"]["triviaqa"]
     assert document["held_out"]["harness"] == {f"exact_match,{name}": theirs[f"exact_match,{name}"] for name in filters}
@@ -397,11 +388,6 @@ CHAT_TEMPLATE = (
 )
 def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
-    from lm_eval.api.samplers import ContextSampler
-
-    from calibjax.eval.tasks.harness import Chat, HarnessLM
-    from calibjax.eval.tasks.scoring import Continuation
-
     folder, lm, *_ = material
     assets = data_path("mmlu").parents[1] if task == "mmlu" else folder
     several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
@@ -465,8 +451,6 @@ def test_chat_is_the_default_of_a_model_with_a_template(tmp_path, capsys):
 @pytest.mark.slow
 def test_all_subjects_of_mmlu(tmp_path):
     """57 subjects of real questions: what is set aside for a fit, and the figures over all of them."""
-    from calibjax.eval.tasks.harness import HarnessLM
-
     assets = data_path("mmlu").parents[1]
     loaded = task_manager(["mmlu_local"], assets).load(["mmlu_local"])["tasks"]
     assert len(loaded) == 57

@@ -10,7 +10,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
-from assets import data_path, model_path
+from assets import model_path
 from tiny import dense_log_probs, make_lm, make_sequences, ragged, write_model, write_text
 
 from calibjax.cli import main
@@ -90,18 +90,7 @@ def runs(model, tmp_path_factory):
     """A run over text, twice, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     data = ("--data", str(write_text(folder / "text.jsonl")), "--text-column", "text", "--seq-len", "13")
-    options = (
-        "--model",
-        str(model),
-        "--direction",
-        "confident",
-        "--strengths",
-        "-0.5",
-        "0.5",
-        "--settled",
-        "0.875",
-        "--quiet",
-    )
+    options = f"--model {model} --direction confident --strengths -0.5 0.5 --settled 0.875 --quiet".split()
     said = StringIO()
     with contextlib.redirect_stdout(said):
         assert main(["eval", "layers", *options, *data, "--out", str(folder / "text")]) == 0
@@ -130,25 +119,6 @@ def test_layers_command(runs):
     assert "87.5% of the predictions" in " ".join(printed.split())
     assert printed.strip().splitlines()[-1].startswith(f"results in {out}: report.html")
     assert (out / "report.html").read_text().count("<img ") == 7  # panels
-
-
-@pytest.mark.slow
-def test_layers_of_questions(capsys):
-    """MMLU, letters only, on a model whose tokenizer has neither capitals nor a colon."""
-    source = ("--model", str(model_path("craftgpt-5M")), "--data", str(data_path("mmlu/mmlu.jsonl.gz")))
-    options = ("--max-rows=400", "--max-sequences=24", "--strengths=0.5", "--sweep-layers=6", "--quiet", "--json")
-    assert main(["eval", "layers", *source, "--direction", "confident", *options]) == 0
-    printed = capsys.readouterr()
-    document = json.loads(printed.out)
-    assert document["layers"]["readout"] == "letters only"
-    assert (document["layers"]["tokens"], document["held_out"]["tokens"]) == (24, 12)
-    assert all(row["entropy"]["value"] <= np.log(4) + 1e-6 for row in document["layers"]["curves"])
-    assert "answers a, b, c, d after 'Answer'" in printed.err
-    last, subjects = document["layers"]["curves"][-1], document["subjects"]
-    counts = [row["questions"] for row in subjects]
-    assert sum(counts) == 24
-    confidence = np.average([row["confidence"] for row in subjects], weights=counts)
-    np.testing.assert_allclose(confidence, last["confidence"]["value"])
 
 
 def test_halves_of_questions_are_drawn_and_keep_their_subjects(tmp_path):

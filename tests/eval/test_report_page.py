@@ -118,10 +118,8 @@ def test_runs_have_their_own_conventions(clean):
     one, two = runs(str)[0], runs(str)[1]
     (line,) = page_of.conventions_of([one, two])
     assert line in clean.text
-    for row in two.document["held_out"]["methods"].values():
-        row["ece"] |= {"bins": 30}
-    other = line.replace("2 equal-width bins", "30 equal-width bins")
-    assert page_of.conventions_of([one, two]) == [f"one: {line}", f"two: {other}"]
+    two.document["held_out"]["unit"] = "questions"
+    assert page_of.conventions_of([one, two])[0] == f"one: {line}"
 
 
 def test_tokens_are_coloured_by_their_confidence(benign):
