@@ -21,14 +21,6 @@ GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "answers.json").re
 K = 4
 MEANINGS = np.array([0.5, 0.3, 0.15, 0.05])  # P(meaning) of a question whose answers are known
 EVERY = np.array(list(itertools.product(range(len(MEANINGS)), repeat=K)), np.int32)  # each way to draw K samples
-PROBABILITY = MEANINGS[EVERY].prod(axis=1)
-
-
-def test_consistency_is_unbiased():
-    """Its expectation over everything that could be drawn is the probability of the answer's meaning."""
-    for meaning, truth in enumerate(MEANINGS):
-        got = np.asarray(confidence.semantic_confidence(EVERY, np.full(len(EVERY), meaning)), np.float64)
-        assert abs((PROBABILITY * got).sum() - truth) < 1e-6
 
 
 def test_weights_are_probabilities_of_the_samples():
