@@ -102,13 +102,11 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         if needed_statistics or None in heads:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
         per_method = []
-        for head, log_scale in zip(heads, log_scales, strict=True):
-            stats = base
+        for head, known_log_scale in zip(heads, log_scales, strict=True):
             if head is None:
-                log_scale = zeros
+                stats, log_scale = base, zeros
             else:
-                if log_scale is None:
-                    log_scale = log_scale_of(head, tokens, base)
+                log_scale = log_scale_of(head, tokens, base) if known_log_scale is None else known_log_scale
                 # The other statistics do not depend on the scale.
                 scaled = stats_of(log_scale, statistics=_STATISTICS if base is None else ("log_normalizer",))
                 base = scaled if base is None else base

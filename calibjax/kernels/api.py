@@ -421,7 +421,8 @@ def _describe(dispatch: Dispatch, name: str, chosen: str | None) -> str:
     if runs and name == chosen:
         note = f"chosen: {note}"
     elif runs:
-        note = f"{'comes later' if dispatch.implementation is None else 'not requested'} (could: {note})"
+        reason = "comes later" if dispatch.implementation is None else "not requested"
+        note = f"{reason} (could: {note})"
     return f"  {name:<11} {note}"
 
 

@@ -145,7 +145,7 @@ class Chunked(Implementation):
         scale = options.scales_of_sums(inputs)
         vocab_size = unembedding.shape[0]
         linear_mean = "total" in needed and options.softcap is None
-        per_piece = needed - ({"expected_row", "total"} if linear_mean else {"expected_row"})
+        computed_apart = {"expected_row", "total"} if linear_mean else {"expected_row"}
 
         def step(total: Moments | None, start: Array | int, width: int, _: None) -> tuple[Moments, Array | None]:
             weights = None
@@ -153,7 +153,7 @@ class Chunked(Implementation):
                 weights, z = _block_logits(options, inputs, start, width)
             else:
                 z = jax.lax.dynamic_slice_in_dim(self._logits, start, width, axis=1)
-            moments = stats.moments(z, options.scales or scale, targets, start, per_piece)
+            moments = stats.moments(z, options.scales or scale, targets, start, needed - computed_apart)
             if "expected_row" in needed:
                 assert weights is not None
                 e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))

@@ -51,7 +51,7 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
         _hermite(start, left, end, right, jnp.clip(scale, start, end)),
         extrapolate(right, jnp.where(is_above, scale - end, 0.0)),
     )
-    return jax.tree.map(lambda low, mid, high: jnp.where(is_below, low, jnp.where(is_above, high, mid)), *regions)
+    return jax.tree.map(lambda low, mid, high: jnp.select([is_below, is_above], [low, high], mid), *regions)
 
 
 @interpolate.defjvp

@@ -112,14 +112,17 @@ def forward(
         needed |= {"expected_row"}
     moments, saved = call.implementation.forward(call.options, needed, save, inputs)
     log_weight, shift, variance = moments.cumulants()
-    is_relative = call.options.scales is not None
+    log_normalizer, expected_logit = log_weight, shift  # relative to the largest logit
+    if call.options.scales is None:
+        log_normalizer = inputs.scale * moments.max_logit + log_weight
+        expected_logit = None if shift is None else moments.max_logit + shift
     outputs = {
-        "log_normalizer": log_weight if is_relative else inputs.scale * moments.max_logit + log_weight,
+        "log_normalizer": log_normalizer,
         "target_logit": moments.target,
         "mean_logit": None if moments.total is None else moments.total / inputs.unembedding.shape[0],
         "max_logit": moments.max_logit,
         "argmax": moments.argmax,
-        "expected_logit": shift if shift is None or is_relative else moments.max_logit + shift,
+        "expected_logit": expected_logit,
         "logit_variance": variance,
     }
     outputs = {name: x for name, x in outputs.items() if x is not None and name in statistics}
@@ -165,10 +168,9 @@ def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotange
     zero = jax.custom_derivatives.SymbolicZero
     g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
     derivatives, input_residuals = residuals
-    d_scale = None
-    for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives, strict=True):
-        if name in g and derivative is not None:
-            d_scale = g[name] * derivative if d_scale is None else d_scale + g[name] * derivative
+    pairs = zip(("log_normalizer", "expected_logit"), derivatives, strict=True)
+    terms = [g[name] * derivative for name, derivative in pairs if name in g and derivative is not None]
+    d_scale = sum(terms[1:], start=terms[0]) if terms else None
     gradients = Gradients()
     if input_residuals is not None:
         cast = []

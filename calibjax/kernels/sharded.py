@@ -365,8 +365,8 @@ class Sharded(Implementation):
             if tail is not None:
                 tail_moments, saved_tail = step(None, inputs._replace(**tail), tail_start, None)
                 if tail_moments.expected_row is not None and sharding.vocab:
-                    once = jax.lax.axis_index(sharding.vocab) == 0
-                    tail_row = jnp.where(once, tail_moments.expected_row, 0)
+                    is_first_shard = jax.lax.axis_index(sharding.vocab) == 0
+                    tail_row = jnp.where(is_first_shard, tail_moments.expected_row, 0)
                     tail_moments = tail_moments._replace(expected_row=tail_row)
                 total = stats.merge(total, tail_moments, scale)
             per_device = (total.expected_row, (saved, saved_tail))
@@ -412,10 +412,13 @@ class Sharded(Implementation):
                 new = gradients(part, start, saved)
                 return _add(d_hidden, new.hidden), (stored(new.unembedding), new.bias)
 
+            def join_pieces(x: Array) -> Array:
+                return x.reshape(-1, *x.shape[2:])  # [pieces, rows, ...] as [pieces · rows, ...]
+
             needs_zeros = sharding.width and "hidden" in wanted
             zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
             d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
-            d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
+            d_unembedding, d_bias = jax.tree.map(join_pieces, d_pieces)
             if expected_row is not None and softmax is not None:
                 summed = softmax[:, None] * expected_row.astype(jnp.float32)
                 if inputs.valid is not None:

@@ -189,7 +189,8 @@ def error_comparison(
     for family in (observed, observed.smoothed()):
         starts = family.starts(tails, signs)
         pairs = np.repeat(starts, 2, axis=0)  # the low and the high end of each start
-        ends.append(family.errors_at(len(tails) * _tails(level), pairs, signs, (-reach, reach)))
+        tails_of_pairs = _tails(level) * len(tails)
+        ends.append(family.errors_at(tails_of_pairs, pairs, signs, (-reach, reach)))
         for drawn in family.drawn(family.equal(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
             fraction_above, p = sign_test(above, below, resamples)

@@ -82,7 +82,7 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     n = below[-1]
     per_run = jnp.floor(n / bins)
     k = jnp.arange(1, bins, dtype=jnp.float32)
-    last = k * per_run + jnp.minimum(k, n - per_run * bins)  # points in the first k runs
+    last = k * per_run + jnp.minimum(k, n - per_run * bins)  # points in the first k runs: 3, 5 of 7 in 3 bins
     # The last confidence of run k is the first whose cumulative weight reaches `last`.
     at = _search(below, last, "left")
     edges = confidence[order][jnp.minimum(at, len(order) - 1)]

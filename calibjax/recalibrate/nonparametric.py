@@ -96,7 +96,7 @@ def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:
         while len(hull) > 1 and turn(hull[-2], hull[-1], point) <= 0:
             hull.pop()
         hull.append(point)
-    hull.reverse()
+    hull.reverse()  # now its last point is the leftmost
     values = []
     for step in steps:
         slope = hull[-2] - hull[-1]

@@ -70,11 +70,7 @@ class TaskQuestions:
                 raise UserError(f"fit: it fits a temperature over options, and the task {name} has none.")
             if kind not in ("multiple_choice", "generate_until"):
                 raise UserError(f"task {name}: expected multiple choice or free text, got {kind}.")
-            split = _example_split(task)
-            evaluated = task.config.test_split or task.config.validation_split
-            listed = task.fewshot_cfg.samples
-            examples = 0 if split is None or split == evaluated else len(task.dataset[split])
-            examples = len(listed() if callable(listed) else listed) if listed else examples
+            examples = _example_count(task)
             if shots > examples:
                 raise UserError(f"shots: expected at most the {examples} examples of the task {name}, got {shots}.")
             if kind == "generate_until":
@@ -164,6 +160,15 @@ def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:
 def _example_split(task: "ConfigurableTask") -> str | None:
     splits = (task.fewshot_cfg.split, task.config.training_split, task.config.validation_split)
     return next((split for split in splits if split and split != task.config.test_split), None)
+
+
+def _example_count(task: "ConfigurableTask") -> int:
+    """The number of examples that can stand before a question."""
+    listed = task.fewshot_cfg.samples
+    if listed:
+        return len(listed() if callable(listed) else listed)
+    split, evaluated = _example_split(task), task.config.test_split or task.config.validation_split
+    return 0 if split is None or split == evaluated else len(task.dataset[split])
 
 
 def harness_metrics(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

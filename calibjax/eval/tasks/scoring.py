@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -160,8 +159,10 @@ class Scorer:
 
     def _width(self, length: int) -> int:
         """16, 24, 32, 48, 64, ... columns: at most 50% of padding, and few compiled programs."""
-        widths = (width for n in itertools.count(4) for width in (2**n, 3 * 2 ** (n - 1)))
-        return min(next(width for width in widths if width >= length), self.max_length)
+        power = 2 ** max((length - 1).bit_length(), 4)
+        three_quarters = 3 * power // 4
+        width = three_quarters if power > 16 and length <= three_quarters else power
+        return min(width, self.max_length)
 
     def _after_prefixes(
         self, requests: Sequence[Continuation], groups: Sequence[_Group], top_k: int
@@ -178,22 +179,24 @@ class Scorer:
         caches = _prefix_caches(lm.config, lm.dtype, self._configs, self._head_arrays, self._frozen, placed)
         widest = self._width(max(len(row.tokens) for group in groups for row in group.rows))
         empty = _Row([], [], [], {})
-        start, count = 0, max(len(group.rows) for group in groups)
-        while start < count:
-            left = [group.rows[start:] for group in groups]
-            width = widest
-            if 4 * max(len(rows[0].tokens) for rows in left if rows) <= widest:  # one more program, for short last rows
-                width = widest // 4
-            fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
-            rows_left = count - start
-            step = min(fitting_rows, 2 ** rows_left.bit_length())
-            while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
-                step //= 2
+        left = [group.rows for group in groups]
+        while any(left):
+            step, width = self._next_rows(left, widest)
             parts = [rows[:step] for rows in left]
             parts += [[]] * (self._shards - len(parts))
             rows = [row for part in parts for row in part + [empty] * (step - len(part))]
             yield from self._batch(requests, rows, (len(rows), width), top_k, caches)
-            start += step
+            left = [rows[step:] for rows in left]
+
+    def _next_rows(self, left: Sequence[Sequence[_Row]], widest: int) -> tuple[int, int]:
+        """How many rows of each part are scored next, and in how many columns."""
+        longest = max(len(rows[0].tokens) for rows in left if rows)
+        width = widest // 4 if 4 * longest <= widest else widest  # one more program, for short last rows
+        fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
+        step = min(fitting_rows, 2 ** max(map(len, left)).bit_length())
+        while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
+            step //= 2
+        return step, width
 
     def _plan(self, requests: Sequence[Continuation]) -> tuple[list[_Group], list[_Row]]:
         """Groups of many requests with a long prefix, and the rows of all others; requests that are read alike share a
