@@ -249,9 +249,9 @@ class Evaluation(NamedTuple):
     document: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        title, names = f"{self.tokens:,} tokens", ("ece", "nll", "brier")
+        title, names = f"{self.tokens:,} tokens", {"ece": "ECE", "nll": "NLL", "brier": "Brier"}
         width = max(map(len, (title, *self.results)))
-        lines = [title.ljust(width) + "".join(f"  {name.upper():<24}" for name in names)]
+        lines = [title.ljust(width) + "".join(f"  {label:<24}" for label in names.values())]
         for method, result in self.results.items():
             intervals = [result[name] for name in names]
             cells = [f"{x.value:.4f} [{x.low:.4f}, {x.high:.4f}]" for x in intervals]
