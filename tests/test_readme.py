@@ -42,8 +42,10 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     blocks, namespace = blocks_of(README), {}
     assert len(blocks) == 4
     assert blocks[0].strip().count("\n") <= 10
+    by_block = []
     for block in blocks:
         run("README.md", block, namespace)
+        by_block.append(dict(namespace))
     assert re.search(r"^ats +\.?\d", capsys.readouterr().out, flags=re.MULTILINE)
     assert float(abs(namespace["gradient"]).max()) > 0
     # The blocks compute what `evaluate` prints.
@@ -52,7 +54,7 @@ def test_python_blocks_run(tmp_path, capsys, monkeypatch):
     assert held_out.segment_ids.max() > 1
     assert not held_out.where.all()
     assert float(namespace["value"]) == pytest.approx(rows["uncalibrated"]["nll"], rel=1e-5)
-    confidence = np.asarray(namespace["confidence"])[held_out.where]
+    confidence = np.asarray(by_block[1]["confidence"])[held_out.where]
     assert confidence.mean() == pytest.approx(rows["ats"]["confidence"], rel=1e-5)
 
 
