@@ -138,7 +138,7 @@ def _print(document: Document, options: ApplyOptions) -> None:
         return
     before, after = ("inf" if row["log_loss"] is None else short(row["log_loss"]) for row in figures.values())
     difference = document.get("against_uncalibrated", {}).get("log_loss")
-    better = after != before == "inf" if difference is None else is_lower(difference)
+    better = before == "inf" and after != "inf" if difference is None else is_lower(difference)
     line = f"log loss {after} with {name} against {before} uncalibrated"
     line += "" if difference is None else f" ({interval(difference)})"
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]

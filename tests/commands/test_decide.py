@@ -48,6 +48,8 @@ def test_each_category_has_its_threshold(capsys, table, tmp_path):
     assert json.loads((tmp_path / "d.json").read_text()) == found
     zero, one = (found["categories"][f"kind {number}"]["answers"]["answered"] for number in (0, 1))
     assert one < 0.2 < 0.9 < zero
+    found = decided(capsys, "--table", table[0], "--columns", "confidence=consistency")["thresholds"]["average"]
+    assert found["answered"] == (np.round(table[1] * 8) / 8 > found["threshold"]).mean()
 
 
 def test_claims_of_answers(capsys, table, tmp_path):
@@ -153,6 +155,10 @@ def test_sets_of_options(capsys, tmp_path, columns):
     assert row["right_in_set"] == (of_right >= np.sort(of_right)[int(0.1 * (ROWS + 1)) - 1]).mean()
     assert row["right_in_set"] == (of_right >= row["threshold"]).mean()
     assert row["mean_size"] == (p >= row["threshold"]).sum(axis=1).mean()
+    row = found["options_aps"]
+    scores = 1 - (p[:, None, :] * (p[:, None, :] > p[:, :, None])).sum(axis=2)
+    assert row["right_in_set"] == (scores[np.arange(ROWS), label] >= row["threshold"]).mean()
+    assert row["mean_size"] == (scores >= row["threshold"]).sum(axis=1).mean()
 
 
 def test_sets_with_tied_probabilities(capsys, tmp_path):

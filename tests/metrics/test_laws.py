@@ -203,6 +203,8 @@ def test_resampling_refuses_weights():
     assert same[0] == same[1]
     with pytest.raises(ValueError, match="where: expected True or False"):
         metrics.metric_interval(metrics.auroc, c, y, where=masked / 4, resamples=9)
+    with pytest.raises(ValueError, match="where: expected True or False"):
+        metrics.paired_comparison(metrics.brier_score, (c, y), (c, y), where=masked * 2, resamples=9)
 
 
 def test_nothing_to_say():

@@ -230,12 +230,8 @@ def test_tokenizers(tmp_path, name):
     [
         ("llama", "llama-bpe", "12 ab", [0, 13, 8, 10]),  # `ignore_merges` of llama.cpp and tokenizer.json
         ("llama", "smollm", "12 ab", [0, 6, 7, 8, 10]),
-        (
-            "phi3",
-            None,
-            "<|user|>\na</s> \na<|endoftext|>\na",
-            [1, 7, 6, 2, 6, 8, 4, 3, 5],
-        ),  # `rstrip` of tokenizer.json
+        # `rstrip` of tokenizer.json
+        ("phi3", None, "<|user|>\na</s> \na<|endoftext|>\na", [1, 7, 6, 2, 6, 8, 4, 3, 5]),
         ("llama", None, "<|user|>\na", [1, 7, 4, 3, 5]),
     ],
 )
