@@ -282,6 +282,8 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
     columns = [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"two columns of the same name: {', '.join(columns)}")
     before, start = start - 1, start + rows.line_num
     try:
         for cells in rows:

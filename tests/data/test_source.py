@@ -132,6 +132,7 @@ def test_a_path_that_exists_is_that_path(tmp_path, monkeypatch, folder):
         ("a.csv", b"text,n\none,1\ntwo\n", r"line 3: expected 2 cells separated by ',', as in the first line, got 1"),
         ("a.csv", b'text,n\n"one\n\n",1\n\xff,2\n', r"line 5: invalid UTF-8"),
         ("a.csv", b'text,n\n"one\n\n",1\nx,"2\ny,3\n', r"line 5: unexpected end"),
+        ("a.csv", b"x,x (1),x\n1,2,3\n", r"two columns .*x \(1\)"),
         ("a.tsv", b'n\ttext\n1\t"one\n2\ttwo\n3\t"three\n', r"line 2: .* expected after"),
         ("a.parquet", b"no parquet", r"a\.parquet cannot be read as parquet"),
         ("cut.jsonl.gz", gzip.compress(JSONL * 1000, mtime=0)[:-40], "cannot be read as gzipped json"),
