@@ -9,11 +9,12 @@ import numpy as np
 from calibjax.data.chat_template import Tokenizer
 from calibjax.data.examples import Example
 from calibjax.data.sequences import Sequences, make_sequences
-from calibjax.data.source import Row, Rows, Skipped, is_text
+from calibjax.data.source import Row, Rows, Skipped, is_text, with_names
 from calibjax.runtime.errors import UserError
 
 # Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
+_COLUMNS = ("question", "choices", "answer", "subject")
 
 
 class Choices(NamedTuple):
@@ -30,7 +31,7 @@ class Choices(NamedTuple):
 
 def is_multiple_choice(rows: Rows) -> bool:
     """Whether rows have the columns question, choices (a list) and answer (the index of the right one)."""
-    return all(name in rows.first for name in ("question", "choices", "answer"))
+    return {"question", "choices", "answer"} <= with_names(rows.first, _COLUMNS).keys()
 
 
 def choice_sequences(
@@ -49,10 +50,11 @@ def choice_sequences(
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
     """
-    count = len(_choices(rows.first, rows.name))
+    count = len(_choices(with_names(rows.first, _COLUMNS), rows.name))
     cue, letters = _letter_ids(tokenizer, count)
     texts, places, subjects, skipped = [], [], [], Skipped()
-    for place, row in rows.placed(skipped):
+    for place, named in rows.placed(skipped):
+        row = with_names(named, _COLUMNS)
         choices = _choices(row, place)
         answer = row.get("answer")
         if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:

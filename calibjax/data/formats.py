@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from calibjax.data.source import Row, Rows, is_text
+from calibjax.data.source import Row, Rows, is_text, with_names
 from calibjax.runtime.errors import UserError
 
 _INPUTS = ("input", "context")
@@ -18,6 +18,8 @@ _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("text", ("text", "content", "document")),
 )
 """Kinds of formats, each with the names of its columns; the first that fits the columns of a row is taken."""
+_BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs")
+COLUMNS = (*_BESIDE, *(name for _, *roles in _FORMATS for names in roles for name in names))
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,21 @@ def recognise(
 
 def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
     rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
-    columns = list(rows.first)
+    columns = rows.first
     plain = "document" if rows.documents else "text"
     if text_column is not None:
         if text_column not in columns:
             raise UserError(f"text_column={text_column!r} is missing. The columns are: {', '.join(columns)}.")
         return Format(plain, (text_column,))
 
+    columns = with_names(columns, COLUMNS)
     for kind, *roles in _FORMATS:
         present = [next((name for name in names if name in columns), None) for names in roles]
         if None not in present:
             return Format(plain if kind == "text" else kind, tuple(map(str, present)))
     expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]
     hint = "To read one column as plain text, name it by --text-column (`text_column`)."
-    raise UserError(f"no format fits the columns {', '.join(columns)}. Expected {', or '.join(expected)}. {hint}")
+    raise UserError(f"no format fits the columns {', '.join(rows.first)}. Expected {', or '.join(expected)}. {hint}")
 
 
 def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:

@@ -8,8 +8,8 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from calibjax.data.chat_template import Tokenizer, render_chat, render_chats
-from calibjax.data.formats import SEPARATOR, Conversation, Format, Message, read_conversation, string_at
-from calibjax.data.source import Row, is_text
+from calibjax.data.formats import COLUMNS, SEPARATOR, Conversation, Format, Message, read_conversation, string_at
+from calibjax.data.source import Row, is_text, with_names
 from calibjax.runtime.errors import UserError
 
 
@@ -26,6 +26,7 @@ def render_row(row: Row, format: Format, tokenizer: Tokenizer, place: str) -> Re
     Prompts and conversations are rendered with the prompt template that is given, or the tokenizer's chat template;
     without one, messages are joined by blank lines.
     """
+    row = with_names(row, format.columns if format.is_plain else COLUMNS)
     if format.is_plain:
         return Rendered(string_at(row, format.columns[0], place), None)
     if format.prompt_template is not None:

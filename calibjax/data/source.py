@@ -58,6 +58,24 @@ class Rows(Iterable[Row]):
         raise UserError(f"{self.name} holds no rows. Give at least one.")
 
 
+@functools.lru_cache(1024)
+def normalised(name: str) -> str:
+    """The name of a column without what does not count: case, spaces and underscores."""
+    return re.sub(r"[\W_]+", "", name).casefold()
+
+
+def with_names(row: Row, names: Iterable[str]) -> Row:
+    """The row, in which the columns that are called like `names` have these names as well, but for `normalised`."""
+    more = {}
+    for name in (name for name in names if name not in row):
+        columns = [column for column in row if normalised(column) == normalised(name)]
+        if len(columns) > 1:
+            raise UserError(f"several columns could be {name}: {', '.join(columns)}. Rename or remove all but one.")
+        if columns:
+            more[name] = row[columns[0]]
+    return {**row, **more}
+
+
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"row {number} (the first is row 0)", row) for number, row in enumerate(rows))
 

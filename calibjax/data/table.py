@@ -14,7 +14,7 @@ import numpy as np
 
 from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.sequences import first_groups
-from calibjax.data.source import Placed, Rows, Skipped, is_text, read_source
+from calibjax.data.source import Placed, Rows, Skipped, is_text, normalised, read_source
 from calibjax.recalibrate import Predictions
 from calibjax.runtime.errors import UserError, first_line, user_path
 from calibjax.runtime.options import Fraction, check_value
@@ -290,7 +290,7 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
 def _is_read(name: str, named: Set[str]) -> bool:
     """Whether a column may have a role; `named` are the columns that the user gave."""
     return (
-        _normalised(name) in map(_normalised, itertools.chain(*_ROLES.values()))
+        normalised(name) in map(normalised, itertools.chain(*_ROLES.values()))
         or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
         or not named.isdisjoint((name, name.removeprefix("correct_")))
     )
@@ -312,7 +312,7 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         if role in assigned:
             continue
         exact = [name for name in names if name in spellings]
-        similar = [name for name in names if _normalised(name) in map(_normalised, spellings)]
+        similar = [name for name in names if normalised(name) in map(normalised, spellings)]
         # Columns of one name in a CSV file have their numbers after it.
         numbered = [name for name in names if re.sub(r" \(\d+\)$", "", name) in spellings]
         candidates = exact or similar or (numbered if len(numbered) > 1 else [])
@@ -322,10 +322,6 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
         if candidates:
             assigned[role] = candidates[0]
     return assigned
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name).casefold()
 
 
 def _listed(names: Sequence[str]) -> str:

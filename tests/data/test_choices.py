@@ -24,7 +24,7 @@ def character_tokenizer(merges=(), characters=(*string.printable,)):
 QUESTIONS = [
     {"question": "Where?", "choices": ["here", "there", "no"], "answer": 2, "subject": "places"},
     {"question": "When is it that one may ask such a long thing?", "choices": ["now", "then", "no"], "answer": 0},
-    {"question": "Who?", "choices": ["I", "you", "no"], "answer": 1, "subject": "people"},
+    {"Question": "Who?", "choices": ["I", "you", "no"], "answer": 1, "Subject": "people"},
 ]
 ROWS = Rows(QUESTIONS, "made")
 

@@ -57,6 +57,7 @@ ADD = {"instruction": "Add", "input": "1+1", "output": "two"}
     ("row", "template", "eos", "expected"),
     [
         (ADD, None, "</s>", "Add\n\n1+1\n\n[two</s>]"),
+        ({"System": "be", "Instruction": "Add", "INPUT ": "1", "output": "x"}, None, None, "be\n\nAdd\n\n1\n\n[x]"),
         ({"instruction": "Sing", "input": None, "output": "la"}, None, "</s>", "Sing\n\n[la</s>]"),
         (ADD | {"tone": "dry"}, "({tone}) {instruction}: {input}\n", "</s>", "(dry) Add: 1+1\n[two</s>]"),
         ({"messages": [{"role": "assistant", "content": "la"}]}, None, "</s>", "l[a</s>]"),
