@@ -72,6 +72,7 @@ class PlanOptions(JsonOptions):
         dtype: dtype to compute in, and of frozen weights; by default the stored dtype, as for a run on accelerators.
             Trained weights are float32.
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
+        features: what the head reads, for ats; by default as by `train ats`.
         compile: --no-compile reports what follows from the shapes alone.
         sft: how the model is trained; with ats only batch_size is read.
     """
@@ -86,6 +87,7 @@ class PlanOptions(JsonOptions):
     tokens: Annotated[int, Range(1, 10**15)] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     head_kind: HeadKind | None = None
+    features: tuple[str, ...] | None = None
     compile: bool = True
     sft: SftOptions = SftOptions()
 
@@ -94,15 +96,15 @@ class PlanOptions(JsonOptions):
         unread = [field for field in dataclasses.fields(SftOptions) if field.name != "batch_size"]
         not_read = [flag_of(field.name) for field in unread if getattr(self.sft, field.name) != field.default]
         if self.objective == "sft":
-            not_read = [] if self.head_kind is None else ["--head-kind"]
+            not_read = [flag_of(name) for name in ("head_kind", "features") if getattr(self, name) is not None]
         if not_read:
             raise UserError(f"{', '.join(not_read)}: --objective {self.objective} does not read it; leave it out.")
 
     @classmethod
     def planned(cls, command: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """What is read of a run's run.yaml, with the objective; the mesh of the run is not."""
-        fields = {"model", "batch_size", "seq_len", "dtype"}
-        fields |= set(SftOptions.__dataclass_fields__) if command == "train sft" else {"head_kind", "tokens"}
+        method = SftOptions.__dataclass_fields__ if command == "train sft" else ("head_kind", "features", "tokens")
+        fields = {"model", "batch_size", "seq_len", "dtype", *method}
         planned = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
         if command == "train ats":
             name = content.get("recipe", "default")
@@ -125,7 +127,8 @@ def run(options: PlanOptions, log: Log = print) -> Document:
     method = options.sft
     if options.objective == "ats":
         head = options.head_kind or RECIPES["default"]["head_kind"]
-        method = make_plan(AtsOptions(head_kind=head, batch_size=method.batch_size), config.hidden_size)
+        ats = AtsOptions(head_kind=head, features=options.features, batch_size=method.batch_size)
+        method = make_plan(ats, config.hidden_size)
     mesh = mesh_shape(options.mesh, topology.devices)
     job = Job(config, method, options.seq_len or min(1024, config.max_positions), mesh, options.dtype or stored)
     job.check()

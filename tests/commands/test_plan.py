@@ -355,6 +355,9 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "gpt2", dataclasses.replace(SHAPES["gpt2"], max_positions=256))
     found = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
     assert (found["objective"], found["seq"]) == ("ats", 256)
+    file.write_text(f"{file.read_text()}features: [logit_statistics]\n")
+    fewer = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
+    assert fewer["stored_bytes_per_token"] == found["stored_bytes_per_token"] - 768 * 2, "without hidden states"
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: paper\n")
     assert plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")["batch"] == 8
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: papers\n")
