@@ -150,6 +150,8 @@ def test_sequences_of_another_vocabulary(fitted, change, message):
             call()
     with pytest.raises(calibjax.UserError, match="fitted on another base model"):
         calibjax.evaluate(make_lm(seed=1), SEQUENCES, fitted.head, context=silent())
+    with pytest.raises(calibjax.UserError, match=r"uncalibrated .*another"):
+        calibjax.evaluate(LM, SEQUENCES, {"uncalibrated": fitted.head}, context=silent())
 
 
 def test_targets_of_minus_100_count_for_nothing():

@@ -26,6 +26,7 @@ from calibjax.models.own import FrozenModel, check_sequences, place_model
 from calibjax.runtime.arrays import ceil_div, round_up
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh
 
 if TYPE_CHECKING:
@@ -285,7 +286,8 @@ def evaluate(
         `Evaluation`, with "uncalibrated" first. Intervals treat sequences as the independent units.
 
     Raises:
-        UserError: a head belongs to another model, or the data cannot be read or does not fit the model.
+        UserError: a head belongs to another model or is called "uncalibrated", or the data cannot be read or does not
+            fit the model.
 
     Example:
         >>> import calibjax
@@ -296,11 +298,13 @@ def evaluate(
         (760, ['brier', 'ece', 'nll'])
     """
     context = context or RunContext()
+    named = dict(heads or {}) if isinstance(heads, Mapping | None) else {"head": heads}
+    if "uncalibrated" in named:
+        raise UserError("heads: uncalibrated is the name of the base model; give the head another.")
     data = as_sequences(data, lm)
     check_resamples(data, "data")
     check_sequences(lm, data)
     lm = place_model(lm, context.mesh)
-    named = dict(heads or {}) if isinstance(heads, Mapping | None) else {"head": heads}
     for head in named.values():
         check_base(lm, head)
     named = {"uncalibrated": FittedHead.constant(lm), **named}

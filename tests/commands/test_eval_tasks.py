@@ -114,6 +114,9 @@ def test_from_python(material, run, tmp_path):
         fewer = dataclasses.replace(options, batch_size=4, limit=limit)
         with pytest.raises(UserError, match=r"some/new: its answers are of .*, other options or questions"):
             evaluate_tasks(lm, tasks, options=fewer, context=context)
+    for name, more in (("uncalibrated", {}), ("temperature", {"fit": True}), ("correct", {})):
+        with pytest.raises(UserError, match=rf"{name}: the name of"):
+            evaluate_tasks(lm, ["arc_easy"], {name: FittedHead.constant(lm)}, dataclasses.replace(options, **more))
 
 
 @functools.cache

@@ -23,6 +23,8 @@ Samples = list[list[tuple[str, float, float, float]]]
 """Per question and sample: the text, the mean log-probability of its tokens, and its `trace_confidence`."""
 _PER_METHOD = ("confidence", "correct", "choice", "log_prob")
 _PER_QUESTION = ("subject", "cut", "question", "answer", "details")
+COLUMNS = ("question", "answer", "category", "confidence", "correct", "right", "options", "logits", "label")
+"""Columns of a table of answers beside the confidence of each method."""
 
 
 class Answers(NamedTuple):

@@ -14,6 +14,7 @@ from calibjax.eval.compare import Outcome, Result, comparison_json
 from calibjax.eval.figures_json import draws_of, ece_json, finite_or_none, subject_rows, wilson_json
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.tasks.answer_files import (
+    COLUMNS,
     Answers,
     OptionTemperature,
     claim_answers,
@@ -87,6 +88,9 @@ def evaluate_tasks(
     check_options(options)
     heads = {"ats": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     options.check_methods(bool(heads))
+    reserved = {"uncalibrated", *COLUMNS, *options.further_confidences, *(["temperature"] if options.fit else [])}
+    if taken := reserved & heads.keys():
+        raise UserError(f"heads: {', '.join(sorted(taken))}: the name of a row or column beside them; choose another.")
     options = options.resolved()
     if not isinstance(tasks, Mapping):
         names, assets = tuple(tasks), assets_folder(options.assets)
