@@ -65,6 +65,7 @@ def test_claims_of_answers(capsys, table, tmp_path):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"Keep claims with a confidence above {found['threshold']}:" in printed
     assert "the expected fraction of false claims in an answer is at most 0.2" in printed
+    assert main(["decide", "--table", str(file), "--claims", "--level", "0.5"]) == 2
     assert main(["decide", "--table", str(table[0]), "--claims"]) == 2
     assert "has no column group, which tells the answer of a claim" in capsys.readouterr().err
 

@@ -48,7 +48,7 @@ def decide(
             multiple choice; the result then has sets of options that hold the right one, by each of `SET_SCORES`.
         correct: `[N]`, 1 for right and 0 for wrong; with probabilities, the index of the right option.
         risk: largest fraction of wrong answers, in (0, 1).
-        level: probability, over the draw of the data, with which the guarantee on the given answers holds, in (0, 1).
+        level: probability, over the draw of the data, with which the guarantee on "answers" holds, in (0, 1).
         answer: `[N]`, labels. If given, rows are factual claims and a label names the answer that a claim belongs to;
             the threshold then bounds the expected fraction of false claims in an answer.
         category: `[N]`, labels; each category of questions gets its own threshold.
