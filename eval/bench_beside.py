@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 import calibjax
+from calibjax.commands.parser import in_one_line
 
 Jobs = dict[str, dict[str, Callable[[], Any]]]
 """Work -> library -> what to time; the first library is ours."""
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="of this process, for a core that others use too")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds after the first")
     args = parser.parse_args()
+    sys.excepthook = in_one_line
     clock = time.process_time if args.cpu_time else time.perf_counter
     print("| work | library | first | median | times ours |\n|---|---|---|---|---|", flush=True)
     for name in args.jobs:

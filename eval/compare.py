@@ -17,6 +17,7 @@ import numpy as np
 
 import calibjax
 from calibjax import plot, recalibrate
+from calibjax.data.table import read_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,10 @@ class Options:
 
 
 def main(options: Options) -> calibjax.Comparison:
-    arrays = np.load(options.table)
-    logits, labels = arrays["logits"], arrays["labels"]
+    data = read_table(options.table).predictions
+    if data.logits is None:
+        raise calibjax.UserError(f"--table {options.table}: expected logits and labels, got confidences.")
+    logits, labels = np.asarray(data.logits), np.asarray(data.labels)
     fit_rows, held_out_rows = np.array_split(np.random.default_rng(options.seed).permutation(len(labels)), 2)
     fit = recalibrate.Predictions(logits=logits[fit_rows], labels=labels[fit_rows])
     held_out = recalibrate.Predictions(logits=logits[held_out_rows], labels=labels[held_out_rows])

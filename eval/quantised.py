@@ -9,6 +9,7 @@ quantised. Prints a table in Markdown; the files stay in --out.
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 
 import gguf
@@ -16,6 +17,7 @@ import numpy as np
 from gguf.quants import dequantize, quantize
 
 import calibjax
+from calibjax.commands.parser import in_one_line
 
 
 def requantised(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> Path:
@@ -47,6 +49,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=160)
     parser.add_argument("--out", type=Path, default=Path("runs/quantised"))
     args = parser.parse_args()
+    sys.excepthook = in_one_line
+    if not args.model.is_file():
+        parser.error(f"model: expected a GGUF file, {args.model} is none")
     args.out.mkdir(parents=True, exist_ok=True)
     reference_heads = None
     print("| file | uncalibrated: NLL, ECE | own temperature | first file's temperature | own ATS | first file's ATS |")

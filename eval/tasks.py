@@ -11,7 +11,6 @@ templates, written answers and samples, and resumes.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 import calibjax
 from calibjax import recalibrate
+from calibjax.data import read_source
 from calibjax.models import unembed
 
 LETTERS = "ABCDEFGHIJ"
@@ -76,7 +76,9 @@ def letter_logits(lm: calibjax.LanguageModel, rows: Sequence[dict[str, Any]], ba
 
 
 def main(options: Options) -> calibjax.Comparison:
-    rows = [json.loads(line) for line in options.questions.read_text().splitlines() if line.strip()]
+    rows = [dict(row) for row in read_source(options.questions)]
+    if not all({"question", "options", "answer"} <= row.keys() for row in rows):
+        raise calibjax.UserError(f"--questions {options.questions}: expected question, options and answer in each row.")
     with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
         lm = calibjax.load_model(options.model, mesh=mesh)
         logits = letter_logits(lm, rows, options.batch_size)

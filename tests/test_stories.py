@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -113,6 +115,13 @@ def test_compare(tmp_path):
     fitted = calibjax.recalibrate.load(tmp_path / "out" / "method")
     expected = logits[0] - np.log(np.exp(logits[0]).sum())
     np.testing.assert_allclose(fitted(logits=3 * logits[:1])[0], expected, atol=0.15)
+
+
+def test_a_missing_file_is_reported_in_one_line():
+    command = [sys.executable, "eval/compare.py", "--table", "missing.npz", "--out", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert done.stderr == "error: missing.npz: there is no such file.\n"
 
 
 def test_the_figure_of_compare_is_of_the_predictions_of_the_winner(tmp_path, monkeypatch):

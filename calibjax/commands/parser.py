@@ -189,6 +189,8 @@ def parse_script(
 ) -> Options:
     """The options of a script from its command line; an invalid one ends the process with one line.
 
+    So does, if `args` is None, every `UserError` that the script raises afterwards.
+
     Args:
         options_type: a dataclass. Its fields are the flags, with their types and defaults; `--help` prints what the
             `Attributes` of its docstring say of them.
@@ -204,12 +206,22 @@ def parse_script(
         >>> parse_script(Options, ["--model", "path/to/model"])
         Options(model='path/to/model', steps=100)
     """
+    if args is None:
+        sys.excepthook = in_one_line
     try:
         args = sys.argv[1:] if args is None else args
         return parse(options_type, args, prog=f"python {sys.argv[0]}", config=False, default=default)
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+    """`sys.excepthook` of a script: prints a `UserError` without its traceback."""
+    if isinstance(error, UserError):
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
