@@ -21,7 +21,7 @@ from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
 from calibjax.recalibrate.contract import checked_fields, class_count
-from calibjax.runtime.arrays import AnyArray, ceil_div
+from calibjax.runtime.arrays import AnyArray, ceil_div, label_numbers
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.options import Bins, check_value
@@ -372,7 +372,7 @@ def prediction_inputs(
     names = tuple(name for name in METHODS if name in names or name == reference)
     compared, left_out = contenders(fit, held_out, base, names, include_large=include_large)
     clusters = "rows" if groups is None else "groups"
-    groups = None if groups is None else np.asarray(groups)
+    groups = None if groups is None else label_numbers("groups", groups, len(base.confidence))
     return ComparisonInputs(base, compared, left_out, reference, groups, clusters=clusters)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from calibjax.metrics._points import array_namespace, check, metric, nonzero, points
-from calibjax.runtime.arrays import AnyArray, as_array, ceil_div
+from calibjax.runtime.arrays import AnyArray, as_array, ceil_div, label_numbers
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
 GROUPS = 200  # largest number of groups that the band resamples: its width has a relative error of (2 GROUPS)^-½, 5%
@@ -168,7 +168,7 @@ def reliability_curve(
     if not len(confidence):
         raise ValueError("expected at least one point, got none.")
     c, y = (as_array(x).astype(np.float32) for x in (confidence, correct))
-    labels = np.arange(len(c)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    labels = np.arange(len(c)) if groups is None else label_numbers("groups", groups, len(c))
     shuffled = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)
     pool = shuffled[labels] % GROUPS
     node, upper = _nodes_of(np.clip(c, 0, 1).astype(np.float64), NODES)

@@ -23,7 +23,7 @@ from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval, sign_test
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
-from calibjax.runtime.arrays import as_array
+from calibjax.runtime.arrays import as_array, label_numbers
 from calibjax.runtime.options import Closed
 
 POOLS = 10_000
@@ -37,7 +37,7 @@ def _pool_of_group(groups: int, seed: int) -> np.ndarray:
 
 
 def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
-    label = np.arange(count) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+    label = np.arange(count) if groups is None else label_numbers("groups", groups, count)
     return _pool_of_group(int(label.max()) + 1, seed)[label]
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from calibjax.runtime.errors import UserError
+
 AnyArray = jax.Array | np.ndarray
 """An array of JAX or of NumPy."""
 _Integer = TypeVar("_Integer", int, jax.Array)
@@ -33,6 +35,16 @@ def as_array(values: Any) -> np.ndarray:
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     return np.asarray(values)
+
+
+def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
+    """The number of each of `count` labels, `[count]`, from 0 in sorted order. Raises `UserError` for a missing one."""
+    labels = np.asarray(labels)
+    if labels.shape != (count,):
+        raise UserError(f"{name}: expected one label for each of {count} points, got {labels.shape}.")
+    if any(label is None or label != label for label in labels.tolist()):
+        raise UserError(f"{name}: expected a label for each point, got none (NaN or None); leave such points out.")
+    return np.unique(labels, return_inverse=True)[1]
 
 
 def as_indices(values: Any) -> jax.Array:

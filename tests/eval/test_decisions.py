@@ -179,3 +179,7 @@ def test_claims_by_the_definition(risk):
 def test_what_no_guarantee_holds_for_is_refused(confidence, correct, risk, message):
     with pytest.raises(UserError, match=message):
         decisions.decide(np.array(confidence), np.array(correct), risk)
+    for labels in ([0], [np.nan, 1]):
+        for name in ("answer", "category"):
+            with pytest.raises(UserError, match=f"{name}: expected"):
+                decisions.decide([0.5, 0.7], [1, 0], **{name: labels})

@@ -88,8 +88,11 @@ def test_comparison_of_sums():
 
 def test_wrong_options():
     c, y = answers(10)
-    with pytest.raises(ValueError, match="groups: expected one label"):
-        metrics.resample_metric(metrics.brier_score, c, y, groups=[1, 2])
+    for groups, message in (([1, 2], "one label"), ([1, np.nan] * 5, "NaN"), ([1, None] * 5, "None")):
+        with pytest.raises(ValueError, match=f"groups: expected .*{message}"):
+            metrics.resample_metric(metrics.brier_score, c, y, groups=groups)
+        with pytest.raises(ValueError, match=f"groups: expected .*{message}"):
+            metrics.reliability_curve(c, y, groups=groups)
     with pytest.raises(ValueError, match="at least one point"):
         metrics.resample_metric(metrics.brier_score, c, y, where=np.zeros(10, bool))
     with pytest.raises(ValueError, match="level: expected"):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, label_numbers
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Fraction, check_value
 
@@ -84,8 +84,9 @@ def decide(
         )
     rows = {"": np.arange(len(correct))}
     if category is not None:
-        names, numbers = np.unique(category, return_inverse=True)
-        rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(names)}
+        numbers = label_numbers("category", category, len(correct))
+        rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(np.unique(category))}
+    answer = None if answer is None else label_numbers("answer", answer, len(correct))
     scope = " of its category" if category is not None else ""
     guarantees = {
         "average": f"a new question{scope} is answered wrongly with probability at most {risk}, on average over tables "
@@ -108,7 +109,7 @@ def decide(
             options, labels = top, is_right.astype(int)
             top, is_right = options.max(axis=1), options.argmax(axis=1) == labels
         if answer is not None:
-            categories[name] = {"claims": _claims(top, is_right, np.asarray(answer)[at], risk)}
+            categories[name] = {"claims": _claims(top, is_right, answer[at], risk)}
             continue
         categories[name] = {
             "average": threshold_outcome(top, is_right, risk_threshold(top, is_right, risk)),
