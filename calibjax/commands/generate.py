@@ -41,7 +41,7 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
 
     prompt: tuple[Annotated[str, AnyText()], ...]
     head: Path | None = None
-    max_new_tokens: Count = 100
+    max_new_tokens: Count = 128
     temperature: NonNegative = 0.0
     top_k: Count | None = None
     top_p: Annotated[float, Range(0, 1, open="low")] | None = None

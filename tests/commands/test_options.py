@@ -1,6 +1,7 @@
 """Options of all commands: their ranges, what the command line calls them, and what the help shows of them."""
 
 import dataclasses
+import inspect
 import math
 import re
 import typing
@@ -8,6 +9,7 @@ import typing
 import numpy as np
 import pytest
 
+import calibjax
 from calibjax.cli import COMMANDS, load_command, main
 from calibjax.commands.common import begin, split_names
 from calibjax.commands.parser import list_options, parse
@@ -40,6 +42,10 @@ def test_one_name_and_one_kind_for_an_option():
             kinds.setdefault(option.flag, {})[option.path[-1]] = numeric(option.annotation)
     assert not {flag: of_flag for flag, of_flag in kinds.items() if len(set(of_flag.values())) > 1}
     assert not {"--batch", "--seq", "--text", "--options"} & kinds.keys()
+    for name, function in {"generate": calibjax.generate, "decide": calibjax.decide}.items():
+        defaults = {key: value.default for key, value in inspect.signature(function).parameters.items()}
+        options = [option for option in list_options(options_of(name)) if defaults.get(option.path[-1]) is not None]
+        assert {option.path[-1]: option.default for option in options}.items() <= defaults.items(), "and one default"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
