@@ -67,6 +67,8 @@ def _read(
     """The half that is fitted on and the other, what their predictions are, and letters and subjects of questions."""
     rows = options.text.open(options.data, options.split)
     if options.text.text_column is not None or not is_multiple_choice(rows):
+        if not options.letters_only:
+            raise UserError("--no-letters-only: --data is text, not multiple choice; leave it out.")
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):

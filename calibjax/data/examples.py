@@ -61,6 +61,8 @@ def tokenize_rows(
     if not format.is_plain and not tokenizer.is_fast:
         name = type(tokenizer).__name__
         raise UserError(f"{name} is not a fast tokenizer, which responses need; text_column reads plain text.")
+    if format.score_template_text and (format.prompt_template or format.is_plain or not tokenizer.chat_template):
+        raise UserError("score_template_text: no chat template writes these rows; leave it out.")
     source = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     skipped = Skipped() if skipped is None else skipped
     # The output of a chat template already holds the special tokens.

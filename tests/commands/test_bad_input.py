@@ -276,6 +276,8 @@ BAD = [
     (LHTS, ["--temperatures"], "--temperatures: expected at least one"),
     (LHTS, ["--temperatures", "0.9", "0.7", "0.90"], "--temperatures: expected at least one, and each once"),
     (LHTS, ["--text-prompt-tokens", "13"], "--text-prompt-tokens: expected less than --seq-len 13, got 13"),
+    (LHTS, ["--analogy-rows", "5"], "--analogy-rows: expected --analogies"),
+    (LHTS, ["--no-partition", "--quantiles", "3"], "--quantiles, --partition-rounds: of the baseline"),
     # evaluation
     ("eval tasks", ["--judge", "os:path"], "--judge: expected a function, got os:path, of type module"),
     ("eval tasks", ["--judge", "no/where/judge"], "--judge: no/where/judge does not exist"),
@@ -283,6 +285,7 @@ BAD = [
     ("eval tasks", ["--assets", "nowhere"], "--assets: nowhere does not exist"),
     ("eval tasks", ["--further-confidences", "probe_correct_answer", "--fit"], "--fit: it is for multiple choice"),
     ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected a head"),
+    ("eval tasks", ["--samples", "4"], "--samples: further_confidences has none"),
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--tokens"], "--tokens: not read with --model"),

@@ -148,6 +148,8 @@ def test_bad_rows(row, template, message, monkeypatch):
 def test_bad_prompt_template(template, message):
     with pytest.raises(UserError, match=message):
         tokenize([{"prompt": "a", "response": "b"}], character_tokenizer(), prompt_template=template)
+    with pytest.raises(UserError, match="score_template_text: no chat template"):
+        tokenize([{"prompt": "a", "response": "b"}], character_tokenizer(), score_template_text=True)
     with pytest.raises(UserError, match="rows are plain text"):
         tokenize([{"text": "a"}], character_tokenizer(), prompt_template="{text}")
 

@@ -106,6 +106,12 @@ class TasksOptions:
         find_judge(self.judge)
         if self.clustering != "hidden":
             find_clustering(self.clustering)
+        options = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
+        changed = [name for name in options if getattr(self, name) != getattr(TasksOptions, name)]
+        probes = [PROBES[name].target for name in self.further_confidences if name in PROBES]
+        fields = {field for name in self.further_confidences for field in CONFIDENCES[name].fields}
+        if changed and not ({"clusters"} & fields or {"agreement", "capability"} & set(probes)):
+            raise UserError(f"{', '.join(changed)}: further_confidences has none that is computed from samples.")
 
     def resolved(self) -> "TasksOptions":
         """The options, with what is None taken from the preset, except `shots`."""
