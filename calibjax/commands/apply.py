@@ -108,7 +108,6 @@ def _figures(sums: metrics.CalibrationSums) -> dict[str, float | None]:
 
 
 def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.ndarray]) -> None:
-    """Writes the rows of the table with further columns."""
     # Every digit of the float32 numbers: what is read back in float64 is what `Recalibrator` returns.
     added = {f"calibrated_{name}": column for name, column in columns.items()}
     if options.out.suffix in (".csv", ".tsv") and "calibrated_p" in added:

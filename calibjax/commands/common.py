@@ -72,7 +72,6 @@ class ModelOptions:
     devices: DeviceOptions = presentation(DeviceOptions())
 
     def load(self, mesh: Mesh, log: Log | None = None, *, stored: DTypeLike | None = None) -> "LanguageModel":
-        """The model, placed by `load_placed`."""
         return load_placed(self.model, mesh, self.dtype, stored=stored, adapter=self.adapter, log=log)
 
 
@@ -248,7 +247,6 @@ class DataOptions:
         return "pack" if self.packing else "pad"
 
     def open(self, source: str, split: str | None = None) -> "Rows":
-        """Opens a source and reads its first row."""
         from calibjax.data import read_source
 
         return read_source(source, split=split, rows=self.max_rows, skip_broken=self.skip_broken)
@@ -265,7 +263,6 @@ class DataOptions:
         )
 
     def read(self, source: str, lm: "LanguageModel", log: Log, *, split: str | None = None) -> "Sequences":
-        """Reads a source and logs what it gave."""
         (sequences,) = self.read_all((source,), lm, log, split=split, column_optional=False).values()
         return sequences
 

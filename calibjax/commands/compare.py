@@ -68,15 +68,12 @@ class CompareOptions(
         given = [name for name in ("model", "data", "table") if getattr(self, name) is not None]
         if given not in (["model", "data"], ["table"]):
             raise UserError("give either --model and --data, or --table.")
-        if self.table is None:
-            source, not_read = "--model", ["columns", "tokens", "truth"]
-        else:
-            source, not_read = "--table", ["split", "split_order", "max_tokens", "adapter", "dtype"]
+        of_text = ["split", "split_order", "max_tokens", "adapter", "dtype"]
+        not_read = ["columns", "tokens", "truth"] if self.table is None else of_text
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
-        if self.table is not None:
-            ignored += self.text.changed("skip_broken")
+        ignored += [] if self.table is None else self.text.changed("skip_broken")
         if ignored:
-            raise UserError(f"{', '.join(ignored)}: not read with {source}; leave out.")
+            raise UserError(f"{', '.join(ignored)}: not read with --{given[0]}; leave out.")
         if self.base_table is not None and self.table is None:
             raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:

@@ -108,7 +108,6 @@ def _predictions(
     fields: Collection[str],
     unembedding: np.ndarray | None,
 ) -> Predictions:
-    """The tokens that count, with what the methods read."""
     values: dict[str, list[np.ndarray]] = {name: [] for name in ("features", "logits") if name in fields}
     compute = {"features": lm.hidden_states, "logits": lm.logits}
     for batch, real in eval_batches(sequences.arrays(), batch_size):

@@ -189,12 +189,10 @@ def parse_script(
 ) -> Options:
     """The options of a script from its command line; an invalid one ends the process with one line.
 
-    So does, if `args` is None, every `UserError` that the script raises afterwards.
-
     Args:
         options_type: a dataclass. Its fields are the flags, with their types and defaults; `--help` prints what the
             `Attributes` of its docstring say of them.
-        args: the arguments; None takes those of the process.
+        args: the arguments; None takes those of the process, which then ends with one line for any later `UserError`.
         default: an instance whose values replace the defaults of the fields.
 
     Example:
@@ -264,8 +262,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Switch(argparse.Action):
-    """`--x` and `--no-x`."""
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 

@@ -511,7 +511,6 @@ def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
 
 
 def _note(result: Compiled, topology: Topology) -> str | None:
-    """A note on a compiled step, if there is one to make."""
     if result.collectives is None:
         return (
             "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "

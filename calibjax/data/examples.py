@@ -108,7 +108,6 @@ def tokenize_rows(
 
 
 def _batches(rendered: Iterator[Rendered]) -> Iterator[list[Rendered]]:
-    """Groups texts for calls of the tokenizer; a long one is alone."""
     batch: list[Rendered] = []
     characters = 0
     for item in rendered:

@@ -187,7 +187,6 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
-    """A message, and its weight if it has one."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
     message = _without_nulls(turn)
@@ -246,7 +245,6 @@ def _template_options(row: Row, place: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """A value that may be written as a JSON string."""
     if not isinstance(value, str):
         return value
     try:

@@ -95,7 +95,6 @@ def even_batch_size(rows: int, batch_size: int) -> int:
 
 
 def _gather(arrays: Arrays, batch_size: int, part: np.ndarray | None) -> Callable[[np.ndarray], Batch]:
-    """A function that gathers the rows of a batch and pads it."""
     held = {name: np.asarray(array) for name, array in arrays.items()}
     places = np.arange(batch_size) if part is None else part
 

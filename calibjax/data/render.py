@@ -134,7 +134,6 @@ class _Chat:
         return [*self._messages[:index], message, *self._messages[index + 1 :]]
 
     def _marked(self, index: int) -> list[Message]:
-        """The messages, with a mark as the whole content of one of them."""
         return self._with(index, {"role": self._messages[index]["role"], "content": self._mark})
 
     def _locate(self, index: int, skeleton: str) -> tuple[int, int]:

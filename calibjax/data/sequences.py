@@ -45,7 +45,6 @@ class Sequences(NamedTuple):
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
-        """The sequences at `indices`."""
         return Sequences(*(field[indices] for field in self))
 
 
@@ -166,7 +165,6 @@ def _first_fit(pieces: Iterator[_Piece], length: int) -> Iterator[list[list[_Pie
 
 
 def _join(packed: list[list[_Piece]], source: Int32[np.ndarray, " S"], length: int) -> Sequences:
-    """Joins each list of pieces into a sequence."""
     shape = len(packed), length
     tokens, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
     where = np.zeros(shape, bool)

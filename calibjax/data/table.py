@@ -66,8 +66,6 @@ class PredictionTable:
     notes: tuple[str, ...] = ()
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
-        """The table of the rows at `rows`, in their order."""
-
         def taken(x: Any) -> Any:
             return None if x is None else np.asarray(x)[rows]
 

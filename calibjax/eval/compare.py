@@ -91,9 +91,7 @@ def contenders(
         elif method.max_classes is not None and classes > method.max_classes:
             left_out[name] = f"takes at most {method.max_classes:,} classes, this data has {classes:,}"
         elif not include_large and name in _DENSE and classes**2 > len(np.asarray(calibration.labels)):
-            left_out[name] = (
-                f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it anyway"
-            )
+            left_out[name] = f"has {classes**2:,} parameters, more than predictions; name it in --methods to fit it"
         else:
             chosen[name] = _contender(method, calibration, held_out, base)
     return chosen, left_out
@@ -115,7 +113,6 @@ def _contender(method: Method, calibration: Predictions, held_out: Predictions, 
 def _log_prob_outcome(
     apply: Callable[[Predictions], Any], reads: tuple[str, ...], data: Predictions, choice: Int[np.ndarray, " N"]
 ) -> Outcome:
-    """The outcome of a method that returns log-probabilities, in blocks of rows."""
     assert data.labels is not None
     labels = np.asarray(data.labels)
     fields = {field: np.asarray(getattr(data, field)) for field in reads}
@@ -348,9 +345,6 @@ def compare(
     fields = ("confidence", "correct") if fit.logits is None else ("logits", "labels")
     for data in (fit, held_out):
         checked_fields(data, fields, impossible="logits" in fields)
-    count = len(np.asarray(getattr(held_out, fields[0])))
-    if groups is not None and np.shape(groups) != (count,):
-        raise UserError(f"groups: expected a label for each of {count} held-out predictions, got {np.shape(groups)}.")
     inputs = prediction_inputs(fit, held_out, methods or tuple(METHODS), groups, include_large=bool(methods))
     return run_comparison(inputs, sort=sort, bins=bins, closed=closed, context=context or RunContext())
 

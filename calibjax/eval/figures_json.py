@@ -71,7 +71,6 @@ def ece_json(ece: metrics.ErrorInterval, **convention: Any) -> dict[str, Any]:
 
 
 def wilson_json(correct: float, count: int) -> dict[str, float]:
-    """The ends of `metrics.intervals.wilson_interval`."""
     low, high = wilson_interval(correct, count)
     return {"low": float(low), "high": float(high)}
 

@@ -286,8 +286,7 @@ def evaluate(
         `Evaluation`, with "uncalibrated" first. Intervals treat sequences as the independent units.
 
     Raises:
-        UserError: a head belongs to another model or is called "uncalibrated", or the data cannot be read or does not
-            fit the model.
+        UserError: a head of another model, or called "uncalibrated"; data that cannot be read or do not fit the model.
 
     Example:
         >>> import calibjax

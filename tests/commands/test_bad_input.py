@@ -161,7 +161,6 @@ def test_valid_arguments_reach_the_work(at):
 
 
 def kinds(annotation):
-    """The types of the values that an option takes."""
     if typing.get_origin(annotation) is typing.Literal:
         return {typing.Literal}
     parts = [kinds(part) for part in typing.get_args(annotation)]
@@ -181,7 +180,6 @@ DECLARED = declared()
 
 
 def with_value(command, flag, value):
-    """The valid arguments of a command, with a value of one option."""
     valid = VALID[command]
     if flag == "--table" and command == "compare":
         return ["--table", value]
@@ -285,7 +283,7 @@ BAD = [
     ("eval tasks", ["--assets", "nowhere"], "--assets: nowhere does not exist"),
     ("eval tasks", ["--further-confidences", "probe_correct_answer", "--fit"], "--fit: it is for multiple choice"),
     ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected a head"),
-    ("eval tasks", ["--samples", "4"], "--samples: further_confidences has none"),
+    ("eval tasks", ["--samples", "4"], "--samples: further_confidences names none"),
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--tokens"], "--tokens: not read with --model"),

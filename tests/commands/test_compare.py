@@ -484,7 +484,7 @@ def test_predictions_that_do_not_fit_each_other():
     for data, groups, message in (
         (good._replace(labels=np.arange(20) % 4), None, "labels: row 3 holds 3"),
         (confidence, None, "this method needs logits"),
-        (good, np.arange(7), r"groups: expected a label for each of 20 .* got \(7,\)"),
+        (good, np.arange(7), r"groups: expected one label for each of 20 .* got \(7,\)"),
     ):
         with pytest.raises(UserError, match=message):
             comparison_of(good, data, ["temperature"], groups=groups)

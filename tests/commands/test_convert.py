@@ -29,7 +29,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
-    """Written on one device."""
     out = tmp_path_factory.mktemp("converted") / "model"
     save_checkpoint(out, load_model(source), dtype="float32")
     return out

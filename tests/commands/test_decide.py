@@ -53,7 +53,6 @@ def test_each_category_has_its_threshold(capsys, table, tmp_path):
 
 
 def test_claims_of_answers(capsys, table, tmp_path):
-    """Five rows are the claims of an answer."""
     confidence, correct, answer, file = table[1], table[3], np.arange(ROWS) // 5, tmp_path / "claims.csv"
     write_csv(file, {"confidence": confidence, "correct": correct, "group": [f"a{n}" for n in answer]})
     found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["thresholds"]["claims"]

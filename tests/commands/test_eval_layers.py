@@ -44,7 +44,6 @@ def dense_log_p(lm, residual, rows=slice(None)):
 
 
 def with_letters(sequences):
-    """The same sequences, with targets among the letters."""
     return sequences._replace(targets=np.asarray(LETTERS, np.int32)[sequences.targets % 3])
 
 

@@ -59,15 +59,6 @@ def test_the_checksum_of_a_category_is_that_of_every_format(suffix):
     np.testing.assert_array_equal(got, expected)
 
 
-def test_float64_is_kept(tmp_path):
-    confidence = 1 - np.random.default_rng(0).random(20) * 1e-9
-    lines = [json.dumps({"confidence": c, "correct": n % 2}) for n, c in enumerate(confidence.tolist())]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    got = read_table(tmp_path / "x.jsonl").predictions.confidence
-    assert got.dtype == np.float64
-    np.testing.assert_array_equal(got, confidence)
-
-
 def test_aggregations_are_those_of_the_evaluation():
     from calibjax.data.records import aggregated
     from calibjax.eval.answers.confidence import answer_confidence

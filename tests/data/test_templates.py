@@ -85,7 +85,6 @@ def random_text(rng):
 
 
 def scored_runs(example, tokenizer):
-    """The runs of tokens that are scored, as texts."""
     pieces = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
     text = "".join(f"\0{piece}\1" if scored else piece for piece, scored in zip(pieces, example.loss_mask, strict=True))
     return [part.split("\0")[1] for part in text.replace("\1\0", "").split("\1")[:-1]]

@@ -188,7 +188,6 @@ def test_clusters_are_an_equivalence(name):
 
 
 def first_letter(question, answers):
-    """A clustering of the user's."""
     return [ord(answer[0]) for answer in answers]
 
 

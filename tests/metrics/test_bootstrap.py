@@ -91,8 +91,6 @@ def test_wrong_options():
     for groups, message in (([1, 2], "one label"), ([1, np.nan] * 5, "NaN"), ([1, None] * 5, "None")):
         with pytest.raises(ValueError, match=f"groups: expected .*{message}"):
             metrics.resample_metric(metrics.brier_score, c, y, groups=groups)
-        with pytest.raises(ValueError, match=f"groups: expected .*{message}"):
-            metrics.reliability_curve(c, y, groups=groups)
     with pytest.raises(ValueError, match="at least one point"):
         metrics.resample_metric(metrics.brier_score, c, y, where=np.zeros(10, bool))
     with pytest.raises(ValueError, match="level: expected"):

@@ -76,7 +76,6 @@ def png(figure: "Figure") -> bytes:
 
 
 def figures_of(document: Document) -> Iterator[Drawing]:
-    """Every figure of a run."""
     for index, (title, results) in enumerate(sets_of(document)):
         suffix = f"-{index}" if index else ""
         yield Drawing(f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_panels(results))
@@ -184,7 +183,6 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
 
 
 def _frontier(comparison: Row, ax: "Axes") -> None:
-    """Every candidate, and temperature scaling, by NLL and calibration error."""
     for number, candidate in enumerate(comparison["candidates"]):
         at = candidate["nll"], candidate["calibration_error"]
         ax.plot(*at, **_style(number, candidate["candidate"]), linestyle="none")
@@ -260,7 +258,6 @@ def _subjects(name: str, description: str, subjects: Sequence[Row]) -> Drawing:
 
 
 def _diversity(document: Document, ax: "Axes") -> None:
-    """Mean log p by distinct-2, a line for each model through its myopic temperatures."""
     for number, (name, points) in enumerate(document["texts"].items()):
         at = {temperature: (point["distinct_2"], point["log_prob"]) for temperature, point in points.items()}
         ax.plot(*zip(*at.values(), strict=True), **_style(number, name))

@@ -48,7 +48,6 @@ class Verdict(NamedTuple):
 
 
 def verdict(document: Document) -> Verdict:
-    """The verdict on a run, from its document."""
     if "layers" in document:
         return layers_verdict(document)
     if "texts" in document:
@@ -83,9 +82,8 @@ def set_verdict(results: Row) -> Verdict:
     if {"ats", "temperature", "uncalibrated"} <= methods.keys():
         return _ats_verdict(methods)
     if {"temperature", "uncalibrated"} <= methods.keys():
-        text, is_warning = _comparison(
-            "temperature scaling", methods["temperature"], "the uncalibrated model", methods["uncalibrated"]
-        )
+        scaled, base = methods["temperature"], methods["uncalibrated"]
+        text, is_warning = _comparison("temperature scaling", scaled, "the uncalibrated model", base)
         return Verdict(text if is_warning else text[0].upper() + text[1:], is_warning)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
@@ -157,7 +155,6 @@ def _base_verdict(base: Row) -> Verdict:
 
 
 def _confidences_verdict(methods: Row) -> Verdict:
-    """The verdict on several confidences in the same answers, without a correction."""
     base = methods["uncalibrated"]
     lowest = min(methods, key=lambda name: methods[name]["brier"])
     line = (
@@ -178,7 +175,6 @@ def _score_of(row: Row, other: Row) -> tuple[str, str]:
 
 
 def _figures(row: Row, other: Row) -> tuple[str, str]:
-    """Expected calibration error and proper score of a row against another's."""
     key, title = _score_of(row, other)
     ece = f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
     return ece, f"{title} {row[key]:.4f} against {other[key]:.4f}"
@@ -236,7 +232,6 @@ def comparison_verdict(results: Row) -> Verdict:
 
 
 def _tested(rows: Row, name: str) -> str:
-    """The difference from temperature scaling, and its corrected p-value."""
     count = sum("log_loss" in row.get("against", {}) for row in rows.values())
     against = rows[name]["against"]["log_loss"]
     p = short(against.get("holm_p", math.nan), ".3f")
@@ -262,7 +257,6 @@ def kept_candidate(comparison: Row) -> str:
 
 
 def choice_verdict(comparison: Row) -> str:
-    """How head and loss were chosen."""
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
     if not comparison["chosen"]:
         return f"No loss beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
@@ -277,7 +271,6 @@ def choice_verdict(comparison: Row) -> str:
 
 
 def plan_verdict(document: Document) -> str:
-    """Whether a planned step fits, and its time."""
     likely = "probably " if document["fits"] is None else ""
     fits = "fits" if document["likely_fits"] else "does not fit"
     bound = milliseconds(document["roofline_seconds"]["bound"])
@@ -331,7 +324,6 @@ def layers_verdict(document: Document) -> Verdict:
 
 
 def bounds_verdict(document: Document) -> str:
-    """The model that is limited the most, and its bounds."""
     models = document["models"]
     tightest = max(models, key=lambda model: model["bound"]["log_entropy"])
     return (

@@ -94,7 +94,6 @@ def page(runs: Sequence[Run]) -> str:
 
 @functools.cache
 def _files() -> tuple[jinja2.Template, str, str]:
-    """Template, style and script."""
     folder = resources.files("calibjax.eval.report")
     html, style, script = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     options: dict[str, Any] = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -208,7 +207,6 @@ def cell_of(text: str | Cell) -> str | Cell:
 
 
 def _split_interval(text: str, **fields: Any) -> Cell:
-    """The cell of "value [low, high]", or of a value alone."""
     value, _, ends = text.partition(" [")
     return Cell(value, f"[{ends}" if ends else "", **fields)
 

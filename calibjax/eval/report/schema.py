@@ -19,12 +19,10 @@ SCHEMA = 1
 Document = dict[str, Any]
 """The contents of a metrics.json."""
 
-_TEXTS = frozenset(
-    (
-        *("unit", "clusters", "title", "confidence", "reference", "sort", "closed", "source", "subject", "readout"),
-        *("recipe", "name", "candidate", "text", "first"),
-    )
-)
+_TEXTS = {
+    *("unit", "clusters", "title", "confidence", "reference", "sort", "closed", "source", "subject", "readout"),
+    *("recipe", "name", "candidate", "text", "first"),
+}
 """Names of the entries that may be text; all others are numbers, true or false, or null."""
 _FREE = ("run", "failed", "left_out", "not_converged")
 """Entries whose contents nothing computes with."""

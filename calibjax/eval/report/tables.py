@@ -60,9 +60,7 @@ def short(value: float, form: str = ".4f") -> str:
 
 def interval(row: Row, form: str = ".4f", *, leading_zero: bool = False) -> str:
     """A figure, or a difference with its sign, and its interval: "value [low, high]"."""
-    name = "value"
-    if "difference" in row:
-        name, form = "difference", f"+{form}"
+    name, form = ("difference", f"+{form}") if "difference" in row else ("value", form)
     value, low, high = row[name], row["low"], row["high"]
     if leading_zero:
         return f"{value:{form}} [{low:{form}}, {high:{form}}]"
@@ -275,10 +273,8 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
             row = {**row, **{f"{key}_interval": ends for key, ends in ends_of.items()}}
             rows.append([title_of(name), *(column.text(row) for column in shown)])
             groups.append(title)
-    titles = []
-    for column in shown:
-        with_interval = has_intervals and column.key in ("nll", "brier", "accuracy")
-        titles.append(f"{column.title} [95% interval]" if with_interval else column.title)
+    with_interval = ("nll", "brier", "accuracy") if has_intervals else ()
+    titles = [column.title + " [95% interval]" * (column.key in with_interval) for column in shown]
     first = ()
     if unit_of(sets[0][1]) == "questions":
         first = ("ece", "accuracy")
@@ -413,10 +409,7 @@ def layer_tables(document: Document) -> list[TextTable]:
             {
                 "block": lambda row: str(row["layer"]) if row["layer"] else "none",
                 "c": show("strength", form="+g"),
-                "ECE": _figure("held_out", "ece"),
-                "MCE": _figure("held_out", "mce"),
-                "accuracy": _figure("held_out", "accuracy"),
-                "confidence": _figure("held_out", "confidence"),
+                **{name: _figure("held_out", name.lower()) for name in ("ECE", "MCE", "accuracy", "confidence")},
                 "ECE, half that chooses": show("fit", "ece"),
                 "edit": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
             },
@@ -439,11 +432,7 @@ def layer_tables(document: Document) -> list[TextTable]:
             document["ablation"],
             {
                 "change": show("name"),
-                "entropy": show("entropy"),
-                "confidence": show("confidence"),
-                "accuracy": show("accuracy"),
-                "ECE": show("ece"),
-                "NLL": show("nll"),
+                **{name: show(name.lower()) for name in ("entropy", "confidence", "accuracy", "ECE", "NLL")},
             },
         ),
     ]
@@ -471,11 +460,7 @@ def layer_table(document: Document) -> TextTable:
         layers["curves"],
         {
             "layer": show("layer", form=""),
-            "accuracy": _figure("accuracy"),
-            "confidence": _figure("confidence"),
-            "ECE": _figure("ece"),
-            "MCE": _figure("mce"),
-            "entropy": _figure("entropy"),
+            **{name: _figure(name.lower()) for name in ("accuracy", "confidence", "ECE", "MCE", "entropy")},
             "KL to last": _figure("kl"),
             "same token": show("agreement", form=".3f"),
         },
@@ -589,8 +574,7 @@ def plan_table(document: Document) -> TextTable:
         rows.append(["parameters active for a token", f"{counts['active']:,}"])
     if document["stored_bytes_per_token"] is not None:
         rows.append(["stored from the frozen pass, per token", f"{document['stored_bytes_per_token']:,} bytes"])
-    operations = f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step"
-    rows.append(["operations", operations])
+    rows.append(["operations", "{flops_per_device:.3g} FLOP of {flops_per_step:.3g} a step".format(**document)])
     for kind, moved in (document["collectives"] or {}).items():
         received = f"{readable_size(moved['bytes'])} received, the largest {readable_size(moved['largest'])}"
         rows.append([kind, f"{moved['count']:,} x, {received}"])

@@ -119,7 +119,6 @@ def load_or_compute(
 
 
 def write_sealed(file: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON value with its checksum."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, json.dumps(seal(value)) + "\n")
 

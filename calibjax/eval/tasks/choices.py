@@ -69,7 +69,6 @@ class MultipleChoice:
             yield batch, scores, log_probs
 
     def answers(self, batch: Batch, scores: list[list[Score]], log_probs: Float[np.ndarray, "M _ K"]) -> Answers:
-        """The most likely options and their confidence."""
         task, method = batch.task, self.options.option_confidence
         count = len(batch.documents)
         if self.temperature is not None:
@@ -146,7 +145,6 @@ class MultipleChoice:
 
 
 def confidences(method: Any, log_probs: Float[np.ndarray, "M _ K"]) -> Float[np.ndarray, "M _"]:
-    """`answer_confidence` under each of M heads."""
     return np.stack([_confidence(method, head_log_probs) for head_log_probs in log_probs])
 
 

@@ -115,7 +115,6 @@ class HarnessLM(TemplateLM):
         )
 
     def message(self, text: str) -> str:
-        """A text of our own as a prompt."""
         if self.chat is None:
             return text
         system = [{"role": "system", "content": self.chat.system}] if self.chat.system else []

@@ -106,19 +106,13 @@ class TasksOptions:
         find_judge(self.judge)
         if self.clustering != "hidden":
             find_clustering(self.clustering)
-        options = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
-        changed = [name for name in options if getattr(self, name) != getattr(TasksOptions, name)]
-        probes = [PROBES[name].target for name in self.further_confidences if name in PROBES]
-        fields = {field for name in self.further_confidences for field in CONFIDENCES[name].fields}
-        if changed and not ({"clusters"} & fields or {"agreement", "capability"} & set(probes)):
-            raise UserError(f"{', '.join(changed)}: further_confidences has none that is computed from samples.")
+        of_samples = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
+        changed = [name for name in of_samples if getattr(self, name) != getattr(TasksOptions, name)]
+        if changed and not self.further_confidences:
+            raise UserError(f"{', '.join(changed)}: further_confidences names none that reads samples; leave out.")
 
     def resolved(self) -> "TasksOptions":
         """The options, with what is None taken from the preset, except `shots`."""
         preset = PRESETS[self.preset]._asdict()
         open_fields = [name for name in preset if name != "shots" and getattr(self, name) is None]
         return dataclasses.replace(self, **{name: preset[name] for name in open_fields})
-
-    def shots_for(self, task: str) -> int | None:
-        """The number of examples before a question of a task; None for the task's own number."""
-        return PRESETS[self.preset].shots.get(task.removesuffix("_local")) if self.shots is None else self.shots

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from calibjax.eval.answers.judges import references
 from calibjax.eval.answers.probe_features import PROBES
 from calibjax.eval.tasks.continuation import room_for_context
+from calibjax.eval.tasks.options import PRESETS
 from calibjax.eval.tasks.scoring import Continuation
 from calibjax.models.generate import Sampling
 from calibjax.runtime.context import RunContext
@@ -79,7 +80,9 @@ class TaskQuestions:
                     references(task.eval_docs[0])
 
     def shots(self, task: "ConfigurableTask") -> int:
-        shots = self.options.shots_for(self.name)
+        shots = self.options.shots
+        if shots is None:
+            shots = PRESETS[self.options.preset].shots.get(self.name.removesuffix("_local"))
         return task.config.num_fewshot or 0 if shots is None else shots
 
     def generation_options(self, task: "ConfigurableTask") -> dict[str, Any]:
@@ -153,7 +156,6 @@ class TaskQuestions:
 
 
 def _set_aside(count: int, seed: int) -> Int[np.ndarray, " n"]:
-    """A fifth of `count` questions, drawn at random, to fit on."""
     return np.sort(np.random.default_rng((seed, 1)).choice(count, count // 5, replace=False))
 
 

@@ -194,7 +194,7 @@ class Scorer:
         width = widest // 4 if 4 * longest <= widest else widest  # one more program, for short last rows
         fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
         step = min(fitting_rows, 2 ** max(map(len, left)).bit_length())
-        while step > 1 and max(_size(rows[:step]) for rows in left) < _FILLED * step * width:
+        while step > 1 and max(sum(len(row.tokens) for row in rows[:step]) for rows in left) < _FILLED * step * width:
             step //= 2
         return step, width
 
@@ -351,10 +351,6 @@ def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
         row.columns.update({number: path[-count:] for number, count in numbers.items()})
         before = read
     return row
-
-
-def _size(rows: Sequence[_Row]) -> int:
-    return sum(len(row.tokens) for row in rows)
 
 
 class _Caches(NamedTuple):

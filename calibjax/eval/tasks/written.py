@@ -84,9 +84,7 @@ class WrittenAnswers:
             choice=np.full(confidence.shape, -1, np.int32),
             log_prob=np.full(confidence.shape, np.nan, np.float32),
             subject=batch.subjects(),
-            harness=harness_metrics(
-                _harness_results(batch.task, documents, [answer.text for answer in written.answers])
-            ),
+            harness=harness_metrics(_harness_results(batch.task, documents, [x.text for x in written.answers])),
             cut=np.array(written.cut, np.int32),
             too_long=0,
             question=np.array(written.questions, str),
@@ -114,7 +112,6 @@ class WrittenAnswers:
         )
 
     def _reads(self, field: str) -> bool:
-        """Whether a further confidence reads this field of `Evidence`."""
         return any(field in CONFIDENCES[name].fields for name in self.options.further_confidences)
 
     def _further_confidences(self, batch: Batch, written: WrittenBatch, evidence: Evidence) -> Float[np.ndarray, "Q N"]:
@@ -178,7 +175,6 @@ class WrittenAnswers:
         return answer_features(self.model.lm, written.contexts, tokens, names)
 
     def _prompts(self, template: str, written: WrittenBatch) -> list[str]:
-        """Prompts that show the model its own answers."""
         pairs = zip(written.questions, written.texts(), strict=True)
         return [self.model.message(template.format(question=question, answer=text)) for question, text in pairs]
 
