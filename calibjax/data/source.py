@@ -65,7 +65,7 @@ def normalised(name: str) -> str:
 
 
 def with_names(row: Row, names: Iterable[str]) -> Row:
-    """The row, in which the columns that are called like `names` have these names as well, but for `normalised`."""
+    """The row, with a column also under the one of `names` that it equals but for case, spaces and underscores."""
     more = {}
     for name in (name for name in names if name not in row):
         columns = [column for column in row if normalised(column) == normalised(name)]

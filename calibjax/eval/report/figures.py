@@ -69,7 +69,6 @@ def _style(number: int, label: str) -> dict[str, Any]:
 
 
 def png(figure: "Figure") -> bytes:
-    """The figure as PNG on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, facecolor="white")
     return buffer.getvalue()
