@@ -132,15 +132,21 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
 
 
 def test_padding_has_no_score_and_changes_none(tmp_path):
-    """Of learned positions, masks by place, the last token's logits alone, and the end that `generate` is given."""
+    """Of learned positions, masks by place, the last token's logits alone, an end or a stop string of `generate`."""
     torch = pytest.importorskip("torch")
-    from calibjax.torch import attach
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from calibjax.torch import HeadError, attach
 
     theirs, _ = torch_model(tmp_path, GPT2_JSON)
     lm = load_model(tmp_path)
     export_head(tmp_path / "head", random_head(lm, "transformer", ("logit_statistics",)), lm)
-    attached = attach(theirs, tmp_path / "head")
     tokens, mask = map(torch.from_numpy, padded(random_tokens(GPT2_JSON)))
+    cache = theirs(tokens[:, :3])[1]
+    attached = attach(theirs, tmp_path / "head")
+    with pytest.raises(HeadError, match="has not read"):
+        theirs(tokens[:, 3:], cache)
     with torch.no_grad():
         by_name = theirs(tokens, attention_mask=mask).log_scale
         assert torch.equal(theirs(tokens, None, mask).log_scale, by_name)
@@ -150,9 +156,14 @@ def test_padding_has_no_score_and_changes_none(tmp_path):
         np.testing.assert_allclose(row[:1, 3:], alone, rtol=1e-5)
         assert not row[0, :3].any()
     prompts = tokens[:, 3:6]
-    end = attached.generate(prompts, **GREEDY).sequences[0, 3].item()
-    confidence = attached.generate(prompts, **GREEDY | {"eos_token_id": end}).scores.confidence
-    assert (confidence > 0).sum(1).tolist() == [3, 8]
+    end = attached.generate(prompts, **GREEDY).sequences[0].tolist()[3]
+    letters = Tokenizer(models.BPE({chr(97 + i): i for i in range(31)}, []))
+    letters.decoder = decoders.Fuse()
+    stop = {"stop_strings": [chr(97 + end)], "tokenizer": PreTrainedTokenizerFast(tokenizer_object=letters)}
+    for options in ({"eos_token_id": end}, stop, stop | {"num_beams": 2}):
+        generated = attached.generate(prompts, **GREEDY | options)
+        lengths = [[*row[3:], end].index(end) + 1 for row in generated.sequences.tolist()]
+        assert ((generated.scores.confidence > 0).sum(1) - 2).tolist() == np.minimum(lengths, 6).tolist()
 
 
 def test_command(tmp_path, capsys):
@@ -230,6 +241,10 @@ def test_errors(tmp_path, llama):
     ):
         with pytest.raises(HeadError, match=message):
             attach(model, tmp_path / name)
+    attached = attach(theirs, tmp_path / "head")
+    with pytest.raises(HeadError, match="detach"):
+        attach(theirs, tmp_path / "head")
+    attached.detach()
     file = tmp_path / "head" / "head.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1

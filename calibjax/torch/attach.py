@@ -1,6 +1,7 @@
 """Exported heads on models of transformers."""
 
 import inspect
+import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Attached:
     def __init__(self, model: Any, export: Export, calibrate: bool):
         self.model, self.head, self._export, self._calibrate = model, export.head, export, calibrate
         self._hidden: Tensor | None = None
+        self._id = uuid.uuid4().hex  # of its layer in a cache, also in a copy of it
         layer = model.get_output_embeddings()
         self.head.to(layer.weight.device)
         self._covariance = export.covariance(layer.weight, getattr(layer, "bias", None))
@@ -49,6 +51,7 @@ class Attached:
         """Scores token ids `[B, T]` with one forward pass; `attention_mask` `[B, T]` is 0 for padding."""
         calibrate, self._calibrate = self._calibrate, True
         mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+        tokens = tokens * mask  # padding may be no id
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # as in `generate`; the model itself would count padding
         inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
         try:
@@ -64,20 +67,38 @@ class Attached:
     def generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
         """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
-        `inputs` are token ids `[B, T]` with padding on the left, where `attention_mask` `[B, T]` is 0.
+        What follows an end or a stop string has no score, like padding. `inputs` are token ids `[B, T]` with
+        padding on the left, where `attention_mask` `[B, T]` is 0.
         """
         mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
         sequences = self.model.generate(inputs, attention_mask=mask, **options)
         beams = len(sequences) // len(inputs)
-        new = torch.ones_like(sequences[:, inputs.shape[1] :])
-        configs = (options.get("generation_config"), self.model.generation_config)
-        defaults = (config.eos_token_id for config in configs if config is not None)
-        end = options.get("eos_token_id", next((end for end in defaults if end is not None), None))
-        if end is not None:
-            ends = torch.isin(sequences[:, inputs.shape[1] :], torch.as_tensor(end, device=sequences.device))
-            new = ((ends.cumsum(1) - ends.long()) == 0).to(new.dtype)
-        mask = torch.cat([mask.repeat_interleave(beams, 0), new], dim=1)
+        new = self._until_end(sequences, inputs.shape[1], options)
+        mask = torch.cat([mask.repeat_interleave(beams, 0), new.to(mask.dtype)], dim=1)
         return Generated(sequences, self.score(sequences, mask))
+
+    def _until_end(self, sequences: Tensor, prompt: int, options: dict[str, Any]) -> Tensor:
+        """Tokens after the prompt up to the one at which `generate` ended their row: bool `[B, T - prompt]`."""
+        from transformers.generation import stopping_criteria as stopping
+
+        configs = [config for config in (options.get("generation_config"), self.model.generation_config) if config]
+
+        def option(name: str) -> Any:
+            values = (getattr(config, name) for config in configs)
+            return options.get(name, next((value for value in values if value is not None), None))
+
+        # A limit on the time ends all rows at once.
+        given = options.get("stopping_criteria") or ()
+        criteria: Any = [one for one in given if not isinstance(one, stopping.MaxTimeCriteria)]
+        if (end := option("eos_token_id")) is not None:
+            criteria.append(stopping.EosTokenCriteria(end))
+        if strings := option("stop_strings"):
+            criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
+        criteria = stopping.StoppingCriteriaList(criteria)
+        tokens = sequences.clamp(min=0)  # beam search pads with -1 where no end token is given
+        ends = [criteria(tokens[:, : length + 1], None) for length in range(prompt, tokens.shape[1])]
+        ends = torch.stack(ends, dim=1).long()
+        return ends.cumsum(1) == ends
 
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]
@@ -103,7 +124,11 @@ class Attached:
         mask = given.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):  # such as a mask by kind of layer
             raise HeadError("attention_mask: expected [B, T]; a head does not support masks of other shapes.")
-        past = self._past(getattr(output, "past_key_values", None)) if reads_sequence else None
+        past = None
+        if reads_sequence:
+            # Newer versions of transformers call it `cache`.
+            caches = (values.get(name) for values in (output, given) for name in ("cache", "past_key_values"))
+            past = self._past(next((cache for cache in caches if cache is not None), None), hidden.shape[1])
         if past is not None and mask is not None:
             mask = mask[:, : past[0].layers[past[1]].get_seq_length() + hidden.shape[1]]
         log_scale = self.head(features, mask if reads_sequence else None, past)
@@ -113,8 +138,11 @@ class Attached:
         output.log_scale = log_scale
         return output
 
-    def _past(self, cache: Any) -> tuple[Any, int] | None:
-        """The head's keys and values are one more layer of the model's cache, which beam search reorders with them."""
+    def _past(self, cache: Any, length: int) -> tuple[Any, int] | None:
+        """The head's keys and values are one more layer of the model's cache, which beam search reorders with them.
+
+        The model's layers hold the `length` tokens of this pass already.
+        """
         if cache is None:
             return None
         layers = getattr(cache, "layers", None)
@@ -125,6 +153,10 @@ class Attached:
         index = self.model.config.get_text_config().num_hidden_layers
         if len(layers) == index:
             layers.append(DynamicLayer())
+            layers[index].head = self._id
+        is_own = getattr(layers[index], "head", None) == self._id
+        if not is_own or layers[index].get_seq_length() + length != cache.get_seq_length():
+            raise HeadError("the cache holds tokens that this head has not read. Fill one with the head attached.")
         return cache, index
 
 
@@ -144,10 +176,13 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
         `Attached`. Outputs of the model get `log_scale` `[B, T]` in addition to their logits.
 
     Raises:
-        HeadError: damaged files, another base model, or a head whose temperature depends on later tokens.
+        HeadError: damaged files, another base model, one with a head, or a head whose temperature depends on later
+            tokens.
     """
     if logits not in ("calibrated", "unchanged"):
         raise HeadError(f'logits: expected "calibrated" or "unchanged", got {logits!r}.')
+    if any(isinstance(getattr(hook, "__self__", None), Attached) for hook in model._forward_hooks.values()):
+        raise HeadError("this model has a head, whose scales would be applied too: call its `detach` first.")
     export = read_export(directory)
     if export.head.pooling == "sequence":
         raise HeadError("pooling 'sequence': the temperature depends on later tokens; it cannot be used in decoding.")
