@@ -92,12 +92,12 @@ class LanguageModel:
         return cls(config, params, jnp.dtype(dtype), digest, _tokenizer=get_tokenizer)
 
     def with_params(self, params: Params, config: DecoderConfig | None = None) -> "LanguageModel":
-        """This model with other parameters, such as fine-tuned ones, and their fingerprint; the tokenizer stays.
+        """This model with other parameters, such as fine-tuned ones, and their fingerprint; tokenizer and path stay.
 
         `config`: another configuration, such as one without a soft-cap. Raises `UserError` as `from_params` does.
         """
         model = LanguageModel.from_params(config or self.config, params, dtype=self.dtype)
-        return dataclasses.replace(model, _tokenizer=self._tokenizer)
+        return dataclasses.replace(model, path=self.path, _tokenizer=self._tokenizer)
 
     @classmethod
     def random(cls, vocab_size: int, *, hidden_size: int = 16, num_layers: int = 1, seed: int = 0) -> "LanguageModel":
