@@ -142,9 +142,9 @@ def fit_heads(
     if missing:
         plans = {name: make_plan(options, lm.config.hidden_size) for name, options in variants.items()}
         batch_size = next(iter(plans.values())).batch_size
-        top_k = max(LOSSES[plan.trials[0].loss].top_k for plan in plans.values())
+        losses = [plan.trials[0].loss for plan in plans.values()]
         heads = [plan.heads[-1] for plan in plans.values()]
-        tokens = token_curves(lm, sequences, heads, top_k=top_k, keep="disk", batch_size=batch_size, context=context)
+        tokens = token_curves(lm, sequences, heads, losses=losses, keep="disk", batch_size=batch_size, context=context)
         for name, seed in context.bar(missing, title=f"fitting {directory.name}", unit="head"):
             if name == TEMPERATURE:
                 head = FittedHead.constant(lm, fit_token_temperature(tokens).log_scale)

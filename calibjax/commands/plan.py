@@ -306,7 +306,8 @@ def build(job: Job, mesh: Any = None) -> Program:
 
         def frozen_step(weights: Any, batch: Any) -> Any:
             frozen = frozen_arrays(LanguageModel(config, weights, dtype, ""), *method.heads)
-            return frozen_batch(config, dtype, stored_features(method.heads), frozen, batch)
+            losses = tuple(trial.loss for trial in method.trials)
+            return frozen_batch(config, dtype, stored_features(method.heads), losses, frozen, batch)
 
         return Program(jax.jit(frozen_step), (weights, batch), weights)
     optimizer = method.optimizer_config.build(1000)  # steps of the schedule: a number in the program

@@ -4,6 +4,7 @@ from calibjax.kernels.api import IMPLEMENTATIONS as IMPLEMENTATIONS
 from calibjax.kernels.api import explain as explain
 from calibjax.kernels.api import vocab_stats as vocab_stats
 from calibjax.kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from calibjax.kernels.curves import DOUBLED_SCALES as DOUBLED_SCALES
 from calibjax.kernels.curves import SCALES as SCALES
 from calibjax.kernels.curves import VocabCurves as VocabCurves
 from calibjax.kernels.curves import vocab_curves as vocab_curves

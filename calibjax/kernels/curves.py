@@ -27,6 +27,8 @@ from calibjax.runtime.arrays import AnyArray
 
 SCALES = tuple(2.0**octave * 2.0 ** (k / 4) for octave in range(-3, 3) for k in range(4))
 """The default scales: 24 from 1/8 to 6.73, four an octave, each the double of the one four before."""
+DOUBLED_SCALES = (*SCALES, *(4.0 * scale for scale in SCALES[-8:]))
+"""Scales to 26.9, two octaves more, for losses that read the statistics at 2 s too: a head's s is at most 10."""
 
 
 @jax.tree_util.register_dataclass
@@ -146,10 +148,12 @@ def vocab_curves(
     return _curves(dict.fromkeys(STATISTICS) | values, top, valid, scales)
 
 
-def dense_curves(logits: Float[Array, "... V"], targets: Int[Array, "..."], *, top_k: int = 0) -> VocabCurves:
+def dense_curves(
+    logits: Float[Array, "... V"], targets: Int[Array, "..."], scales: tuple[float, ...], top_k: int
+) -> VocabCurves:
     """`vocab_curves` of logits z `[..., V]`; one scale after another, each with several arrays of that size."""
-    z, values, valid = reference.dense_statistics(logits, targets, jnp.ones(targets.shape, jnp.float32), None, SCALES)
-    return _curves(values, masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None, valid, SCALES)
+    z, values, valid = reference.dense_statistics(logits, targets, jnp.ones(targets.shape, jnp.float32), None, scales)
+    return _curves(values, masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None, valid, scales)
 
 
 def _curves(values: dict[str, Any], top: Array | None, valid: Array, scales: tuple[float, ...]) -> VocabCurves:

@@ -184,8 +184,9 @@ def curve_loss(
 ) -> tuple[Float[Array, "*B"], Bool[Array, "*B"]]:
     """A loss of `LOSSES` for a frozen model's tokens as a function of the scale, without the vocabulary.
 
-    `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. For the other arguments
-    and the result see `linear_loss`. The loss is differentiable in `scale`.
+    `curves` `[...]` hold at least `loss.top_k` of the largest logits, or as many as there are. A loss with `doubled`
+    is exact to 1e-5 where 2 s is within their scales (`kernels.DOUBLED_SCALES`), and beyond off by up to 0.1. For the
+    other arguments and the result see `linear_loss`. The loss is differentiable in `scale`.
     """
     if where is not None:
         curves = dataclasses.replace(curves, valid=curves.valid & where)

@@ -116,10 +116,10 @@ def fit_ats(
     sets = {name: limit_and_log(part, plan.tokens, context, f"to fit on ({name})") for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
-    top_k = max(LOSSES[trial.loss].top_k for trial in plan.trials)
+    losses = [trial.loss for trial in plan.trials]
     with context.with_directory() as context, jax.set_mesh(context.mesh):
         tokens = token_curves(
-            lm, sequences, plan.heads, top_k=top_k, keep=plan.keep, batch_size=plan.batch_size, context=context
+            lm, sequences, plan.heads, losses=losses, keep=plan.keep, batch_size=plan.batch_size, context=context
         )
         fitted = _fit(lm, tokens, plan, context, folds, by_set=len(sets) > 1)
     fitted.report["sequences"] = {name: len(part.tokens) for name, part in sets.items()}

@@ -26,9 +26,10 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.pipeline import even_batch_size
 from calibjax.heads import FEATURES, HEADS, HeadConfig, join_features
-from calibjax.kernels import VocabCurves, vocab_curves
+from calibjax.kernels import DOUBLED_SCALES, SCALES, VocabCurves, vocab_curves
 from calibjax.kernels.curves import dense_curves
 from calibjax.kernels.platforms import platform
+from calibjax.losses import LOSSES
 from calibjax.models.frozen import FrozenArrays, batch_hidden, frozen_arrays, frozen_features, vocab_options
 from calibjax.models.own import FrozenModel, check_sequences
 from calibjax.runtime.arrays import ceil_div, readable_size, round_up
@@ -127,14 +128,14 @@ def token_curves(
     sequences: Sequences,
     heads: Sequence[HeadConfig] = (),
     *,
-    top_k: int = 0,
+    losses: Sequence[str] = (),
     keep: Keep = "memory",
     batch_size: int = 16,
     context: RunContext,
 ) -> TokenCurves:
     """Runs the frozen model once over all sequences, on the current mesh (`jax.set_mesh`).
 
-    Stores the features that `heads` read and, for losses that need them, the `top_k` largest logits.
+    Stores the features that `heads` read and what `losses`, names in `LOSSES`, read: largest logits, wider curves.
 
     Args:
         keep: "disk", in `context.directory`, from which a killed pass resumes and a later one reads; or "memory".
@@ -146,14 +147,13 @@ def token_curves(
     check_sequences(lm, sequences)
     count, length = sequences.tokens.shape
     batch_size = even_batch_size(count, batch_size)
-    top_k = min(top_k, lm.config.vocab_size)
     width = _block_width(context_mesh(), batch_size * length)
     frozen, features = frozen_arrays(lm, *heads), stored_features(heads)
     run = functools.partial(_run, lm.config, lm.dtype, features, frozen)
-    block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, top_k, frozen)
+    block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, tuple(losses), frozen)
     arrays = sequences.arrays()
     batch_shapes = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
-    whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, top_k=top_k)
+    whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, tuple(losses))
     stored, curves = jax.eval_shape(whole, frozen, batch_shapes)
     shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
     for name in _FIELDS:
@@ -222,16 +222,21 @@ def _run(config, dtype, features, frozen, batch):
     return hidden, {name: jnp.where(real, x, 0) for name, x in stored.items()}
 
 
-def _block(config, dtype, top_k, frozen, hidden, targets, row, position):
+def _block(config, dtype, losses, frozen, hidden, targets, row, position):
     """The curves of some tokens of a batch."""
     hidden = take_states(hidden, row, position)
+    top_k = max((LOSSES[name].top_k for name in losses), default=0)
+    extent: Any = {
+        "scales": DOUBLED_SCALES if any(LOSSES[name].doubled for name in losses) else SCALES,
+        "top_k": min(top_k, config.vocab_size),
+    }
     if frozen.unembedding is None:
-        return dense_curves(hidden, targets[row, position], top_k=top_k)
+        return dense_curves(hidden, targets[row, position], **extent)
     return vocab_curves(
         hidden,
         frozen.unembedding.astype(dtype),
         targets[row, position],
-        top_k=top_k,
+        **extent,
         **vocab_options(config, frozen),
     )
 
@@ -251,7 +256,7 @@ def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
 
 
 def frozen_batch(
-    config: Any, dtype: DTypeLike, features: tuple[str, ...], frozen: FrozenArrays, batch: Mapping, top_k: int = 0
+    config: Any, dtype: DTypeLike, features: tuple[str, ...], losses: tuple[str, ...], frozen: FrozenArrays, batch: Any
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
     hidden, stored = _run(config, dtype, features, frozen, batch)
@@ -261,7 +266,7 @@ def frozen_batch(
     number = jnp.arange(round_up(count, width), dtype=jnp.int32).reshape(-1, width) % count
 
     def block(number: Int[Array, " n"]) -> VocabCurves:
-        return _block(config, dtype, top_k, frozen, hidden, batch["targets"], number // length, number % length)
+        return _block(config, dtype, losses, frozen, hidden, batch["targets"], number // length, number % length)
 
     return stored, jax.lax.map(block, number)
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from oracle import EPS, assert_within, f64
 
-from calibjax.kernels import SCALES, VocabSharding, explain, interpolation, top_logits, vocab_curves
+from calibjax.kernels import DOUBLED_SCALES, SCALES, VocabSharding, explain, interpolation, top_logits, vocab_curves
 from calibjax.kernels.stats import octaves
 from calibjax.losses import LOSSES, curve_loss, linear_loss
 from calibjax.runtime.sharding import make_mesh
@@ -188,9 +188,11 @@ def problem(vocab=150, tokens=41, width=16, size=2.0):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
     hidden, unembedding, targets, bias = problem()
-    loss, scale = LOSSES[name], jnp.geomspace(0.15, 3.4, len(hidden))
+    loss = LOSSES[name]
+    scales = DOUBLED_SCALES if loss.doubled else SCALES
+    scale = jnp.geomspace(0.15, min(10.0, scales[-1]), len(hidden))
     options = {"bias": bias, "softcap": softcap}
-    curves = vocab_curves(hidden, unembedding, targets, top_k=5, **options)
+    curves = vocab_curves(hidden, unembedding, targets, scales=scales, top_k=5, **options)
 
     def by_curves(scale):
         return jnp.sum(curve_loss(loss, curves, scale)[0])

@@ -23,7 +23,7 @@ def run(directory, keep="disk", lm=LM, sequences=SEQUENCES, **options):
     lines = []
     context = silent(directory, log=lines.append)
     with jax.set_mesh(context.mesh):
-        options = {"batch_size": 4, "top_k": 3, **options}
+        options = {"batch_size": 4, "losses": ("top-k-smoothing",), **options}
         return token_curves(lm, sequences, [HEAD], keep=keep, context=context, **options), lines
 
 
@@ -41,7 +41,7 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     np.testing.assert_array_equal(np.asarray(stats.log_prob())[~where], 0.0)
     hidden = lm.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
     assert tokens.arrays["hidden_states"].dtype == hidden.dtype
-    assert tokens.arrays["top_logits"].shape == (*where.shape, 3)
+    assert tokens.arrays["top_logits"].shape == (*where.shape, 5)
     features = features_of(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
     whole = head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
     np.testing.assert_allclose(features, np.asarray(whole)[where], rtol=tolerance, atol=tolerance)
@@ -80,7 +80,7 @@ def test_files_are_read_again_only_where_they_are_of_the_same_pass(tmp_path, mon
         {"lm": make_lm(seed=4)},
         {"sequences": ragged(make_sequences(21, seed=1))},
         {"batch_size": 2},
-        {"top_k": 4},
+        {"losses": ("brier",)},
     )
     for change in changes:
         with monkeypatch.context() as patch:
