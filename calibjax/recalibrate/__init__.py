@@ -6,7 +6,6 @@ from calibjax.recalibrate.contract import FitReport as FitReport
 from calibjax.recalibrate.contract import Method as Method
 from calibjax.recalibrate.contract import Predictions as Predictions
 from calibjax.recalibrate.contract import parameter_count as parameter_count
-from calibjax.recalibrate.estimators import AdaptiveTemperatureScaling as AdaptiveTemperatureScaling
 from calibjax.recalibrate.estimators import BetaCalibration as BetaCalibration
 from calibjax.recalibrate.estimators import ConfidenceTemperatureScaling as ConfidenceTemperatureScaling
 from calibjax.recalibrate.estimators import DirichletCalibration as DirichletCalibration
@@ -17,6 +16,7 @@ from calibjax.recalibrate.estimators import GLayers as GLayers
 from calibjax.recalibrate.estimators import HistogramBinning as HistogramBinning
 from calibjax.recalibrate.estimators import IsotonicCalibration as IsotonicCalibration
 from calibjax.recalibrate.estimators import MatrixScaling as MatrixScaling
+from calibjax.recalibrate.estimators import MlpTemperatureScaling as MlpTemperatureScaling
 from calibjax.recalibrate.estimators import Multicalibration as Multicalibration
 from calibjax.recalibrate.estimators import OneVsRestPlattScaling as OneVsRestPlattScaling
 from calibjax.recalibrate.estimators import PlattScaling as PlattScaling

@@ -25,7 +25,7 @@ METHODS: dict[str, Method] = {
     "structured_matrix": Method(affine.fit_structured, affine.apply_structured, _CLASSES, max_classes=_MAX_DENSE),
     "dirichlet": Method(affine.fit_dirichlet, affine.apply_dirichlet, _CLASSES, max_classes=_MAX_DENSE),
     "g_layers": Method(networks.fit_g_layers, networks.apply_g_layers, _CLASSES),
-    "ats": Method(
+    "mlp_temperature": Method(
         networks.fit_mlp_temperature,
         networks.apply_mlp_temperature,
         ("logits", "features", "labels"),

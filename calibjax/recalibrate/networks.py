@@ -1,6 +1,6 @@
 """Small networks on frozen predictions, fitted by `optimize.descend`.
 
-g-layers read the logits, the temperature of `ats` the hidden states.
+g-layers read the logits, `mlp_temperature` the hidden states.
 """
 
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ def fit_mlp_temperature(
     units: int = 64,
     seed: Seed = 0,
 ) -> MlpTemperatureState:
-    """A temperature for each prediction, from its hidden state h: softmax(s(h) z), the method `ats`.
+    """A temperature for each prediction, from its hidden state h: softmax(s(h) z).
 
     log s(h) is an `MLPHead` of `units` on h, trained by cross-entropy and stopped as g-layers are. It has the inputs of
     every other method of a comparison; `calibjax.fit_ats` fits the heads of arXiv 2409.19817, which read sequences.

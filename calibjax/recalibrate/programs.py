@@ -19,7 +19,7 @@ _FIXED = {
     **dict.fromkeys(("vector", "one_vs_rest_platt", "matrix", "structured_matrix", "dirichlet"), ("k", "intercept")),
     "g_layers": ("k", "inner"),
     "stacking": ("c", "weights"),
-    "ats": ("d", "params.params.gate_up.kernel"),
+    "mlp_temperature": ("d", "params.params.gate_up.kernel"),
 }
 """The axis that a method's state fixes, and the array of the state whose length it is."""
 

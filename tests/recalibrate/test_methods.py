@@ -338,7 +338,7 @@ def test_networks_learn_what_there_is_to_learn():
     def nll(name, data):
         return -np.log(probabilities(name, METHODS[name].fit(train), data)[np.arange(3000), data.labels]).mean()
 
-    single, ats = nll("temperature", test), nll("ats", test)
+    single, ats = nll("temperature", test), nll("mlp_temperature", test)
     print(f"truth {best:.4f}, single {single:.4f}, ATS {ats:.4f}")
     assert ats < best + 0.25 * (single - best)
     train, test = (
@@ -605,7 +605,7 @@ def test_one_call_on_new_data(tmp_path):
         platt(logits=data.logits)
     save(tmp_path / "x", "vector", fitted("vector"))  # replaces what is there
     assert load(tmp_path / "x")(data).shape == data.logits.shape
-    for name, field in (("vector", "logits"), ("stacking", "confidences"), ("ats", "features")):
+    for name, field in (("vector", "logits"), ("stacking", "confidences"), ("mlp_temperature", "features")):
         other = data._replace(**{field: getattr(data, field)[:, 1:]})
         with pytest.raises(UserError, match=rf"{name}: expected as many classes.* {field} \[400, \d\]"):
             Recalibrator(name, fitted(name), {})(other)
@@ -659,7 +659,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
 @pytest.mark.usefixtures("few_steps")
 def test_a_second_fit_compiles_nothing():
     programs = (optimize._value_and_grad, optimize._hessian, optimize._step, optimize._losses)
-    names = ("platt", "vector", "matrix", "g_layers", "ats")
+    names = ("platt", "vector", "matrix", "g_layers", "mlp_temperature")
     for name in names:
         METHODS[name].fit(bundle())
     before = [program._cache_size() for program in programs]
