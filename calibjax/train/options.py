@@ -52,7 +52,7 @@ class AtsOptions:
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
-        random_start: initialise the weights at random, instead of so that every temperature is 1.
+        identity_start: start with every temperature 1 (default: yes; recipe paper: no, every weight is random).
         normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
@@ -80,7 +80,7 @@ class AtsOptions:
     head_kind: HeadKind | None = None
     features: tuple[str, ...] | None = None
     pooling: Literal["token", "sequence"] = "token"
-    random_start: bool | None = None
+    identity_start: bool | None = None
     normalize: bool | None = None
     loss: LossName | None = None
     alpha: NonNegative | None = None
@@ -130,7 +130,7 @@ AtsOptions.__doc__ = (
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {
         "head_kind": "linear",
-        "random_start": False,
+        "identity_start": True,
         "normalize": True,
         "loss": "auto",
         "refit_temperature": True,
@@ -143,7 +143,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "paper": {
         "head_kind": "transformer",
-        "random_start": True,
+        "identity_start": False,
         "normalize": False,
         "loss": "selective-authors",
         "refit_temperature": False,
@@ -238,7 +238,7 @@ def _heads(options: AtsOptions, chosen: Any, hidden_size: int) -> tuple[HeadConf
         kind=chosen.head_kind,
         hidden_size=hidden_size,
         pooling=options.pooling,
-        identity_start=not chosen.random_start,
+        identity_start=chosen.identity_start,
         normalize=chosen.normalize,
         min_scale=chosen.min_scale,
     )
@@ -271,14 +271,8 @@ def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...],
 
 def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
     """Raises `UserError` where an option is given that this kind of head does not read."""
-    is_given = {
-        "features": options.features is not None,
-        "pooling": options.pooling != AtsOptions.pooling,
-        "identity_start": bool(options.random_start),
-        "normalize": options.normalize is not None,
-    }
-    names = {"identity_start": "random_start"}
-    unread = [names.get(name, name) for name in is_given if is_given[name] and name not in HEADS[kind].options]
+    names = {"features", "pooling", "identity_start", "normalize"} - {*HEADS[kind].options}
+    unread = sorted(name for name in names if getattr(options, name) != getattr(AtsOptions, name))
     if unread:
         them = "it" if len(unread) == 1 else "them"
         raise UserError(f"{', '.join(unread)}: a {kind} head does not read {them}; leave {them} out.")

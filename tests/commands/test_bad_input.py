@@ -288,7 +288,7 @@ BAD = [
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--tokens"], "--tokens: not read with --model"),
     ("decide", ["--columns", "confidence=a,confidence=b"], "--columns: expected one column as confidence, got a and b"),
-    ("compare", ["--methods", "magic"], "--methods: magic: expected all, or some of"),
+    ("compare", ["--methods", "mlp_temperature"], "--methods: mlp_temperature: expected all, or some"),
     ("compare", ["--save", "x/../out"], "--save x/../out: expected another directory than --out"),
     ("compare", ["--save", "file"], "--save: file"),
     ("apply", ["--out", "x.xls"], "expected a file ending in .csv, .tsv, .jsonl, .parquet, .npz"),

@@ -159,7 +159,7 @@ def test_ranges(limits, value, expected):
         (lambda: AtsOptions(epochs=True), "epochs: expected a whole number, got True"),
         (lambda: AtsOptions(epochs=0), "epochs: expected at least 1, got 0"),
         (lambda: AtsOptions(learning_rate=np.float32(np.nan)), "learning_rate: expected above 0"),
-        (lambda: AtsOptions(random_start=1), "random_start: expected True or False, got 1"),
+        (lambda: AtsOptions(identity_start=1), "identity_start: expected True or False, got 1"),
         (lambda: AtsOptions(features="hidden_states"), "features: expected a tuple, got 'hidden_states'"),
         (lambda: LhtsOptions(temperatures=(0.9, "x")), r"temperatures: expected a number, got \(0.9, 'x'\)"),
         (lambda: SftOptions(clip_norm="x"), "clip_norm: expected a number, got 'x'"),

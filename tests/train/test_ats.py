@@ -283,7 +283,7 @@ def test_paper_recipe_is_the_paper():
 def test_options_override_the_recipe():
     options = {"epochs": 7, "batch_size": 6, "accumulate": 3}
     plan = make_plan(
-        AtsOptions(recipe="paper", loss="joint", random_start=False, refit_temperature=True, **options), 64
+        AtsOptions(recipe="paper", loss="joint", identity_start=True, refit_temperature=True, **options), 64
     )
     assert {name: getattr(plan, name) for name in options} == options
     head = plan.heads[-1]
