@@ -9,6 +9,7 @@ github.com/Johnathan-Xie/adaptive-temperature-scaling (src/llmtuner/model/calibr
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -71,14 +72,8 @@ FEATURES = {
 }
 """Features that a head can read. All but `logit_statistics` are from the appendix of arXiv 2409.19817."""
 
-# U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix of the authors' heads has.
+# U(−1/√F, 1/√F), F inputs: the start of torch.nn.Linear, which every matrix and bias of the authors' heads has.
 _torch_kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-
-
-def _torch_bias_init(inputs: int) -> nn.initializers.Initializer:
-    """The same distribution, for the bias of a layer with this number of inputs."""
-    bound = 1 / math.sqrt(inputs)
-    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class _Head(nn.Module, kw_only=True):
@@ -103,7 +98,8 @@ class _Head(nn.Module, kw_only=True):
         kernel_init = bias_init = nn.initializers.zeros
         if not self.identity_start:
             kernel_init = _torch_kernel_init
-            bias_init = _torch_bias_init(features.shape[-1])
+            bound = 1 / math.sqrt(features.shape[-1])
+            bias_init = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
         dense = Dense(1, kernel_init=kernel_init, bias_init=bias_init, dtype=jnp.float32, name="output")
         log_scale = dense(features.astype(jnp.float32))[..., 0]
         if self.pooling == "sequence":
@@ -387,8 +383,7 @@ def join_features(
 def check_log_factor(log_factor: float) -> None:
     """Raises `UserError` where it is not a number from −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`."""
     if not abs(log_factor) <= MAX_LOG_FACTOR:
-        expected = f"a number from {-MAX_LOG_FACTOR:g} to {MAX_LOG_FACTOR:g}"
-        raise UserError(f"log_factor: expected {expected}, got {log_factor}; fit again.")
+        raise UserError(f"log_factor: expected a number within ±{MAX_LOG_FACTOR:g}, got {log_factor}; fit again.")
 
 
 class HeadArrays(NamedTuple):

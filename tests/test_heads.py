@@ -64,8 +64,7 @@ def test_an_untrained_head_is_the_identity(kind):
         start = init(config_of(kind, features=features))
         hidden, unembedding = inputs(dtype, size=10.0)
         got = log_scale(config_of(kind, pooling, features), start, hidden, unembedding, WHERE, SEGMENTS)
-        assert got.shape == (B, T)
-        assert got.dtype == jnp.float32
+        assert (got.shape, got.dtype) == ((B, T), jnp.float32)
         np.testing.assert_array_equal(got, 0.0)
         assert {x.dtype for x in jax.tree.leaves(start)} == {jnp.dtype("float32")}
 
@@ -115,10 +114,8 @@ def test_bounds(kind, min_scale):
         params[last] = jnp.full_like(params[last], bias)
         params = traverse_util.unflatten_dict(params)
         np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
-        if (
-            kind not in ("constant", "mlp") or min_scale == heads.MIN_SCALE
-        ):  # `test_no_head_changes_the_most_likely_token`
-            continue
+        if kind not in ("constant", "mlp") or min_scale == heads.MIN_SCALE:
+            continue  # `test_no_head_changes_the_most_likely_token`
         log_probs = np.asarray(calibrated_log_probs(lm, heads.FittedHead(config, params, lm.fingerprint), TOKENS))
         assert np.isfinite(log_probs).all()
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(TOKENS)).argmax(axis=-1))
@@ -219,7 +216,7 @@ def test_wrong_configurations(change, message):
 
 def test_log_factors_that_no_fit_gives():
     for factor in (math.nan, -math.inf, -6.01):
-        with pytest.raises(UserError, match=re.escape(f"log_factor: expected a number from -6 to 6, got {factor}")):
+        with pytest.raises(UserError, match=re.escape(f"log_factor: expected a number within ±6, got {factor}")):
             heads.FittedHead(config_of("constant"), {}, "", log_factor=factor)
     bounds = inspect.signature(fit_temperature).parameters["bounds"].default
     assert bounds == (-heads.MAX_LOG_FACTOR, heads.MAX_LOG_FACTOR), "every refit gives a head"

@@ -107,11 +107,8 @@ def extrapolate(jet: Jet, distance: Array) -> Jet:
     fall = jnp.where(falls, -slope, 1.0)
     rate = jnp.maximum(curvature / fall, fall / jnp.maximum(value, 1e-30))
     rate = jnp.where(falls, jnp.minimum(rate, 1e30), 0.0)
-    x = jnp.maximum(rate * distance, 0.0)
-    decay = jnp.exp(-x)
-    is_small = x <= 1e-4
-    exact = -jnp.expm1(-x) / jnp.where(is_small, 1.0, x)
-    mean_decay = jnp.where(is_small, 1.0 - 0.5 * x, exact)  # (1 − e⁻ˣ)/x
+    x = jnp.maximum(rate * distance, 1e-30)
+    decay, mean_decay = jnp.exp(-x), -jnp.expm1(-x) / x
     above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
     parabola = value + distance * (slope + 0.5 * distance * curvature)
     below = Jet(parabola, slope + distance * curvature, curvature)

@@ -412,13 +412,11 @@ class Sharded(Implementation):
                 new = gradients(part, start, saved)
                 return _add(d_hidden, new.hidden), (stored(new.unembedding), new.bias)
 
-            def join_pieces(x: Array) -> Array:
-                return x.reshape(-1, *x.shape[2:])  # [pieces, rows, ...] as [pieces · rows, ...]
-
             needs_zeros = sharding.width and "hidden" in wanted
             zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
             d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
-            d_unembedding, d_bias = jax.tree.map(join_pieces, d_pieces)
+            # [pieces, rows, ...] as [pieces · rows, ...]
+            d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
             if expected_row is not None and softmax is not None:
                 summed = softmax[:, None] * expected_row.astype(jnp.float32)
                 if inputs.valid is not None:

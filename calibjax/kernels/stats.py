@@ -220,9 +220,6 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
     levels = octaves(scales)
     lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
 
-    def add_each(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(map(jnp.add, x, y))
-
     def step(e: Array, following: Array) -> tuple[Array, Array]:
         terms = []
         power = e
@@ -232,7 +229,7 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
             power = power * power
         # One reduction of all terms reads e and u once. As the loop's carry, e is computed once, not for each term.
         zeros = (jnp.zeros((), jnp.float32),) * len(terms)
-        sums = jax.lax.reduce(tuple(terms), zeros, add_each, (1,))
+        sums = jax.lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(jnp.add, x, y)), (1,))
         return jnp.exp(following * shifted), jnp.stack(sums)
 
     _, sums = jax.lax.scan(step, jnp.exp(lowest[0] * shifted), jnp.roll(lowest, -1))

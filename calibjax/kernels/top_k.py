@@ -109,10 +109,7 @@ def _top_ids(
 
 
 def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_axes: tuple[str, ...] = ()) -> TopLogits:
-    """The k largest logits before the soft-cap, which keeps their order, by chunks of the vocabulary.
-
-    The columns of a chunk are gathered over `width_axes`.
-    """
+    """The k largest logits before the soft-cap, which keeps their order, by chunks of the vocabulary."""
 
     def step(best: TopLogits, start: Array | int, width: int, _: None) -> tuple[TopLogits, None]:
         block = take_rows(unembedding, start, width)

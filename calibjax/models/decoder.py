@@ -218,8 +218,7 @@ def extend(
     with _matmul_precision(dtype):
         module = Decoder(config, dtype)
         options: Any = {"cache": cache, "keep": True, "until": until}
-        out: Any = module.apply({"params": params}, tokens, all_segment_ids, positions, **options)
-    hidden, new = out
+        hidden, new = cast(Any, module.apply({"params": params}, tokens, all_segment_ids, positions, **options))
     return hidden, full_cache(new, segment_ids) if cache is None else fill(cache, new)
 
 
@@ -273,8 +272,7 @@ def logits(
 def init_params(config: DecoderConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     """Random parameters: matrices and embeddings N(0, 0.02²), scales one, biases zero."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    init = jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])
-    return init(key)
+    return jax.jit(lambda key: Decoder(config, param_dtype=dtype).init(key, tokens, None, tokens)["params"])(key)
 
 
 def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) -> dict[str, Any]:

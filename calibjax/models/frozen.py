@@ -154,13 +154,11 @@ def batch_stats(
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
 ) -> tuple[VocabStats, Float[Array, "B T"]]:
-    """Frozen forward pass, head and vocabulary statistics of one batch, for training and evaluation.
+    """Frozen forward pass: statistics of a batch at the head's scale, and log_scale `[B, T]` including its factor.
 
     If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. The batch has
     `targets` (int), `where` (bool), `segment_ids` (int), and `hidden` `[B, T, D]` or `tokens` and `positions`; all
     others `[B, T]`. `config`, `head_config`, `dtype` and `statistics` are static.
-
-    Returns the statistics at the head's scale, and log_scale `[B, T]` including its factor.
     """
     batch = {**batch, "hidden": batch_hidden(config, frozen, batch, dtype)}
     log_scale = batch_log_scale(config, head_config, head_arrays, frozen, batch, dtype=dtype)

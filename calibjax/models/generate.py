@@ -85,10 +85,6 @@ class Sampling:
 
     Raises:
         UserError: a value is out of range, or is given without a temperature.
-
-    Example:
-        >>> Sampling(temperature=0.7, top_p=0.9, key=jax.random.key(0)).top_p
-        0.9
     """
 
     temperature: float = 0.0

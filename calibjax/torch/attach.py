@@ -53,9 +53,8 @@ class Attached:
         mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
         tokens = tokens * mask  # padding may be no id
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # as in `generate`; the model itself would count padding
-        inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
         try:
-            output = self.model(**inputs, use_cache=False)
+            output = self.model(tokens, attention_mask=attention_mask, position_ids=positions, use_cache=False)
         finally:
             self._calibrate = calibrate
         log_probs = output.logits[:, :-1].to(torch.float32).log_softmax(-1)
@@ -81,18 +80,15 @@ class Attached:
         """Tokens after the prompt up to the one at which `generate` ended their row: bool `[B, T - prompt]`."""
         from transformers.generation import stopping_criteria as stopping
 
-        configs = [config for config in (options.get("generation_config"), self.model.generation_config) if config]
-
-        def option(name: str) -> Any:
-            values = (getattr(config, name) for config in configs)
-            return options.get(name, next((value for value in values if value is not None), None))
-
+        configs = [self.model.generation_config, options.get("generation_config")]
+        known = (config.to_dict().items() for config in configs if config is not None)
+        settings = {name: value for items in known for name, value in items if value is not None} | options
         # A limit on the time ends all rows at once.
-        given = options.get("stopping_criteria") or ()
+        given = settings.get("stopping_criteria") or ()
         criteria: Any = [one for one in given if not isinstance(one, stopping.MaxTimeCriteria)]
-        if (end := option("eos_token_id")) is not None:
+        if (end := settings.get("eos_token_id")) is not None:
             criteria.append(stopping.EosTokenCriteria(end))
-        if strings := option("stop_strings"):
+        if strings := settings.get("stop_strings"):
             criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
         criteria = stopping.StoppingCriteriaList(criteria)
         tokens = sequences.clamp(min=0)  # beam search pads with -1 where no end token is given
@@ -139,10 +135,7 @@ class Attached:
         return output
 
     def _past(self, cache: Any, length: int) -> tuple[Any, int] | None:
-        """The head's keys and values are one more layer of the model's cache, which beam search reorders with them.
-
-        The model's layers hold the `length` tokens of this pass already.
-        """
+        """The head's keys and values are one more layer of the model's cache, which beam search reorders with them."""
         if cache is None:
             return None
         layers = getattr(cache, "layers", None)
@@ -155,6 +148,7 @@ class Attached:
             layers.append(DynamicLayer())
             layers[index].head = self._id
         is_own = getattr(layers[index], "head", None) == self._id
+        # The model's own layers hold the tokens of this pass already.
         if not is_own or layers[index].get_seq_length() + length != cache.get_seq_length():
             raise HeadError("the cache holds tokens that this head has not read. Fill one with the head attached.")
         return cache, index
@@ -176,8 +170,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
         `Attached`. Outputs of the model get `log_scale` `[B, T]` in addition to their logits.
 
     Raises:
-        HeadError: damaged files, another base model, one with a head, or a head whose temperature depends on later
-            tokens.
+        HeadError: damaged files, another base model, one with a head, or a head that reads later tokens.
     """
     if logits not in ("calibrated", "unchanged"):
         raise HeadError(f'logits: expected "calibrated" or "unchanged", got {logits!r}.')

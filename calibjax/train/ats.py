@@ -130,8 +130,7 @@ def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose:
     """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if some are left out."""
     fewer = limit_tokens(sequences, most, context.seed)
     if fewer is not sequences:
-        used = int(fewer.where.sum())
-        available = int(sequences.where.sum())
+        used, available = (int(part.where.sum()) for part in (fewer, sequences))
         context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (--tokens)")
     return fewer
 

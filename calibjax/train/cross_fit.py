@@ -128,9 +128,6 @@ def within_noise_of_best(candidates: Sequence[CandidateScore], baseline: Candida
     or a tenth of the best one's gain over `baseline`, temperature scaling."""
     best = min(candidates, key=lambda candidate: candidate.mean("nll"))
     allowed = _ALLOWED_LOSS * best.gain(baseline)
-
-    def is_within(candidate: CandidateScore) -> bool:
-        difference, error = candidate.difference(best, "nll")
-        return difference <= max(error, allowed)
-
-    return [candidate for candidate in candidates if is_within(candidate)]
+    differences = [candidate.difference(best, "nll") for candidate in candidates]
+    is_within = [difference <= max(error, allowed) for difference, error in differences]
+    return [candidate for candidate, within in zip(candidates, is_within, strict=True) if within]

@@ -225,11 +225,9 @@ def _run(config, dtype, features, frozen, batch):
 def _block(config, dtype, losses, frozen, hidden, targets, row, position):
     """The curves of some tokens of a batch."""
     hidden = take_states(hidden, row, position)
+    scales = DOUBLED_SCALES if any(LOSSES[name].doubled for name in losses) else SCALES
     top_k = max((LOSSES[name].top_k for name in losses), default=0)
-    extent: Any = {
-        "scales": DOUBLED_SCALES if any(LOSSES[name].doubled for name in losses) else SCALES,
-        "top_k": min(top_k, config.vocab_size),
-    }
+    extent: Any = {"scales": scales, "top_k": min(top_k, config.vocab_size)}
     if frozen.unembedding is None:
         return dense_curves(hidden, targets[row, position], **extent)
     return vocab_curves(

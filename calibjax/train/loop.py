@@ -85,8 +85,7 @@ class TrainLog:
 
 
 class Validation(NamedTuple):
-    """Scalars that are computed from the parameters and logged: after every `every` steps and after the last one; never
-    if `every` is 0."""
+    """Scalars of the parameters, logged after every `every` steps and after the last one; never if `every` is 0."""
 
     scalars_of: Callable[[Any], dict[str, float]]
     every: int

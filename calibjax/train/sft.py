@@ -215,9 +215,7 @@ def fit_sft(
     lora = options.lora
     objective = SftObjective(model=config, options=options, dtype=lm.dtype)
 
-    def place() -> decoder.Params:
-        return jax.device_put(lm.params, param_shardings(mesh, lm.params))
-
+    place = functools.partial(jax.device_put, lm.params, param_shardings(mesh, lm.params))
     if lora is None:
         frozen = None
         initial_params = place

@@ -81,11 +81,8 @@ def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     count = len(next(iter(arrays.values())))
     padding = -count % multiple
     part = local_rows(mesh, count + padding)
-
-    def padded(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))[part]
-
-    placed = place_rows(mesh, {name: padded(x) for name, x in arrays.items()})
+    padded = {name: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))[part] for name, x in arrays.items()}
+    placed = place_rows(mesh, padded)
     return placed if mesh is not None else jax.device_put(placed)
 
 

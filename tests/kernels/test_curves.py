@@ -188,9 +188,8 @@ def problem(vocab=150, tokens=41, width=16, size=2.0):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
     hidden, unembedding, targets, bias = problem()
-    loss = LOSSES[name]
-    scales = DOUBLED_SCALES if loss.doubled else SCALES
-    scale = jnp.geomspace(0.15, min(10.0, scales[-1]), len(hidden))
+    scales = DOUBLED_SCALES if LOSSES[name].doubled else SCALES
+    loss, scale = LOSSES[name], jnp.geomspace(0.15, min(10.0, scales[-1]), len(hidden))
     options = {"bias": bias, "softcap": softcap}
     curves = vocab_curves(hidden, unembedding, targets, scales=scales, top_k=5, **options)
 
