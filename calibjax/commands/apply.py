@@ -16,7 +16,7 @@ from calibjax.eval.compare import uncalibrated
 from calibjax.eval.figures_json import draws_of, finite_or_none
 from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_lower, short
+from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_higher, is_lower, short
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.context import Log
@@ -138,6 +138,7 @@ def _print(document: Document, options: ApplyOptions) -> None:
     before, after = ("inf" if row["log_loss"] is None else short(row["log_loss"]) for row in figures.values())
     difference = document.get("against_uncalibrated", {}).get("log_loss")
     better = before == "inf" and after != "inf" if difference is None else is_lower(difference)
+    worse = after == "inf" and before != "inf" if difference is None else is_higher(difference)
     line = f"log loss {after} with {name} against {before} uncalibrated"
     line += "" if difference is None else f" ({interval(difference)})"
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]
@@ -146,5 +147,6 @@ def _print(document: Document, options: ApplyOptions) -> None:
         brier, ece, low, high, accuracy, confidence = map(short, list(row.values())[1:])
         rows.append([title, log_loss, brier, f"{ece} [{low}, {high}]", accuracy, confidence])
     start = "The recalibrated predictions are better" if better else "no improvement beyond noise"
+    start = "the recalibrated predictions are worse" if worse else start
     verdict = Verdict(f"{start}: {line}.", is_warning=not better)
     print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), notes=notes, files=files)

@@ -236,9 +236,10 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     assert main(["apply", "--method", str(saved), "--table", str(table), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert "The recalibrated predictions are better: log loss " in " ".join(capsys.readouterr().out.split())
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8000
-    (tmp_path / "two.csv").write_text("confidence,correct\n0.9,1\n0.9,0\n")  # a lower log loss, by one of two answers
-    assert main([*apply[:-1], str(tmp_path / "two.csv"), "--out", str(tmp_path / "out.csv")]) == 0
-    assert "no improvement beyond noise: log loss " in " ".join(capsys.readouterr().out.split())
+    for right, verdict in ((1, "no improvement beyond noise"), (99, "the recalibrated predictions are worse")):
+        (tmp_path / "new.csv").write_text("confidence,correct\n0.9,0\n" + "0.9,1\n" * right)
+        assert main([*apply, "--out", str(tmp_path / "out.csv")]) == 0
+        assert f"{verdict}: log loss " in " ".join(capsys.readouterr().out.split())
     (tmp_path / "header.csv").write_text("confidence,correct\n")
     before = table.read_bytes()
     for given, out, message in (
