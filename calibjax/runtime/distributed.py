@@ -45,6 +45,11 @@ class DeviceOptions:
         address = {"--coordinator": self.coordinator, "--processes": self.processes, "--process-id": self.process_id}
         missing = [name for name, value in address.items() if value is None]
         if len(missing) == len(address) and not self.distributed:
+            try:
+                jax.devices()
+            except (RuntimeError, AssertionError) as error:  # it asserts where the platform's plugin is not installed
+                hint = "unset JAX_PLATFORMS, or install what its devices need, such as calibjax[cuda13]"
+                raise UserError(f"JAX has no such device ({first_line(error)}): {hint}.") from error
             return
         if missing and not self.distributed:
             raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(address)}, or --distributed.")

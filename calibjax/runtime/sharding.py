@@ -47,7 +47,7 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
             raise UserError(f"--mesh {text}: expected every axis once, got {axis} twice.")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"--mesh {text}: needs {math.prod(sizes.values())} devices, {devices} were given.")
+        raise UserError(f"--mesh {text}: expected a product of {devices}, the number of devices.")
     return sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1)
 
 
@@ -154,10 +154,6 @@ def _take(table: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(table, index, axis=0, mode="fill")
 
 
-def _take_forward(table: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _take(table, index), (table, index)
-
-
 def _take_backward(residuals: tuple[jax.Array, jax.Array], cotangents: jax.Array) -> tuple[jax.Array, None]:
     table, index = residuals
     first = cotangents[(0,) * cotangents.ndim]  # a zero made of it; CPUs drop an optimization barrier
@@ -165,7 +161,7 @@ def _take_backward(residuals: tuple[jax.Array, jax.Array], cotangents: jax.Array
     return jnp.broadcast_to(zero, table.shape).at[index].add(cotangents, mode="drop"), None
 
 
-_take.defvjp(_take_forward, _take_backward)
+_take.defvjp(lambda table, index: (_take(table, index), (table, index)), _take_backward)
 
 
 def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied: bool = False) -> jax.Array:

@@ -86,3 +86,9 @@ def test_programs_are_kept_also_where_jax_is_imported(tmp_path, first):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     subprocess.run([sys.executable, "-c", code], check=True, env={**kept, "XDG_CACHE_HOME": str(tmp_path)})
     assert list(tmp_path.rglob("*-cache"))
+
+
+def test_a_platform_without_devices():
+    command = [sys.executable, "-m", "calibjax", "eval", "bounds", "--model", "nowhere"]
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "none"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n"), "JAX_PLATFORMS" in done.stderr) == (2, 1, True), done.stderr
