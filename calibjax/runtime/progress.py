@@ -26,14 +26,16 @@ class _Timed(standard_tqdm):
     """Estimates the time left by the median of 64 recent steps: the first one, and others that compile, are longer."""
 
     def __init__(self, *args: Any, **options: Any):
-        self._since, self._durations = 0.0, collections.deque[float](maxlen=64)
+        self._since, self._items, self._durations = 0.0, 0.0, collections.deque[float](maxlen=64)
         super().__init__(*args, **options)
 
     def update(self, n: float | None = 1) -> bool | None:
         now = time.perf_counter()
-        if self._since and n:
-            self._durations.append((now - self._since) / n)
-        self._since = now
+        self._items += n or 0
+        if self._items and now - self._since > 0.05:  # what a batch completes comes at once
+            if self._since:
+                self._durations.append((now - self._since) / self._items)
+            self._since, self._items = now, 0.0
         return super().update(n)
 
     @property

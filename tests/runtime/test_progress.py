@@ -30,14 +30,15 @@ def test_lines(capsys, monkeypatch):
 
 
 def test_compilation_is_not_in_the_estimate(monkeypatch):
-    """Of steps of a second some compile, for a minute each; 90 are left."""
+    """Of steps of a second, with two items each at their end, some compile, for a minute each; 90 are left."""
     clock = [1.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    bar = progress.Bar(None, total=100, file=io.StringIO())
+    bar = progress.Bar(None, total=200, file=io.StringIO())
     assert "?" in str(bar)
     for seconds in (60.0, 1.0, 1.0, 60.0, 1.0, 1.0, 1.0, 60.0, 1.0, 1.0):
         clock[0] += seconds
-        bar.update()
+        for n in (0, 1, 1):
+            bar.update(n)
     assert "<01:30," in str(bar)
     bar.close()
 
