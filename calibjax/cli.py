@@ -17,7 +17,6 @@ from typing import Any
 # Before transformers and tokenizers are imported by anything: they read these once.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from calibjax.runtime import signals
 from calibjax.runtime.options import command_line
@@ -115,11 +114,11 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
 
 
 def _silence_late_errors() -> None:
-    """Silences the messages of TensorStore's threads about writes that Orbax has given up.
+    """Silences TensorStore's threads about writes that Orbax has given up, also after the command has ended.
 
-    They may come after the command has ended, so the hook and the filter stay. The exception of a signal that is raised
-    in a callback, such as JAX's of the garbage collector, is not printed either: `signals` ends the command.
+    The exception of a signal that is raised in a callback is not printed either: `signals` ends the command.
     """
+    logging.getLogger("huggingface_hub").propagate = False  # Orbax adds a handler of the root, and lines came twice
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
     if getattr(before, "func", None) is not _report_unraisable:
@@ -170,7 +169,7 @@ def _command_name(args: list[str]) -> str:
     if name == "--version":
         print(f"calibjax {__version__}")
         raise SystemExit(0)
-    if last in ("", "-h", "--help", *GROUPS):
+    if last in ("", "-h", "--help", *GROUPS) or (group and last.startswith("-")):
         helped = last in ("-h", "--help")
         lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
         lines += [GROUPS[group] if group else "Measures and improves the calibration of large language models.", ""]

@@ -225,7 +225,8 @@ def in_one_line(kind: type[BaseException], error: BaseException, traceback: type
 def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> NoReturn:
     """Raises `UserError` with a message that suggests the value of the nearest of the `known` names."""
     initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
-    near = difflib.get_close_matches(given, known)
+    bare = {name.lstrip("-"): name for name in known}
+    near = [bare[name] for name in difflib.get_close_matches(given.lstrip("-"), bare)]
     # Anagrams first: "ast" suggests "ats".
     near = initials + sorted(near, key=lambda name: sorted(name) != sorted(given))
     raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import warns where PyTorch is missing
 _DEVICES = ("accel*", "vfio/[0-9]*", "vfio/devices/*")
 _VARIABLES = ("TPU_NAME", "TPU_WORKER_", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_", "TPU_VISIBLE_", "JAX_FORCE_TPU_INIT")
 

@@ -71,6 +71,7 @@ def test_help_at_80_columns(asked, command, capsys, monkeypatch):
         (["walk"], "calibjax has no command 'walk'; calibjax --help lists them."),
         (["train", "ats", "--lr", "1"], "--lr: calibjax train ats has no such option; did you mean --learning-rate?"),
         (["train", "ats", "--head=mlp"], "--head: calibjax train ats has no such option; did you mean --head-kind?"),
+        (["decide", "--device"], "--device: calibjax decide has no such option; calibjax decide --help lists them."),
         (["decide", "--table", "x", "--risk", "a"], "--risk: expected a number, got 'a'."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
