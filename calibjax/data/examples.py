@@ -74,7 +74,7 @@ def tokenize_rows(
                 yield render_row(row, format, tokenizer, place)
             except UserError as error:
                 if not source.skip_broken:
-                    raise UserError(f"{error} To leave out such rows, give skip_broken.") from error
+                    raise UserError(f"{error} To leave out such rows, give --skip-broken.") from error
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:

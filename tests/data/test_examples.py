@@ -119,7 +119,7 @@ def test_tokens_without_width():
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": TURNS}, FORGETFUL, r"row 0 .*leaves out text of the role 'system'.*skip_broken"),
+        ({"messages": TURNS}, FORGETFUL, r"row 0 .*leaves out text of the role 'system'.*--skip-broken"),
         ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
         ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),

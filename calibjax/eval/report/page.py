@@ -182,10 +182,10 @@ def cards_of(results: Row) -> Iterator[dict[str, Any]]:
         if before != after:
             card |= {"old": f"{old:.4f}", "change": change_of(results, after, key)}
             if old > 0:
-                noted.append(f"{100 * (new - old) / old:+.0f}%".replace("-", _MINUS))
+                noted.append(f"{100 * (new - old) / old:+.1f}%".replace("-", _MINUS))
         if key == "ece":
             ece = methods[after]["ece"]
-            noted.append(f"95% interval [{ece['low']:.4f}, {ece['high']:.4f}]")
+            noted.append(f"95% interval of {new:.4f}: [{ece['low']:.4f}, {ece['high']:.4f}]")
         scaled = figure_of(methods[scaling], key) if scaling else None
         if scaling and scaled is not None:
             card["scaled"] = f"{title_of(scaling)}: {scaled:.4f}"

@@ -74,7 +74,7 @@ def load_tasks(
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            hint = "" if is_local else " Its questions come from the hub; a folder of assets has some of them."
+            hint = "" if is_local else " Its questions come from the hub; --assets names a folder that has some."
             raise UserError(f"tasks: {name} cannot be loaded: {first_line(error)}.{hint}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if is_local else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
