@@ -36,12 +36,9 @@ def head(kind: str) -> FittedHead:
     return FittedHead(config, numbers(shapes, 1), FINGERPRINT, log_factor=LOG_FACTOR)
 
 
-def features() -> np.ndarray:
-    return np.random.RandomState(2).standard_normal((2, 5, 8)).astype(np.float32)
-
-
 def log_scale(fitted: FittedHead) -> np.ndarray:
-    return np.asarray(head_log_scale(fitted, features(), jax.numpy.zeros((3, 8))))
+    features = np.random.RandomState(2).standard_normal((2, 5, 8)).astype(np.float32)
+    return np.asarray(head_log_scale(fitted, features, jax.numpy.zeros((3, 8))))
 
 
 def state() -> TrainState:

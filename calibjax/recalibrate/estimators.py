@@ -134,7 +134,6 @@ class Estimator:
 
 
 def _estimator(name: str, method: str) -> type[Estimator]:
-    """The class of a method."""
     fit = METHODS[method].fit_arrays
     parameters = inspect.signature(fit).parameters.values()
     options = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

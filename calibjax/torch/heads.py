@@ -91,7 +91,6 @@ class TemperatureHead(nn.Module):
         return getattr(self, name.replace(".", "_"))
 
     def _block(self, hidden: Tensor, mask: Tensor | None, past: tuple[Any, int] | None) -> Tensor:
-        """A Llama block."""
         if hasattr(self, "project_kernel"):
             hidden = hidden @ self._get("project.kernel")
         batch, length, width = hidden.shape

@@ -280,7 +280,6 @@ class _CandidateFits:
             previous = scored
 
     def _score_once(self, candidate: Candidate) -> CandidateScore:
-        """The score of a candidate out of fold, which is computed once."""
         name = str(candidate)
         if name not in self.scores:
             most = len(self.candidates()) + len(self.plan.trials) - 1

@@ -27,11 +27,6 @@ from calibjax.train.curves import token_curves
 from calibjax.train.loop import train
 
 
-def resident():
-    """MiB of memory that the process holds now."""
-    return round(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20, 1)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
@@ -55,7 +50,8 @@ def main():
         if taken == every + 2:
             compiled.clear()
         if taken % (count // 10) == 0:
-            memory.append(resident())
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            memory.append(round(pages * resource.getpagesize() / 2**20, 1))  # MiB that the process holds now
         return step_fn(*arguments)
 
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:

@@ -39,10 +39,6 @@ def decided(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
-def least_threshold(c, y, risk):
-    return next(t for t in [-math.inf, *np.sort(c)] if (((c > t) & (y == 0)).sum() + 1) / (len(c) + 1) <= risk)
-
-
 def test_each_category_has_its_threshold(capsys, table, tmp_path):
     found = decided(capsys, "--table", table[0], "--risk", 0.1, "--by-category", "--out", tmp_path / "d.json")
     assert json.loads((tmp_path / "d.json").read_text()) == found
@@ -130,7 +126,9 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
                     assert row["answered"] == (row["selects"] == "all")
                     continue
                 if name == "average":
-                    assert row["answered"] == (own > least_threshold(own, y, risk)).mean()
+                    thresholds = [-math.inf, *np.sort(own)]
+                    least = next(t for t in thresholds if (sum(y[own > t] == 0) + 1) / (len(y) + 1) <= risk)
+                    assert row["answered"] == (own > least).mean()
                 text, finite = str(row["threshold"]), finite + 1
                 title = f"{part}, {TITLES[name]}" if part else TITLES[name]
                 assert next(line for line in printed.splitlines() if line.startswith(title + " ")).split().count(text)

@@ -165,7 +165,6 @@ def _example_split(task: "ConfigurableTask") -> str | None:
 
 
 def _example_count(task: "ConfigurableTask") -> int:
-    """The number of examples that can stand before a question."""
     listed = task.fewshot_cfg.samples
     if listed:
         return len(listed() if callable(listed) else listed)

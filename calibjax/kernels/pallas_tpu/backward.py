@@ -172,7 +172,6 @@ def write_dz(
 
 
 def _begin(refs: Refs, sums: Any) -> None:
-    """Initial values of what is summed."""
     for ref in (refs.sums, refs.bias_sums):
         if ref is not None:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)

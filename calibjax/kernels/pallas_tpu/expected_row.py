@@ -151,7 +151,6 @@ def _begin(refs: Refs) -> None:
 
 
 def _begin_sums(refs: Refs):
-    """Initial values of what is summed."""
     for name, ref in refs.state.items():
         if name not in _BEST:
             ref[...] = statistics.initial(name, ref.shape)
