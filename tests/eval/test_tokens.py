@@ -198,11 +198,11 @@ def test_paired_differences_decide(document, against, start):
     """One whose interval excludes 0 is enough; so for fine-tuning, whose verdict was of the figures alone."""
     rows = worse(document, against=against, ece=1.01)["held_out"]["methods"]
     assert str(verdict({"methods": rows})).startswith(start)
-    tuned = rows["ats"] | {"against_uncalibrated": rows["ats"]["against"]}
-    line = str(verdict({"methods": {"base": rows["temperature"], "fine_tuned": tuned}})).lower()
-    assert line.startswith(
-        start.lower().replace("ats", "the fine-tuned model").replace("temperature scaling", "the base model")
-    )
+    base, tuned = rows["temperature"], rows["ats"] | {"against_uncalibrated": rows["ats"]["against"]}
+    line = str(verdict({"methods": {"base": base, "fine_tuned": tuned, "base_temperature": base}})).lower()
+    start = start.lower().replace("ats", "the fine-tuned model").replace("temperature scaling", "the base model")
+    assert line.startswith(start)
+    assert line.endswith(f"with temperature scaling is {base['ece']['value']:.4f}.")
 
 
 def test_verdict_of_a_given_loss(document):

@@ -123,8 +123,7 @@ def _fine_tuning_verdict(methods: Row) -> Verdict:
     base, tuned, scaled = methods["base"], methods["fine_tuned"], methods.get("base_temperature")
     addition = ""
     if scaled is not None:
-        word = "higher" if tuned["ece"]["value"] > scaled["ece"]["value"] else "not higher"
-        addition = f"; its ECE is {word} than the base model's with temperature scaling ({scaled['ece']['value']:.4f})"
+        addition = f"; the base model's ECE with temperature scaling is {scaled['ece']['value']:.4f}"
     name, base_name = "the fine-tuned model", "the base model"
     return _comparison(name, tuned, base_name, base, addition=addition, must_differ=True)
 
