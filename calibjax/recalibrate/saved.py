@@ -49,7 +49,8 @@ class Recalibrator(NamedTuple):
         data = Predictions(**fields) if data is None else data
         missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
         if missing:
-            raise UserError(f"{self.name} reads {', '.join(self.method.apply_reads)}; missing: {', '.join(missing)}.")
+            reads = ", ".join(self.method.apply_reads)
+            raise UserError(f"{self.name} reads {reads}: the predictions have no {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
         if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
             raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")

@@ -48,8 +48,8 @@ class DeviceOptions:
             try:
                 jax.devices()
             except (RuntimeError, AssertionError) as error:  # it asserts where the platform's plugin is not installed
-                hint = "unset JAX_PLATFORMS, or install what its devices need, such as calibjax[cuda13]"
-                raise UserError(f"JAX has no such device ({first_line(error)}): {hint}.") from error
+                hint = "unset it, or install what the devices need, such as calibjax[cuda13]"
+                raise UserError(f"JAX_PLATFORMS: JAX finds no such device ({first_line(error)}): {hint}.") from error
             return
         if missing and not self.distributed:
             raise UserError(f"{', '.join(missing)}: missing; give all of {', '.join(address)}, or --distributed.")

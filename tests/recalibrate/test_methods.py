@@ -601,7 +601,7 @@ def test_one_call_on_new_data(tmp_path):
     save(tmp_path / "x", "platt", fitted("platt"))
     data, platt = bundle(seed=33), load(tmp_path / "x")
     np.testing.assert_array_equal(platt(data), platt(confidence=data.confidence))
-    with pytest.raises(UserError, match="platt reads confidence; missing: confidence"):
+    with pytest.raises(UserError, match="platt reads confidence: the predictions have no confidence"):
         platt(logits=data.logits)
     save(tmp_path / "x", "vector", fitted("vector"))  # replaces what is there
     assert load(tmp_path / "x")(data).shape == data.logits.shape
