@@ -134,6 +134,8 @@ def minimize(
                 hessian += np.diag(_RIDGE * np.diag(hessian) + 1e-12)
                 steps = min(_HESSIAN_EVERY, max_iterations - best.iterations)
                 end = preconditioned_lbfgs(value_and_grad, best.x, hessian, maxiter=steps)
+                if not end.iterations:  # a Hessian of saturated probabilities, nearly 0, leads nowhere
+                    end = lbfgs(value_and_grad, best.x, maxiter=steps)
                 best = end._replace(iterations=best.iterations + end.iterations)
                 if not end.iterations:
                     break

@@ -215,7 +215,7 @@ def test_few_points_and_an_optimum_at_the_bounds(name, confidence, correct):
 
 
 def ill_conditioned(kind, n=60, k=5):
-    """Logits of classes that are nearly the same, of very different scales, far from 0, large, or small."""
+    """Logits of classes that are nearly the same, of very different scales, far from 0, large, huge, or small."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(n, k)) * 2
     if kind == "collinear":
@@ -225,7 +225,7 @@ def ill_conditioned(kind, n=60, k=5):
         z *= 10.0 ** rng.uniform(-3, 2, (1, k))
     elif kind == "offset":
         z += 100 * rng.normal(size=(1, k))
-    z *= {"large": 30, "small": 1e-3}.get(kind, 1)
+    z *= {"large": 30, "saturated": 200, "small": 1e-3}.get(kind, 1)
     return Predictions(logits=z.astype(np.float32), labels=labels)
 
 
@@ -245,7 +245,7 @@ def nats(name, data):
     return loss
 
 
-@pytest.mark.parametrize("kind", ["collinear", "scaled", "offset", "large", "small"])
+@pytest.mark.parametrize("kind", ["collinear", "scaled", "offset", "large", "saturated", "small"])
 @pytest.mark.parametrize("name", ["vector", "matrix", "dirichlet"])
 def test_a_fit_that_converged_is_at_the_optimum(name, kind):
     """Trust regions with the exact Hessian (SciPy), from where the fit ended, gain nothing."""
