@@ -44,7 +44,7 @@ class Recalibrator(NamedTuple):
 
         Raises:
             UserError: a field that the method reads is missing or has other classes, features or kinds of confidence
-                than that of the fit, or a confidence is not in [0, 1].
+                than that of the fit, or the fields differ in rows or hold values that `Predictions` does not allow.
         """
         data = Predictions(**fields) if data is None else data
         missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
@@ -52,9 +52,7 @@ class Recalibrator(NamedTuple):
             reads = ", ".join(self.method.apply_reads)
             raise UserError(f"{self.name} reads {reads}: the predictions have no {', '.join(missing)}.")
         reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
-        if reads.logits is not None and not self.method.accepts_impossible and np.isneginf(reads.logits).any():
-            raise UserError(f"{self.name} treats every option by itself and expects finite logits, got -inf.")
-        divided = [name for name in self.method.apply_reads if name != "unembedding"]
+        divided = tuple(name for name in self.method.apply_reads if name != "unembedding")
         rows = {name: np.asarray(getattr(reads, name)) for name in divided}
         count = len(next(iter(rows.values())))
         if not count:
@@ -63,7 +61,7 @@ class Recalibrator(NamedTuple):
             clipped = np.clip(rows[field], 0, 1)
             is_rounding = abs(rows[field] - clipped) <= 1e-5  # a softmax may exceed 1 by its rounding
             rows[field] = np.where(is_rounding, clipped, rows[field])
-            checked_fields(Predictions(**{field: rows[field]}), (field,))
+        checked_fields(Predictions(**rows), divided, impossible=self.method.accepts_impossible)
         # One program, of a block of rows, for all: programs of other shapes round differently, and a threshold chosen
         # on a table could separate a confidence from that of the same prediction alone.
         fitting = _CELLS // max(class_count(reads), 1)

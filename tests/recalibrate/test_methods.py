@@ -517,7 +517,7 @@ def test_options_that_are_impossible(name, tmp_path):
         with pytest.raises(UserError, match="logits: row 0 holds -inf, expected finite values"):
             method.fit(more)
         save(tmp_path / "fitted", name, fitted(name))
-        with pytest.raises(UserError, match="expects finite logits, got -inf"):
+        with pytest.raises(UserError, match="logits: row 0 holds -inf"):
             load(tmp_path / "fitted")(data._replace(logits=np.where(np.eye(4)[data.labels] > 0, 0, -np.inf)))
         return
     state, expected = method.fit(more), fitted(name)
@@ -609,6 +609,8 @@ def test_one_call_on_new_data(tmp_path):
         other = data._replace(**{field: getattr(data, field)[:, 1:]})
         with pytest.raises(UserError, match=rf"{name}: expected as many classes.* {field} \[400, \d\]"):
             Recalibrator(name, fitted(name), {})(other)
+    with pytest.raises(UserError, match="one row a prediction"):
+        Recalibrator("multicalibration", fitted("multicalibration"), {})(data._replace(categories=data.categories[:9]))
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "recalibrator.json", "checksums.json"])
@@ -695,16 +697,14 @@ def test_mistakes_are_named():
         ("confidence: row 1 holds nan", Predictions(confidence=[0, np.nan, 0, 0, 0], correct=y), None),
         ("no prediction counts", Predictions(confidence=c, correct=y), np.zeros(5, bool)),
         ("where: expected bool", Predictions(confidence=c, correct=y), np.ones(5)),
+        ("confidence: expected real numbers, got complex128", Predictions(confidence=c + 2j, correct=y), None),
     ):
         with pytest.raises(UserError, match=message):
             fit(data, where)
     z = np.zeros((3, 4))
-    with pytest.raises(UserError, match="labels: row 1 holds 4, expected 0 to K - 1"):
-        METHODS["vector"].fit(Predictions(logits=z, labels=np.array([3, 4, 0])))
-    with pytest.raises(UserError, match="confidence: expected real numbers, got complex128"):
-        fit(Predictions(confidence=c + 2j, correct=y))
-    with pytest.raises(UserError, match="labels: expected integers"):
-        METHODS["vector"].fit(Predictions(logits=z, labels=np.zeros(3)))
+    for message, labels in (("row 1 holds 4, expected 0 to K - 1", [3, 4, 0]), ("expected integers", [0.0, 0, 0])):
+        with pytest.raises(UserError, match=f"labels: {message}"):
+            METHODS["vector"].fit(Predictions(logits=z, labels=np.array(labels)))
     with pytest.raises(UserError, match="do not fit"):
         METHODS["feature_clipping"].fit(Predictions(features=z, unembedding=np.zeros((2, 3)), labels=np.zeros(3, int)))
 
