@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from calibjax.metrics.sums import weights_of
 from calibjax.runtime.arrays import as_array
 
 _ROUNDING = 1e-5
@@ -48,6 +47,11 @@ def nonzero(total: Any) -> Any:
 def array_namespace(array: Any) -> Any:
     """numpy for numpy arrays, jax.numpy for all others."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
+
+
+def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
+    """float32 weights of points: `where`, or 1 for each."""
+    return jnp.broadcast_to(jnp.asarray(True if where is None else where).astype(jnp.float32), shape)
 
 
 def points(confidence, correct, where, counts: bool = False) -> Points:
@@ -130,38 +134,46 @@ def _plain_array(value: Any) -> Any:
     return as_array(value) if foreign or isinstance(value, list | tuple) else value
 
 
-def check(arrays: Mapping[str, Any], where: Any = None, rank: int = 1, counts: bool = False) -> None:
-    """Raises ValueError if shapes differ or, outside jit, if a weight or a point of positive weight is invalid."""
+def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, counts: bool = False) -> None:
+    """Raises ValueError if shapes differ or, outside jit, if a weight or a point of positive weight is invalid.
+
+    `rank`: number of axes, of which the first counts points; None: all do, whatever their number.
+    """
     arrays, where = {name: _plain_array(array) for name, array in arrays.items()}, _plain_array(where)
     shapes = [np.shape(array) for array in arrays.values()]
     names = " and ".join(arrays)
-    if len(set(shapes)) > 1 or len(shapes[0]) != rank:
-        raise ValueError(f"{names}: expected the same shape with {rank} axes, got {shapes}.")
-    if where is not None and np.shape(where) != shapes[0][:1]:
-        raise ValueError(f"where: expected one entry for each of {shapes[0][0]} points, got shape {np.shape(where)}.")
+    if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
+        raise ValueError(f"{names}: expected the same shape with {rank or 'any'} axes, got {shapes}.")
+    shape = shapes[0] if rank is None else shapes[0][:1]
+    if where is not None and np.shape(where) != shape:
+        raise ValueError(f"where: expected one entry for each of {shape[0]} points, got shape {np.shape(where)}.")
     for name, array in arrays.items():
         if np.dtype(array.dtype).kind in "cOSU":
             raise ValueError(f"{name}: expected real numbers in [0, 1], got {array.dtype}.")
     if not all(map(is_known, (*arrays.values(), where))):
         return
-    weights = np.ones(shapes[0][:1]) if where is None else np.asarray(where).astype(np.float64)
+    weights = np.ones(shape) if where is None else np.asarray(where).astype(np.float64)
     single = np.finfo(np.float32)
-    beyond = (weights > single.max / max(len(weights), 1)) | ((weights > 0) & (weights < single.tiny))
+    beyond = (weights > single.max / max(weights.size, 1)) | ((weights > 0) & (weights < single.tiny))
     bad = ~_allowed(weights, counts) | beyond
     if bad.any():
         kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0, sums in float32"
         reason = " This metric depends on the number of points." if counts else ""
-        at = int(np.argmax(bad))
-        raise ValueError(f"where: expected {kind}, got {weights[at]:g} at {at} ({bad.sum()} such points).{reason}")
+        raise ValueError(f"where: expected {kind}, got {_first(weights, bad)} ({bad.sum()} such points).{reason}")
     for name, array in arrays.items():
         values = np.asarray(array)
-        bad = (weights > 0) & ~_inside(values).all(axis=tuple(range(1, rank)))
+        bad = (weights > 0) & ~_inside(values).all(axis=tuple(range(weights.ndim, values.ndim)))
         if bad.any():
-            at = int(np.argmax(bad))
             raise ValueError(
-                f"{name}: expected numbers in [0, 1], got {values[at]} at {at} ({bad.sum()} such points); "
+                f"{name}: expected numbers in [0, 1], got {_first(values, bad)} ({bad.sum()} such points); "
                 "use where= to mask points that do not count."
             )
+
+
+def _first(values: np.ndarray, bad: np.ndarray) -> str:
+    """The first bad value and its place."""
+    at = np.unravel_index(np.argmax(bad), bad.shape)
+    return f"{values[at]} at {', '.join(map(str, at))}"
 
 
 def is_known(array: Any) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import array_namespace, check, metric, nonzero, points
+from calibjax.metrics._points import array_namespace, check, metric, nonzero, points, weights_of
 from calibjax.runtime.arrays import AnyArray, as_array, ceil_div, label_numbers
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
@@ -50,11 +50,8 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
     Args:
-        confidence, correct, where: as in `expected_calibration_error`.
+        confidence, correct, where: as in `expected_calibration_error`, and so is the result.
         bandwidth: σ > 0, in units of the confidence; None chooses it as above.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
     # Σ (confidence − correctness)/n at the nodes of a grid; a point is split linearly between two nodes.
@@ -98,7 +95,7 @@ def ks_calibration_error(confidence, correct, *, where=None):
 
 
 class ReliabilityCurve(NamedTuple):
-    """Accuracy by confidence at 101 confidences from 0 to 1.
+    """Accuracy by confidence at 101 confidences from 0 to 1, float64 `[101]`.
 
     Attributes:
         confidence: 0, 0.01, ..., 1.
@@ -122,6 +119,7 @@ def grid_sums(
     """Number of points and Σ correctness at the nodes k / `NODES`, summed over the last axis.
 
     A point is split linearly between the nodes beside it, which preserves Σ confidence. Sums of parts add up. Jittable.
+    Raises ValueError as `expected_calibration_error` does.
 
     Args:
         confidence, correct: `[..., N]`, in [0, 1].
@@ -130,10 +128,12 @@ def grid_sums(
     Returns:
         float32 `[..., NODES + 1, 2]`: at each node the number of points, and Σ correctness.
     """
-    confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)
-    counts = jnp.ones(confidence.shape, bool) if where is None else jnp.asarray(where) > 0
+    confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
+    counts = weights_of(where, confidence.shape) > 0
+    check({"confidence": confidence, "correct": correct}, counts, rank=None)
+    confidence = jnp.clip(confidence, 0.0, 1.0)
     node, upper = _nodes_of(jnp.where(counts, confidence, 0.0), NODES)
-    values = jnp.stack([jnp.ones_like(confidence), jnp.asarray(correct).astype(jnp.float32)], axis=-1)
+    values = jnp.stack([jnp.ones_like(confidence), correct], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 
     def add(node: Array, upper: Array, values: Array) -> Array:
@@ -157,9 +157,6 @@ def reliability_curve(
         correct: `[N]`, 0/1, bool, or fractions of correct samples in [0, 1].
         groups: `[N]`, labels; points of one group are resampled together. By default each point is a group.
         seed: random seed of the band, a percentile interval of bootstrap samples.
-
-    Returns:
-        `ReliabilityCurve`, arrays `[101]` in float64.
 
     Raises:
         ValueError: for no point, other shapes, or values outside [0, 1].

@@ -49,8 +49,7 @@ def rmsce_from_sums(sums: CalibrationSums):
 def debiased_from_sums(sums: CalibrationSums):
     """The formula of `debiased_calibration_error` (Kumar et al. 2019) on any bins; shape `[...]`, in [0, 1].
 
-    Raises:
-        ValueError: for a count that is not a whole number (NaN under jit): the correction depends on it.
+    Raises ValueError for a count that is not a whole number (NaN under jit): the correction depends on it.
     """
     if is_known(sums.count) and (np.asarray(sums.count) % 1 != 0).any():
         raise ValueError("debiased_from_sums: expected sums of whole counts, got fractional counts.")

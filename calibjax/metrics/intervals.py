@@ -124,7 +124,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 def error_interval(
     sums: CalibrationSums, *, norm: Norm = "l1", resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> ErrorInterval:
-    """Binned calibration error with an interval that contains it and a debiased estimate.
+    """Binned calibration error with an interval that contains it and a debiased estimate; NaN where no point counts.
 
     Args:
         sums: leading axis `[G]` of independent groups; or `[G, M]`, for the mean error of M models on the same points.
@@ -133,9 +133,6 @@ def error_interval(
         resamples: number of noise draws >= 1.
         level: coverage, in (0, 1).
         seed: of the noise.
-
-    Returns:
-        `ErrorInterval`; NaN where no point counts.
 
     Raises:
         ValueError: for no group, no draw, or an invalid `level` or `norm`.
@@ -167,8 +164,7 @@ def error_comparison(
     the largest among candidates with equal errors. From each start, the gaps of one model shrink while the gaps of the
     other model grow; noise is drawn jointly for both.
 
-    Raises:
-        ValueError: as `error_interval`, and for different numbers of groups.
+    Raises ValueError as `error_interval`, and for different numbers of groups.
     """
     if len(first.count) != len(second.count):
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")

@@ -33,12 +33,9 @@ def local_calibration_error(
     It takes O(N² F) time and O(N F) memory: subsample large sets.
 
     Args:
-        confidence, correct, bins, where: as in `expected_calibration_error`.
+        confidence, correct, bins, where: as in `expected_calibration_error`, and so is the result.
         features: `[N, F]`, not NaN at points that count.
         bandwidth: > 0, in units of the features.
-
-    Returns:
-        float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
     x = _features(features, data)

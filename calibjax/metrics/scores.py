@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from calibjax.metrics._points import is_known, metric, points
+from calibjax.metrics._points import check, is_known, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
 from calibjax.metrics.sums import CalibrationSums, total_sums
 from calibjax.runtime.arrays import AnyArray, as_array
@@ -59,12 +59,14 @@ def summarise(sums: CalibrationSums) -> dict[str, float]:
 def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..."]) -> Float[Array, "..."]:
     """Fraction c/n of correct samples of a question, float32; NaN where n is 0.
 
-    `successes` c and `samples` n have one shape, or n is a scalar. Every metric accepts the fraction as `correct`: a
-    noisy target, whose expected Brier score at a success probability q is (confidence − q)² + q(1 − q)/n.
+    `successes` c in [0, n] (else ValueError) and `samples` n have one shape, or n is a scalar. Every metric accepts the
+    fraction as `correct`: a noisy target, of expected Brier score (confidence − q)² + q(1 − q)/n at a success rate q.
     """
-    samples = jnp.asarray(samples)
-    fraction = jnp.asarray(successes) / jnp.maximum(samples, 1)
-    return jnp.where(samples > 0, fraction, jnp.nan)
+    c, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (successes, samples))
+    wrong = (c < 0) | (c > n)
+    if is_known(wrong) and wrong.any():
+        raise ValueError("successes: expected 0 to samples.")
+    return jnp.where(n > 0, c / jnp.maximum(n, 1), jnp.nan)
 
 
 def capability_error(
@@ -84,10 +86,8 @@ def capability_error(
     Returns:
         float32, same shape; NaN where n < 2. Raises ValueError outside jit for values out of range.
     """
-    confidence, c, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (confidence, successes, samples))
-    wrong = (confidence < 0) | (confidence > 1) | (c < 0) | (c > n)
-    if is_known(wrong) and wrong.any():
-        raise ValueError("expected confidence in [0, 1] and successes from 0 to samples; see success_fraction.")
-    fraction = success_fraction(c, n)
+    confidence, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (confidence, samples))
+    check({"confidence": confidence}, rank=None)
+    fraction = success_fraction(successes, n)
     variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)
     return jnp.where(n >= 2, jnp.square(jnp.asarray(confidence, jnp.float32) - fraction) - variance, jnp.nan)

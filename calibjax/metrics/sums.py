@@ -12,16 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from calibjax.metrics._points import check, weights_of
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Closed
 
 _CHUNK = 2**8  # points that are added in plain float32; the sums of chunks are added in two floats
 _FEW_EDGES = 32  # with more, XLA for CPUs no longer unrolls the comparisons: a hundred times slower
-
-
-def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
-    """float32 weights of points: `where`, or 1 for each."""
-    return jnp.broadcast_to(jnp.asarray(True if where is None else where).astype(jnp.float32), shape)
 
 
 def _search(edges: Array, values: Array, side: str) -> Array:
@@ -42,13 +38,10 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     Args:
         confidence: in [0, 1], any shape and float dtype.
         bins: number of bins >= 1; the edges are the float32 numbers k/bins.
-        closed: edge convention.
+        closed: edge convention; ValueError for another one, as for no bin.
 
     Returns:
         int32, same shape: 0 to bins − 1, or `bins` for a confidence in no bin.
-
-    Raises:
-        ValueError: no bin, or another edge convention.
     """
     if bins < 1:
         raise ValueError(f"bins: expected at least 1, got {bins}.")
@@ -132,7 +125,7 @@ def calibration_sums(
     closed: Closed = "right",
     where: Bool[AnyArray, "*G N"] | AnyArray | None = None,
 ) -> CalibrationSums:
-    """Sums over the last axis, float32; leading axes are separate groups.
+    """Float32 sums over the last axis; leading axes are groups. Raises ValueError as `expected_calibration_error`.
 
     Args:
         confidence: `[..., N]`, in [0, 1].
@@ -141,8 +134,10 @@ def calibration_sums(
         bins, closed: as in `bin_index`.
         where: `[..., N]`, False for points that do not count; or weights >= 0.
     """
-    confidence = jnp.asarray(confidence)
-    return sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, where, log_prob)
+    confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
+    weight = weights_of(where, confidence.shape)
+    check({"confidence": confidence, "correct": correct}, weight, rank=None)
+    return sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight, log_prob)
 
 
 def sums_of_index(

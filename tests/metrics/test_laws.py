@@ -223,8 +223,9 @@ def test_nothing_to_say():
     for dtype in (complex, object, str):
         with pytest.raises(ValueError, match=r"confidence: expected real numbers .* got (complex128|object|<U)"):
             metrics.auroc(np.array([0.5, 0.5]).astype(dtype), np.array([0, 1]))
-    with pytest.raises(ValueError, match=r"correct: expected numbers in \[0, 1\], got 2 at 0"):
-        metrics.smooth_ece(np.array([0.5, 0.5]), np.array([2, 0]))
+    for function in (metrics.smooth_ece, metrics.calibration_sums, metrics.grid_sums):
+        with pytest.raises(ValueError, match=r"correct: expected numbers in \[0, 1\], got 2(.0)? at 0"):
+            function(np.array([0.5, 0.5]), np.array([2, 0]))
     with pytest.raises(ValueError, match="expected the same shape"):
         metrics.brier_score(np.array([0.5, 0.5]), np.array([1]))
     with pytest.raises(ValueError, match="where: expected one entry for each of 2 points"):
