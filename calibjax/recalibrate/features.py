@@ -1,4 +1,4 @@
-"""Methods of hidden states: feature clipping before the unembedding, and local recalibration among like states."""
+"""Feature clipping: hidden states are clipped before the unembedding."""
 
 from typing import NamedTuple
 

@@ -67,9 +67,6 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
         stats: `[G, N]`, with log_normalizer, target_logit, expected_logit and logit_variance; for `top_label` with
             log_normalizer, expected_logit, max_logit and correct.
         top_label: use the likelihood that the most likely token is the target, instead of the target's likelihood.
-
-    Returns:
-        `LikelihoodSums`, `[G]` each.
     """
     if top_label:
         log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)

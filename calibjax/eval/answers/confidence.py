@@ -50,15 +50,12 @@ def answer_confidence(
     arithmetic mean. Samples: Lyu et al., arXiv 2402.13904, where one answer alone has entropy 0 and confidence 1.
 
     Args:
-        method: name in `DESCRIPTIONS`.
+        method: name in `DESCRIPTIONS`; ValueError for another.
         values: for options the log-probability of each of K options, summed over its tokens ("options_per_token": their
             mean); for texts the log-probability of each token; −inf where there is none. For samples their clusters.
 
     Returns:
         float32 `[N]`; 0 where no value exists.
-
-    Raises:
-        ValueError: unknown method.
 
     Example:
         >>> import jax.numpy as jnp
