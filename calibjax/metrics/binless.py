@@ -59,7 +59,8 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
     part = jnp.arange(len(node)) // _CHUNK
     parts = jnp.zeros((ceil_div(len(node), _CHUNK), _FINE + 1))
-    parts = parts.at[part, node].add(residual * (1 - upper)).at[part, node + 1].add(residual * upper)
+    parts = parts.at[part, node].add(residual * (1 - upper))
+    parts = parts.at[part, node + 1].add(residual * upper)
     grid = jnp.sum(parts, axis=0)
     # The cosine transform of the grid, by the Fourier transform of its even extension.
     doubled_ends = grid.at[jnp.array([0, -1])].multiply(2)
@@ -72,8 +73,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
         return jnp.where(too_small, middle, low), jnp.where(too_small, high, middle)
 
     if bandwidth is None:
-        bracket = (jnp.float32(0), jnp.float32(1))
-        _, bandwidth = jax.lax.fori_loop(0, 10, bisect, bracket)
+        _, bandwidth = jax.lax.fori_loop(0, 10, bisect, (jnp.float32(0), jnp.float32(1)))
     return data.nan_unless_usable(_smoothed_error(waves, jnp.asarray(bandwidth)))
 
 

@@ -67,10 +67,11 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
     values = np.asarray(values)[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
-    places = (len(values) - 1) * np.array([(1 - level) / 2, (1 + level) / 2])
-    ordered, t = np.sort(values), places % 1
-    below, above = ordered[np.floor(places).astype(int)], ordered[np.ceil(places).astype(int)]
-    with np.errstate(invalid="ignore"):  # not by np.quantile, which subtracts infinities
+    ends = np.array([(1 - level) / 2, (1 + level) / 2])
+    below = np.quantile(values, ends, method="lower")
+    above = np.quantile(values, ends, method="higher")
+    t = (len(values) - 1) * ends % 1
+    with np.errstate(invalid="ignore"):  # np.quantile's own interpolation subtracts infinities
         low, high = np.where(below == above, below, (1 - t) * below + t * above).tolist()
     return low, high
 
@@ -158,10 +159,10 @@ def resample_metric(
 def _mapped(metric: Callable, options: tuple) -> Callable:
     """Maps the metric over rows of draws; cached so that calls of one shape compile once."""
 
-    def resampled(draws, pool, confidence, correct):
-        return jax.vmap(lambda draw: metric(confidence, correct, where=draw[pool], **dict(options)))(draws)
+    def resample(draw, pool, confidence, correct):
+        return metric(confidence, correct, where=draw[pool], **dict(options))
 
-    return jax.jit(resampled)
+    return jax.jit(jax.vmap(resample, in_axes=(0, None, None, None)))
 
 
 def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.ndarray, np.ndarray, Any]:

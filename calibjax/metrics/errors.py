@@ -198,7 +198,8 @@ def classwise_calibration_error(
 
 @metric("bins", "closed", rank=2)
 def _classwise(probabilities, labels, *, bins: int, closed: Closed, where):
-    where = None if where is None else jnp.broadcast_to(jnp.asarray(where)[:, None], probabilities.shape)
+    if where is not None:
+        where = jnp.broadcast_to(jnp.asarray(where)[:, None], probabilities.shape)
     data = points(probabilities, labels, where)
     confidence, correct, weight = (x.T for x in data[:3])
     sums = sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight)

@@ -142,8 +142,9 @@ def error_interval(
         return ErrorInterval(*(float("nan"),) * 4)
     above, below = _tails(level)
     models = len(observed.weights)
+    starts, directions = np.zeros((3, models)), np.ones(models)
     bounds = -_FARTHEST, observed.zeroing_level
-    low, debiased, high = observed.errors_at([above, 0.5, below], np.zeros((3, models)), np.ones(models), bounds)
+    low, debiased, high = observed.errors_at([above, 0.5, below], starts, directions, bounds)
     value = float(observed.value)
     low, high = min(low, value), max(min(high, 1.0), value)
     return ErrorInterval(value, low, high, min(max(debiased, low), high))
@@ -288,8 +289,12 @@ class _Observed(NamedTuple):
 
     def equal(self, starts: _Levels, directions: _Direction, reach: float) -> _Levels:
         """Levels starts + t·directions, |t| <= `reach`, at which the statistic is 0."""
-        low, high = (np.full(len(starts), end) for end in (-reach, reach))
-        steps = _bisect(low, high, lambda t: self._statistic(self.candidates(starts + directions * t[:, None])) > 0)
+
+        def is_positive(t: np.ndarray) -> np.ndarray:
+            return self._statistic(self.candidates(starts + directions * t[:, None])) > 0
+
+        farthest = np.full(len(starts), reach)
+        steps = _bisect(-farthest, farthest, is_positive)
         return starts + directions * steps[:, None]
 
     def errors_at(
@@ -339,7 +344,8 @@ def _observe(
     gaps = excess.sum(axis=0) / n[:, None]
     fraction = sums.count.sum(axis=0) / n[:, None]
 
-    residual = ((excess - gaps * points[..., None]) / n[:, None]).reshape(groups, -1)
+    residual = (excess - gaps * points[..., None]) / n[:, None]
+    residual = residual.reshape(groups, -1)
     covariance = residual.T @ residual * (groups / max(groups - 1, 1))
     if groups == 1:
         covariance[:] = 0.0

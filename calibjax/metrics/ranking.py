@@ -62,8 +62,8 @@ def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Ar
     near = start[:, None] + jnp.arange(1, 9, dtype=jnp.float32)[None, :]
     direct = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
     low, high = start + 8.5, start + length + 8.5
-    series = jnp.log1p(length / low) - length * (low + high) / (24 * jnp.square(low * high))
-    return direct + series
+    second_term = length * (low + high) / (24 * jnp.square(low * high))
+    return direct + (jnp.log1p(length / low) - second_term)
 
 
 def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> Array:

@@ -90,4 +90,5 @@ def capability_error(
     check({"confidence": confidence}, rank=None)
     fraction = success_fraction(successes, n)
     variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)
-    return jnp.where(n >= 2, jnp.square(jnp.asarray(confidence, jnp.float32) - fraction) - variance, jnp.nan)
+    error = jnp.asarray(confidence, jnp.float32) - fraction
+    return jnp.where(n >= 2, jnp.square(error) - variance, jnp.nan)

@@ -57,7 +57,8 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
         return index
     # `index` is the "right" bin; a confidence on an edge equals one of its two ends.
     ends = jnp.asarray(edges)
-    return jnp.where((confidence == ends[index]) | (confidence == ends[index + 1]), bins, index)
+    is_on_edge = (confidence == ends[index]) | (confidence == ends[index + 1])
+    return jnp.where(is_on_edge, bins, index)
 
 
 def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, " N"], bins: int) -> Int[Array, " N"]:
@@ -109,11 +110,10 @@ class CalibrationSums(NamedTuple):
         """The number (or weight) of all points, including those in no bin; `[...]`."""
         return self.count.sum(-1) + self.dropped[..., 0]
 
-    def whole(self) -> tuple[Any, Any, Any, Any]:
+    def whole(self) -> tuple[Any, ...]:
         """Count, Σ confidence, Σ correctness, Σ correctness² of all points, including those in no bin; `[...]` each."""
         fields = (self.count, self.confidence, self.correct, self.correct_squared)
-        count, confidence, correct, squared = (x.sum(-1) + self.dropped[..., i] for i, x in enumerate(fields))
-        return count, confidence, correct, squared
+        return tuple(x.sum(-1) + self.dropped[..., i] for i, x in enumerate(fields))
 
 
 def calibration_sums(
@@ -189,7 +189,7 @@ def _chunk_sums(arrays: tuple[Array, ...], bins: int) -> CalibrationSums:
     member = jax.nn.one_hot(index, bins + 1, dtype=jnp.float32, axis=-2)
     kinds = jnp.stack([jnp.ones_like(confidence), confidence, correct, jnp.square(correct)], axis=-1)
     kinds = jnp.where(counts[..., None], kinds * weight[..., None], 0.0)
-    kinds = jnp.matmul(member, kinds, precision=jax.lax.Precision.HIGHEST)
+    kinds = jnp.matmul(member, kinds, precision="highest")
     return CalibrationSums(
         *jnp.moveaxis(kinds[..., :bins, :], -1, 0),
         dropped=kinds[..., bins, :],

@@ -106,7 +106,7 @@ def apply_one_vs_rest(state: VectorState, logits: Float[Array, "N K"]) -> Float[
 
 def _dense(params: Any, x: Array) -> Array:
     matrix, intercept = params
-    return jnp.matmul(x, matrix.T, precision=jax.lax.Precision.HIGHEST) + intercept[None, :]
+    return jnp.matmul(x, matrix.T, precision="highest") + intercept[None, :]
 
 
 def _matrix_loss(params, rows, extra):
@@ -119,7 +119,8 @@ def _matrix_loss(params, rows, extra):
     classes = len(centred)
     off_diagonal = jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)
     intercept = _intercept(params, extra["mean"])
-    penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / (classes * max(classes - 1, 1))
+    entries = classes * max(classes - 1, 1)
+    penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / entries
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
     return _nll(_dense((matrix, intercept), x.astype(matrix.dtype)), labels) + penalty
 

@@ -101,8 +101,10 @@ class Method:
 
     def apply(self, state: Any, data: Predictions) -> Array:
         """Calibrated log_probs `[N, K]` or confidence `[N]`, see `returns`: float32, pure and jittable."""
-        values = ((name, getattr(data, name)) for name in self.apply_reads)
-        fields = (x if name in INTEGERS else jnp.asarray(x, jnp.float32) for name, x in values)
+        fields = []
+        for name in self.apply_reads:
+            value = getattr(data, name)
+            fields.append(value if name in INTEGERS else jnp.asarray(value, jnp.float32))
         return self.apply_arrays(state, *fields)
 
     @property
@@ -155,7 +157,7 @@ def checked_fields(
         )
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
-        bad = np.take_along_axis(arrays["logits"], arrays["labels"][:, None], axis=1)[:, 0] <= IMPOSSIBLE
+        bad = at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE
         if bad.any():
             row = rows[np.argmax(bad)]
             raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
@@ -225,9 +227,10 @@ def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
     return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
 
 
-def nll_of(log_probs: Float[Array, "N K"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-    """−log p of the labels."""
-    return -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+def at_labels(values: Any, labels: Any) -> Any:
+    """values[i, labels[i]], `[N]`; a numpy array for numpy arrays."""
+    xp = np if isinstance(values, np.ndarray) else jnp
+    return xp.take_along_axis(values, labels[:, None], axis=1)[:, 0]
 
 
 def class_count(data: Predictions) -> int:

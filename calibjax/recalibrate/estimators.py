@@ -55,7 +55,9 @@ class Estimator:
             width = class_count(data)
             self.classes_ = np.arange(width)
             if not np.issubdtype(truth.dtype, np.integer):
-                counts = as_array(where).astype(bool) if np.shape(where) == truth.shape else np.ones(len(truth), bool)
+                counts = np.ones(len(truth), bool)
+                if np.shape(where) == truth.shape:  # `Method.fit` refuses another shape
+                    counts = as_array(where).astype(bool)
                 self.classes_ = np.unique(truth[counts])
                 if len(self.classes_) != width:
                     raise UserError(f"y: expected {width} distinct labels, one a column, got {len(self.classes_)}.")
@@ -77,10 +79,10 @@ class Estimator:
             except ImportError:
                 NotFittedError = UserError
             raise NotFittedError(f"{type(self).__name__}: call fit first.")
-        name = type(self).__name__
         width = 1 if np.ndim(X) == 1 else np.shape(X)[1]
         if width != self.n_features_in_:
-            raise UserError(f"X has {width} features, but {name} is expecting {self.n_features_in_} features as input")
+            expected = f"{type(self).__name__} is expecting {self.n_features_in_} features as input"
+            raise UserError(f"X has {width} features, but {expected}")
         values = self.recalibrator_(self._predictions(X, fields))
         return np.exp(values) if METHODS[self.method].returns == "log_probs" else values
 
@@ -112,7 +114,8 @@ class Estimator:
 
     def __repr__(self) -> str:
         changed = {name: value for name, value in self.get_params().items() if value != self.options[name]}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        arguments = [f"{name}={value!r}" for name, value in changed.items()]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags, TransformerTags

@@ -63,4 +63,4 @@ def apply_clipping(
 ) -> Float[Array, "N K"]:
     """log softmax(clip(h, −c, c) Wᵀ)."""
     features = jnp.clip(features, -state.limit, state.limit)
-    return log_probs_of(jnp.matmul(features, unembedding.T, precision=jax.lax.Precision.HIGHEST))
+    return log_probs_of(jnp.matmul(features, unembedding.T, precision="highest"))

@@ -252,5 +252,5 @@ def apply_stacking(state: StackingState, confidences: Float[Array, "N C"]) -> Fl
     """σ(w · log(c/(1 − c)) + b)."""
     c = jnp.clip(confidences, _STACKING_CLIP, 1 - _STACKING_CLIP)
     log_odds = jnp.log(c) - jnp.log1p(-c)
-    score = jnp.matmul(log_odds, state.weights, precision=jax.lax.Precision.HIGHEST)  # C as in the fit
+    score = jnp.matmul(log_odds, state.weights, precision="highest")  # C as in the fit
     return jax.nn.sigmoid(score + state.intercept)

@@ -69,7 +69,8 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
         category, bin_ = divmod(worst, bins)
         shift = np.float32(residual[worst] / count[worst])
         in_cell = (level == bin_) & ((category == groups) | (category_of == category))
-        q = np.where(in_cell, np.clip(q + shift, margin, 1 - margin), q).astype(np.float32)
+        shifted = np.clip(q + shift, margin, 1 - margin)
+        q = np.where(in_cell, shifted, q).astype(np.float32)
         patches.append((EVERYONE if category == groups else names[category], bin_, shift))
     loss = float(np.mean(np.square(q.astype(np.float64) - correct)))
     return PatchState(
@@ -89,7 +90,8 @@ def apply(state: PatchState, confidence: Float[Array, " N"], categories: Int[Any
     def patch(q: Array, correction: tuple[Array, Array, Array]) -> tuple[Array, None]:
         category, bin_, shift = correction
         in_cell = (_bin(q, state.bins) == bin_) & ((category == EVERYONE) | (categories == category))
-        return jnp.where(in_cell, jnp.clip(q + shift, state.margin, 1 - state.margin), q), None
+        shifted = jnp.clip(q + shift, state.margin, 1 - state.margin)
+        return jnp.where(in_cell, shifted, q), None
 
     patches = jnp.asarray(state.category), jnp.asarray(state.bin), jnp.asarray(state.shift)
     return jax.lax.scan(patch, confidence, patches)[0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.recalibrate.contract import FitReport, log_probs_of, nll_of
+from calibjax.recalibrate.contract import FitReport, at_labels, log_probs_of
 from calibjax.recalibrate.optimize import descend
 from calibjax.recalibrate.temperature import log_softmax_at
 from calibjax.runtime.options import Seed
@@ -37,7 +37,8 @@ def _corrected(params: Any, logits: Array, mean: Any, deviation: Any) -> Array:
 
 
 def _g_layers_loss(params, rows, extra):
-    return nll_of(jax.nn.log_softmax(_corrected(params, rows[0], *extra)), rows[1])
+    logits, labels = rows
+    return -at_labels(jax.nn.log_softmax(_corrected(params, logits, *extra)), labels)
 
 
 def fit_g_layers(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"], *, seed: Seed = 0) -> GLayersState:
@@ -85,7 +86,7 @@ def _tempered(params: Any, logits: Array, features: Array) -> Array:
 
 def _mlp_temperature_loss(params, rows, extra):
     logits, features, labels = rows
-    return nll_of(_tempered(params, logits, features), labels)
+    return -at_labels(_tempered(params, logits, features), labels)
 
 
 def fit_mlp_temperature(

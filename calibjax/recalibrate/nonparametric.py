@@ -74,9 +74,9 @@ def fit_venn_abers(confidence: np.ndarray, correct: np.ndarray) -> VennAbersStat
     """
     x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
     right = np.bincount(point, weights=correct)
-    p1 = _with_one_right(weight, right)
-    p0 = 1 - _with_one_right(weight[::-1], (weight - right)[::-1])[::-1]
-    return VennAbersState(x, np.array([0.0, *p0], np.float32), np.array([*p1, 1.0], np.float32), FitReport.of())
+    p1 = np.append(_with_one_right(weight, right), 1.0)
+    p0 = 1 - np.append(_with_one_right(weight[::-1], (weight - right)[::-1]), 1.0)[::-1]
+    return VennAbersState(x, p0.astype(np.float32), p1.astype(np.float32), FitReport.of())
 
 
 def _with_one_right(weight: np.ndarray, right: np.ndarray) -> np.ndarray:

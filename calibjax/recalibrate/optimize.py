@@ -79,7 +79,11 @@ def _value_and_grad(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], ex
 def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> Array:
     """The Hessian, a column at a time: neither memory nor the program grows with P."""
     gradient = jax.grad(_total(loss, like, rows, extra))
-    return jax.lax.map(lambda column: jax.jvp(gradient, (x,), (column,))[1], jnp.eye(x.size, dtype=x.dtype))
+
+    def times_hessian(direction: Array) -> Array:
+        return jax.jvp(gradient, (x,), (direction,))[1]
+
+    return jax.lax.map(times_hessian, jnp.eye(x.size, dtype=x.dtype))
 
 
 def minimize(
@@ -113,7 +117,8 @@ def minimize(
         pieces = ceil_div(sum(row.size for row in rows), _BLOCK)
         split = [np.array_split(row, pieces) for row in rows]
         blocks = [tuple(map(jnp.asarray, block)) for block in zip(*split, strict=True)]
-        like, extra = jax.device_put(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (start, extra)))
+        in_float64 = jax.tree.map(functools.partial(np.asarray, dtype=np.float64), (start, extra))
+        like, extra = jax.device_put(in_float64)
 
         def value_and_grad(x: np.ndarray) -> tuple[Any, ...]:
             sums = [jax.device_get(_value_and_grad(loss, like, x, block, extra)) for block in blocks]
@@ -139,7 +144,8 @@ def minimize(
                 best = end._replace(iterations=best.iterations + end.iterations)
                 if not end.iterations:
                     break
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), unravel(jnp.asarray(best.x)))
+        params = unravel(jnp.asarray(best.x))
+        params = jax.tree.map(functools.partial(np.asarray, dtype=np.float32), params)
     return params, best.report()
 
 

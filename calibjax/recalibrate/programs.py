@@ -43,5 +43,8 @@ def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
     if fitted.name in _FIXED:
         axis, name = _FIXED[fitted.name]
         sizes[axis] = len(named_arrays(fitted.state)[name])
-    axes = {field: AXES.get(field, ("n",)) for field in fitted.method.apply_reads}
-    return {field: tuple(sizes.get(axis, axis) for axis in names) for field, names in axes.items()}
+    shapes = {}
+    for field in fitted.method.apply_reads:
+        axes = AXES.get(field, ("n",))
+        shapes[field] = tuple(sizes.get(axis, axis) for axis in axes)
+    return shapes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.recalibrate.contract import IMPOSSIBLE, FitReport
+from calibjax.recalibrate.contract import IMPOSSIBLE, FitReport, at_labels
 from calibjax.recalibrate.optimize import minimize
 from calibjax.runtime.arrays import AnyArray, ceil_div
 
@@ -84,7 +84,8 @@ def likelihood_sums(stats: "VocabStats", *, top_label: bool = False) -> Likeliho
     def add(value: Float[Array, "G N"]) -> Float[Array, " G"]:
         return jnp.sum(jnp.where(stats.valid, value, 0.0), axis=-1)
 
-    return LikelihoodSums(add(nll), add(slope), add(curvature), jnp.sum(stats.valid, axis=-1).astype(jnp.float32))
+    count = jnp.sum(stats.valid, axis=-1).astype(jnp.float32)
+    return LikelihoodSums(add(nll), add(slope), add(curvature), count)
 
 
 def fit_temperature(
@@ -112,10 +113,12 @@ def fit_temperature(
         low, high = (low, u) if here.slope > 0 else (u, high)
         if abs(here.step) < _TOLERANCE or high - low < _TOLERANCE:
             break
-        u = u + here.step if low < u + here.step < high else (low + high) / 2
+        newton = u + here.step
+        u = newton if low < newton < high else (low + high) / 2
     first, last = passes[0], passes[-1]
     converged = abs(last.step) < _TOLERANCE
-    optimum = last.u + last.step if converged and low < last.u + last.step < high else last.u
+    newton = last.u + last.step
+    optimum = newton if converged and low < newton < high else last.u
     return TemperatureFit(optimum, last.standard_error, last.nll, first.nll, len(passes), converged)
 
 
@@ -164,7 +167,7 @@ def fit(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " N"]) -> Temp
 
     On separable or constant logits log s is an end of its range, −6 to 6, and `report.converged` is False.
     """
-    return fit_to_target(logits, np.take_along_axis(logits, labels[:, None], axis=1)[:, 0])
+    return fit_to_target(logits, at_labels(logits, labels))
 
 
 def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarray, " N"]) -> TemperatureState:
@@ -206,7 +209,8 @@ def _dense_sums(u: Array, logits: Array, target: Array, most: Array) -> Likeliho
 
 def log_softmax_at(scale: Array, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
     """log softmax(s z); subtracts the largest logit before the product, because s z may be rounded by whole nats."""
-    return jax.nn.log_softmax(scale * (logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
+    differences = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return jax.nn.log_softmax(scale * differences, axis=-1)
 
 
 def apply(state: TemperatureState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
