@@ -113,7 +113,7 @@ def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: 
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
     in_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
     weights = in_segment.astype(values.dtype)
-    total = jnp.einsum("bts,bs->bt", weights, jnp.where(counts, values, 0.0), precision=jax.lax.Precision.HIGHEST)
+    total = jnp.einsum("bts,bs->bt", weights, jnp.where(counts, values, 0.0), precision="highest")
     return total / jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
 
 
@@ -148,7 +148,8 @@ class MLPHead(_Head):
     def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
         features = features.astype(jnp.float32)
         if self.normalize:
-            features = features * jax.lax.rsqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True) + 1e-6)
+            mean_square = jnp.mean(jnp.square(features), axis=-1, keepdims=True)
+            features = features * jax.lax.rsqrt(mean_square + 1e-6)
         kernel_init = nn.linear.default_kernel_init if self.identity_start else _torch_kernel_init
         # One product for both halves of the gate.
         width = 2 * self.intermediate_size
@@ -325,10 +326,11 @@ def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] 
     The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1], so that no logits are needed: the feature
     `log_std_logits` is half the log of this variance.
     """
-    last = jnp.zeros(unembedding.shape[0], jnp.float32) if bias is None else bias.astype(jnp.float32)
-    rows = jnp.concatenate([unembedding.astype(jnp.float32), last[:, None]], axis=1)
+    vocab_size = len(unembedding)
+    last = jnp.zeros(vocab_size) if bias is None else bias
+    rows = jnp.column_stack([unembedding.astype(jnp.float32), last.astype(jnp.float32)])
     rows = rows - jnp.mean(rows, axis=0, keepdims=True)
-    return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST) / max(unembedding.shape[0] - 1, 1)
+    return jnp.matmul(rows.T, rows, precision="highest") / max(vocab_size - 1, 1)
 
 
 def head_features(
@@ -359,8 +361,9 @@ def head_features(
         parts["argmax_embedding"] = lookup(unembedding, stats.require("argmax"), "unembedding", unembedding.dtype)
     if "log_std_logits" in names:
         covariance = logit_covariance(unembedding, bias) if covariance is None else covariance
-        augmented = jnp.concatenate([hidden.astype(jnp.float32), jnp.ones((*hidden.shape[:-1], 1))], axis=-1)
-        projected = jnp.matmul(augmented, covariance, precision=jax.lax.Precision.HIGHEST)
+        ones = jnp.ones((*hidden.shape[:-1], 1))
+        augmented = jnp.concatenate([hidden.astype(jnp.float32), ones], axis=-1)
+        projected = jnp.matmul(augmented, covariance, precision="highest")
         variance = jnp.sum(projected * augmented, axis=-1, keepdims=True)
         parts["log_std_logits"] = 0.5 * jnp.log(jnp.maximum(variance, 1e-12))
     return join_features(names, parts, stats)

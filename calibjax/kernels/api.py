@@ -90,8 +90,7 @@ def vocab_stats(
         ignore_index: target value that does not count.
         statistics: names of fields of `VocabStats`; None means all but `logit_variance`.
         sharding: the mesh axes over which tokens and vocabulary are split. None leaves sharded arrays to XLA: correct,
-            but W may be gathered. Within your own `jax.shard_map` give None; gradients in W or the bias need the map's
-            `check_vma=False`.
+            but W may be gathered. Give None in your own `jax.shard_map`; gradients in W or b need `check_vma=False`.
         implementation: a name in `IMPLEMENTATIONS`, which never falls back; None takes the first that can run this call
             on the devices it is compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the
             default device.
@@ -200,8 +199,7 @@ def _run_on_auto_axes(
 def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs, Array, Array]:
     """Flattens the arrays to N tokens. Returns the inputs, which tokens count, and which of these have a bad target.
 
-    A bad target lies outside [0, V) and becomes 0. A token that does not count gets scale 1. The two masks keep the
-    leading shape of `hidden`.
+    A bad target lies outside [0, V) and becomes 0. A token that does not count gets scale 1. Masks are `[...]`.
     """
     hidden, unembedding, targets, bias, where = arrays
     shape = hidden.shape[:-1]

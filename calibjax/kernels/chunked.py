@@ -156,8 +156,8 @@ class Chunked(Implementation):
             moments = stats.moments(z, options.scales or scale, targets, start, needed - computed_apart)
             if "expected_row" in needed:
                 assert weights is not None
-                e = jnp.exp(scale[:, None] * jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR))
-                e = times_slope(e, z, options.softcap)
+                difference = jnp.maximum(z - moments.max_logit[:, None], stats.FLOOR)
+                e = times_slope(jnp.exp(scale[:, None] * difference), z, options.softcap)
                 if targets is not None:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     e = jnp.where(column == (targets - start)[:, None], 0.0, e)
@@ -171,7 +171,7 @@ class Chunked(Implementation):
         if linear_mean:
             # Without a soft-cap the sum over v commutes with the product: one row instead of V.
             row = jnp.mean(unembedding, axis=0, dtype=jnp.float32)
-            mean = jnp.matmul(hidden.astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST)
+            mean = jnp.matmul(hidden.astype(jnp.float32), row, precision="highest")
             mean = mean if bias is None else mean + jnp.mean(bias)
             total = total._replace(total=vocab_size * mean)
         return total, saved if save else None
@@ -191,7 +191,8 @@ class Chunked(Implementation):
             else:
                 weights = take_rows(unembedding, start, width)
             # At most 1: with logits or scales of 1e30 the rounding of s·z is large.
-            p = jnp.exp(jnp.minimum(inputs.scale[:, None] * z - cotangents.log_normalizer[:, None], 0.0))
+            log_p = inputs.scale[:, None] * z - cotangents.log_normalizer[:, None]
+            p = jnp.exp(jnp.minimum(log_p, 0.0))
             dz = jnp.zeros_like(z)
             if cotangents.softmax is not None:
                 factor = cotangents.softmax[:, None]

@@ -21,8 +21,7 @@ from calibjax.kernels.stats import FLOOR, Moments, clip_infinities, slope_in_uni
 class Options(NamedTuple):
     """Static options of both passes; see `vocab_stats`.
 
-    With `scales`, K that all tokens have, `weight`, `first` and `second` of `Moments` are [N, K], and there is no
-    backward pass.
+    With `scales`, K that all tokens have, `weight`, `first` and `second` of `Moments` are [N, K]; no backward pass.
     """
 
     softcap: float | None = None
@@ -132,7 +131,8 @@ def dz_of_logits(
         dz = p * softmax
     if uniform is not None:
         dz = uniform if dz is None else dz + uniform
-    dz = jnp.zeros_like(z) if dz is None else dz * (slope_in_units(z, options.softcap) if slope is None else slope)
+    slope = slope_in_units(z, options.softcap) if slope is None else slope
+    dz = jnp.zeros_like(z) if dz is None else dz * slope
     k = 0
     while (coefficient := value(f"g{k}")) is not None:
         dz = dz + jnp.where(hit(k), coefficient, 0.0)
@@ -217,7 +217,8 @@ def padded(x: Array | None, length: int, value: float = 0) -> Any:
     """`x` with its first axis padded at the end with `value`; a mask is padded with False."""
     if x is None or x.shape[0] == length:
         return x
-    return jnp.pad(x, ((0, length - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+    padding = [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, padding, constant_values=value)
 
 
 class Refs(dict[str, Any]):

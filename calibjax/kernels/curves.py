@@ -5,8 +5,7 @@ The logits z of a frozen model never change; only the scale s does. With m = max
     f(s) = log Σ_v exp(s·u_v),   f' = E_p[z] − m ≤ 0,   f'' = Var_p[z] ≥ 0,   log_normalizer = s·m + f(s).
 
 f is smooth and convex. f, f' and f'' at K scales determine it in between by quintic Hermite interpolation
-(`interpolation`), and every loss is algebra on f, f' and constants of the token: a head can be fitted to them at no
-cost that depends on V or D.
+(`interpolation`), and every loss is algebra on f, f' and constants of the token: no fit of a head depends on V or D.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from calibjax.kernels.stats import STATISTICS, VocabStats
 from calibjax.kernels.top_k import top_logits
 from calibjax.runtime.arrays import AnyArray
 
-SCALES = tuple(2.0**octave * 2.0 ** (k / 4) for octave in range(-3, 3) for k in range(4))
+SCALES = tuple(2.0**octave * 2.0 ** (k / 4) for octave, k in itertools.product(range(-3, 3), range(4)))
 """The default scales: 24 from 1/8 to 6.73, four an octave, each the double of the one four before."""
 DOUBLED_SCALES = (*SCALES, *(4.0 * scale for scale in SCALES[-8:]))
 """Scales to 26.9, two octaves more, for losses that read the statistics at 2 s too: a head's s is at most 10."""
@@ -37,15 +36,13 @@ class VocabCurves:
     """The statistics of each token at K scales; `at` interpolates them to any.
 
     A pytree whose arrays all begin with the leading shape `[...]` of the hidden states; `scales` is static. Constants
-    under differentiation. Tokens that are not `valid` hold 0 in every float field, -1 in `argmax` and False in
-    `correct`.
+    under differentiation. Tokens that are not `valid` hold 0 in float fields, -1 in `argmax` and False in `correct`.
 
     Attributes:
         log_weight: float32 `[..., K]`, f(s) = log Σ_v exp(s (z_v − max z)), at least 0.
         expected_difference: float32 `[..., K]`, f'(s) = E_p[z] − max z, at most 0.
         logit_variance: float32 `[..., K]`, f''(s) = Var_p[z].
-        target_logit, mean_logit, max_logit, argmax, correct: `[...]`, as in `VocabStats`; without targets the first and
-            the last are None.
+        target_logit, mean_logit, max_logit, argmax, correct: as in `VocabStats`; first and last None without targets.
         top_logits: float32 `[..., k]`, the largest logits, largest first; None where none were requested.
         valid: bool `[...]`, the token counts.
         scales: K inverse temperatures, rising.
@@ -153,7 +150,8 @@ def dense_curves(
 ) -> VocabCurves:
     """`vocab_curves` of logits z `[..., V]`; one scale after another, each with several arrays of that size."""
     z, values, valid = reference.dense_statistics(logits, targets, jnp.ones(targets.shape, jnp.float32), None, scales)
-    return _curves(values, masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None, valid, scales)
+    top = masked(valid, jax.lax.top_k(z, top_k)[0]) if top_k else None
+    return _curves(values, top, valid, scales)
 
 
 def _curves(values: dict[str, Any], top: Array | None, valid: Array, scales: tuple[float, ...]) -> VocabCurves:

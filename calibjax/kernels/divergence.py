@@ -51,12 +51,15 @@ def kl_divergences(
         arrays = (hidden, others, unembedding, log_normalizer, other_log_normalizers, bias)
         return in_auto_axes(sharding, run, arrays, (None, *leading_spec(hidden)))
     count, shape = others.shape[0], hidden.shape[:-1]
-    states = jnp.concatenate([hidden[None], others]).reshape(count + 1, -1, hidden.shape[-1]).swapaxes(0, 1)
+    states = jnp.concatenate([hidden[None], others])
+    states = states.reshape(count + 1, -1, hidden.shape[-1]).swapaxes(0, 1)
     normalizer = log_normalizer.reshape(-1)
     inputs = Inputs(states, unembedding, bias, scale=jnp.ones_like(normalizer), targets=None, valid=None)
-    term = functools.partial(_expected_differences, softcap)
-    total = term(inputs, normalizer) if sharding is None else sum_over_vocab(sharding, term, count, inputs, normalizer)
-    return jnp.maximum(total.T.reshape(count, *shape) - log_normalizer[None] + other_log_normalizers, 0.0)
+    over_vocab = functools.partial(_expected_differences, softcap)
+    if sharding is not None:
+        over_vocab = functools.partial(sum_over_vocab, sharding, over_vocab, count)
+    total = over_vocab(inputs, normalizer).T.reshape(count, *shape)
+    return jnp.maximum(total - log_normalizer[None] + other_log_normalizers, 0.0)
 
 
 def _expected_differences(

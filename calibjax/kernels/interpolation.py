@@ -46,18 +46,18 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
     right = Jet(*(_at(x, index + 1) for x in jets))
     start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
     is_below, is_above = scale < table[0], scale > table[-1]
-    regions = (
-        extrapolate(left, jnp.where(is_below, scale - start, 0.0)),
-        _hermite(start, left, end, right, jnp.clip(scale, start, end)),
-        extrapolate(right, jnp.where(is_above, scale - end, 0.0)),
-    )
-    return jax.tree.map(lambda low, mid, high: jnp.select([is_below, is_above], [low, high], mid), *regions)
+    below = extrapolate(left, jnp.where(is_below, scale - start, 0.0))
+    between = _hermite(start, left, end, right, jnp.clip(scale, start, end))
+    above = extrapolate(right, jnp.where(is_above, scale - end, 0.0))
+    regions = zip(below, between, above, strict=True)
+    return Jet(*(jnp.select([is_below, is_above], [low, high], middle) for low, middle, high in regions))
 
 
 @interpolate.defjvp
 def _interpolate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents: tuple[Jet, Array]):
     jet = interpolate(nodes, *primals)
-    return jet, Jet(jet.slope * tangents[1], jet.curvature * tangents[1], jnp.zeros_like(jet.curvature))
+    _, d_scale = tangents
+    return jet, Jet(jet.slope * d_scale, jet.curvature * d_scale, jnp.zeros_like(jet.curvature))
 
 
 def _at(x: Float[Array, "... K"], index: Array) -> Array:
@@ -91,7 +91,10 @@ def _hermite(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> J
 
 def _polynomial(t: Array, *coefficients: Array) -> Array:
     """Σ_k c_k tᵏ, by Horner's rule."""
-    return functools.reduce(lambda total, c: c + t * total, reversed(coefficients))
+    *lower, total = coefficients
+    for coefficient in reversed(lower):
+        total = coefficient + t * total
+    return total
 
 
 def extrapolate(jet: Jet, distance: Array) -> Jet:

@@ -1,7 +1,6 @@
 """The operator with its derivative, written once for all implementations (`calibjax.kernels.contract`).
 
-With z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g of the
-statistics,
+With z = softcap(h Wᵀ + b), p = softmax(s·z), c_v = 1 − (z_v/cap)² (1 without a soft-cap) and cotangents g,
 
     dz_v = p_v (s g_lse + g_expected (1 + s (z_v − E_p[z]))) + [v=y] g_target + [v=argmax] g_max + g_mean/V,
     dh = Σ_v c_v dz_v W_v,   dW_v = c_v dz_v h,   db_v = c_v dz_v,

@@ -52,8 +52,7 @@ class VocabSharding:
         vocab: axes over which the rows of `unembedding` (and the bias) are split.
         width: axes among `tokens` over which the columns of `unembedding`, its D, are stored split, as in fully
             sharded data parallelism; D must divide. W is gathered along D in pieces of some 16 MiB, each while the
-            previous one is in use, and dW is reduced and scattered back in the same pieces: W is never whole on a
-            device.
+            previous one is in use, and dW is reduced and scattered back in the same pieces: no device holds all of W.
 
     Raises:
         ValueError: for axes that the mesh does not have, or that have two uses.
@@ -158,8 +157,10 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
 
     def part(rows: int) -> Inputs:
         shapes = ((tokens, width), (rows, width), (rows,), (tokens,), (tokens,), (tokens,))
-        pairs = zip(inputs, shapes, strict=True)
-        return Inputs._make(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in pairs)
+        parts: list[Any] = []
+        for x, shape in zip(inputs, shapes, strict=True):
+            parts.append(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype))
+        return Inputs(*parts)
 
     main = rows_per_shard
     if sharding.width:
@@ -263,7 +264,8 @@ def sum_over_vocab(
             return total + term(part, per_token), None
 
         zero = jnp.zeros((len(per_token), terms), jnp.float32)
-        total = jax.lax.psum(_over_pieces(sharding, inputs, step, zero)[0], sharding.vocab)
+        total, _ = _over_pieces(sharding, inputs, step, zero)
+        total = jax.lax.psum(total, sharding.vocab)
         return total if tail is None else total + term(inputs._replace(**tail), per_token)
 
     tokens_spec = P(sharding.tokens)
@@ -344,7 +346,7 @@ class Sharded(Implementation):
     def saved_bytes(self, itemsize: int) -> float:
         return self.inner.saved_bytes(itemsize)
 
-    @functools.partial(jax.jit, static_argnums=range(4))
+    @jax.jit(static_argnums=range(4))
     def forward(self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs) -> tuple[Moments, Any]:
         sharding = self.sharding
         main, tail = _split_rows(inputs, sharding.count(sharding.vocab))
@@ -377,7 +379,7 @@ class Sharded(Implementation):
         moments, (expected_row, saved) = spread(main, tail)
         return moments._replace(expected_row=expected_row), saved
 
-    @functools.partial(jax.jit, static_argnums=range(3))
+    @jax.jit(static_argnums=range(3))
     def backward(
         self, options: Options, wanted: frozenset[str], inputs: Inputs, cotangents: Cotangents, into: Gradients | None
     ) -> Gradients:

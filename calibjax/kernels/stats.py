@@ -171,8 +171,8 @@ def moments(
         assert targets is not None
         local = targets - start
         inside = (local >= 0) & (local < width)
-        value = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], axis=1)[:, 0]
-        target = jnp.where(inside, value, 0.0)
+        column = jnp.clip(local, 0, width - 1)[:, None]
+        target = jnp.where(inside, jnp.take_along_axis(logits, column, axis=1)[:, 0], 0.0)
 
     if isinstance(scale, tuple):
         weight, first, second = sums_at(scale, shifted)
@@ -270,7 +270,8 @@ def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[s
     if "first" in sums:
         new["first"] = ratio * (sums["first"] + delta * weight)
     if "second" in sums:
-        new["second"] = ratio * (sums["second"] + delta * (2.0 * sums["first"] + delta * weight))
+        growth = 2.0 * sums["first"] + delta * weight
+        new["second"] = ratio * (sums["second"] + delta * growth)
     return new
 
 
@@ -292,8 +293,8 @@ def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"
 
     argmax = None
     if a.argmax is not None and b.argmax is not None:
-        b_wins = (b.max_logit > a.max_logit) | ((b.max_logit == a.max_logit) & (b.argmax < a.argmax))
-        argmax = jnp.where(b_wins, b.argmax, a.argmax)
+        b_is_first = (b.max_logit == a.max_logit) & (b.argmax < a.argmax)
+        argmax = jnp.where((b.max_logit > a.max_logit) | b_is_first, b.argmax, a.argmax)
     sums = jax.tree.map(jnp.add, terms(a), terms(b))
     if "expected_row" in sums:
         sums["expected_row"] = sums["expected_row"] * inverse_weight(sums["weight"])[:, None]

@@ -12,8 +12,6 @@ from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import softcapped
 from calibjax.runtime.arrays import AnyArray
 
-_PRECISION = jax.lax.Precision.HIGHEST
-
 
 class TopLogits(NamedTuple):
     """The k largest logits, largest first, float32 `[..., k]`, and their indices, int32 `[..., k]`."""
@@ -72,7 +70,7 @@ def top_logits(
 
     ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
     rows = unembedding[ids]
-    z = jnp.einsum("nd,nkd->nk", flat, rows, preferred_element_type=jnp.float32, precision=_PRECISION)
+    z = jnp.einsum("nd,nkd->nk", flat, rows, preferred_element_type=jnp.float32, precision="highest")
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
     z = softcapped(z, softcap)
@@ -100,7 +98,7 @@ def _top_ids(
             return best.ids
         first = jax.lax.axis_index(sharding.vocab) * unembedding.shape[0]
         best = best._replace(ids=best.ids + first)
-        candidates = jax.tree.map(lambda x: jax.lax.all_gather(x, sharding.vocab, axis=1, tiled=True), best)
+        candidates = jax.lax.all_gather(best, sharding.vocab, axis=1, tiled=True)
         return _largest(k, candidates).ids
 
     specs = (P(sharding.tokens), P(sharding.vocab, sharding.width), P(sharding.vocab))
@@ -115,15 +113,17 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
         block = take_rows(unembedding, start, width)
         if width_axes:
             block = jax.lax.all_gather(block, width_axes, axis=1, tiled=True)
-        z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision=_PRECISION)
+        z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision="highest")
         if bias is not None:
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, :]
         largest, column = jax.lax.top_k(z, min(k, width))
-        chunk_best = TopLogits(largest, column + start)
-        return _largest(k, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), best, chunk_best)), None
+        logits = jnp.concatenate([best.logits, largest], axis=1)
+        ids = jnp.concatenate([best.ids, column + start], axis=1)
+        return _largest(k, TopLogits(logits, ids)), None
 
-    tokens, vocab_size = hidden.shape[0], unembedding.shape[0]
-    nothing = TopLogits(jnp.full((tokens, k), -jnp.inf, jnp.float32), jnp.zeros((tokens, k), jnp.int32))
+    tokens, vocab_size = len(hidden), len(unembedding)
+    lowest = jnp.full((tokens, k), -jnp.inf, jnp.float32)
+    nothing = TopLogits(lowest, jnp.zeros((tokens, k), jnp.int32))
     return fold(step, nothing, vocab_size, choose_chunk_size(tokens, vocab_size))[0]
 
 

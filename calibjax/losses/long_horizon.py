@@ -160,8 +160,9 @@ def token_weights(
     sums = _suffix_sums(centred, segment_ids, objective.horizon)
     factor = 1.0 / jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), log_p.shape[:1]) - 1.0
     log_weights = factor[:, None] * sums
-    weights = jnp.exp(log_weights if objective.clip is None else jnp.minimum(log_weights, objective.clip))
-    weights = jnp.where(counts, weights, 0.0)
+    if objective.clip is not None:
+        log_weights = jnp.minimum(log_weights, objective.clip)
+    weights = jnp.where(counts, jnp.exp(log_weights), 0.0)
     if objective.form == "suffix":
         weights = jnp.where(counts, _prefix_sums(weights, segment_ids, objective.horizon), 0.0)
     return jax.lax.stop_gradient(weights)

@@ -137,7 +137,8 @@ def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
     """
     excess = doubled.require("log_normalizer") - 2.0 * stats.require("log_normalizer")
     squares = jnp.exp(jnp.minimum(excess, 0.0))
-    return _masked(squares - 2.0 * jnp.exp(jnp.minimum(stats.log_prob(), 0.0)) + 1.0, stats)
+    target = jnp.exp(jnp.minimum(stats.log_prob(), 0.0))
+    return _masked(squares - 2.0 * target + 1.0, stats)
 
 
 def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weight: float) -> Float[Array, "..."]:
@@ -183,8 +184,8 @@ def top_label(stats: VocabStats) -> Float[Array, "..."]:
     about 16, because c is clipped to 1 − 1e-7. Reads `log_normalizer`, `max_logit` and `correct`.
     """
     log_confidence = jnp.minimum(stats.log_confidence(), -1e-7)
-    log_one_minus_confidence = jnp.log(-jnp.expm1(log_confidence))
-    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_one_minus_confidence), stats)
+    log_miss = jnp.log(-jnp.expm1(log_confidence))
+    return _masked(-jnp.where(stats.require("correct"), log_confidence, log_miss), stats)
 
 
 def joint(stats: VocabStats, top_label_weight: float | Float[Array, ""] = 1.0) -> Float[Array, "..."]:

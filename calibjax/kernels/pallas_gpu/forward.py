@@ -176,8 +176,7 @@ def _run(
 ) -> tuple[dict[str, Array], Array | None, Array | None]:
     """Runs the kernel: the states of every piece of the vocabulary [P, N], in units of the soft-cap.
 
-    With `save` follow the exponentials, bfloat16 with N and V padded to whole tiles, and their references, which start
-    at `common`.
+    With `save` follow the exponentials, bfloat16 with N and V padded to whole tiles, and references, from `common` on.
     """
     hidden, unembedding, bias = inputs[:3]
     tokens, vocab_size = hidden.shape[0], unembedding.shape[0]

@@ -5,8 +5,7 @@ blocks of hidden states and unembedding, [128, 64] and [256, 64], into a ring in
 multiply them, 64 tokens each, into [64, 256] float32 registers (wgmma), which the caller reduces. The ring runs on
 across tiles: while one warpgroup is at its exponentials, the other multiplies, and the next tile's operands arrive.
 
-TMA gives zeros for what lies outside an array: tokens beyond the last are computed and dropped, columns beyond V are
-logits of 0.
+TMA gives zeros outside an array: tokens beyond the last are computed and dropped, columns beyond V are logits of 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -36,10 +36,8 @@ class Exponentials(NamedTuple):
     Attributes:
         values: in the inputs' dtype, transposed. Under a soft-cap, where a logit's slope is needed but its exponential
             is below `contract.SMALLEST_SAVED`, the negative slope is stored instead: (z/cap)² − 1.
-        references: float32, eight rows for each unit of columns: row v mod 8 is that of column v. There may be more
-            rows than V needs.
-        known: pairs of ids int32 [N] and z float32 [N], of columns that may have a one-hot; ids outside [0, V) match
-            nothing.
+        references: float32, at least eight rows for each unit of columns: row v mod 8 is that of column v.
+        known: pairs of ids int32 [N] and z float32 [N], of columns that may have a one-hot; ids may be outside [0, V).
     """
 
     values: Float[Array, "V N"]

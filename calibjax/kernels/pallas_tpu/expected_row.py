@@ -7,8 +7,7 @@ before, whose rows of W stay on the chip; there is one step more than there are 
 are known before its exponentials.
 
 Exponentials are relative to a reference logit per token. It moves, and rescales the sums [tokens, D], only where a
-logit exceeds it by more than `FAR` powers of two: the result depends on it only by rounding, and no exponential waits
-for a maximum.
+logit exceeds it by more than `FAR` powers of two: only rounding depends on it, and no exponential waits for a maximum.
 """
 
 from typing import Any
