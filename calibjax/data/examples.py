@@ -131,7 +131,8 @@ def _encode(
     encoded: Any = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, **options)
     ranges = encoded["offset_mapping"] if offsets else [None] * len(texts)
     for ids, spans in zip(encoded["input_ids"], ranges, strict=True):
-        yield np.asarray(ids, np.int32), None if spans is None else np.asarray(spans, np.int64).reshape(-1, 2)
+        spans = None if spans is None else np.asarray(spans, np.int64).reshape(-1, 2)
+        yield np.asarray(ids, np.int32), spans
 
 
 def _encode_long(
@@ -197,7 +198,8 @@ def _find_answers(
             between = rendered.text[last : max(begin[after], last)]
             loss_mask[after] |= int(ids[after]) in special and not between.strip()
         elif last == len(rendered.text) and end_of_sequence is not None and ids[-1:].tolist() != [end_of_sequence]:
-            ids, loss_mask = np.append(ids, np.int32(end_of_sequence)), np.append(loss_mask, True)
+            ids = np.append(ids, np.int32(end_of_sequence))
+            loss_mask = np.append(loss_mask, True)
             break  # no answer follows the end of the text
     loss_mask[:1] = False
     return ids, loss_mask

@@ -22,8 +22,7 @@ def choose_seq_len(
 ) -> int:
     """A length of sequences that holds 95% of the first 1,000 rows, at most the model's `max_positions`.
 
-    It is a multiple of 64 between 128 and 1,024; for plain text, which can be cut anywhere, and for the layout "full",
-    which drops shorter rows, 128.
+    A multiple of 64 from 128 to 1,024; 128 for plain text, cut anywhere, and for "full", which drops shorter rows.
     """
     length = 128
     if not format.is_plain and layout != "full":

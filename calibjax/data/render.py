@@ -67,7 +67,7 @@ def describe_template(format: Format, tokenizer: Tokenizer) -> str:
 def _without_chat_template(conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
     text = ""
     answers = []
-    extras = sorted({key for message in conversation.messages for key in _extras(message)} | set(conversation.options))
+    extras = sorted(set(conversation.options).union(*map(_extras, conversation.messages)))
     if extras:
         raise UserError(f"{', '.join(extras)}: only a chat template can write this, and the model has none.")
     for position, message in enumerate(conversation.messages):

@@ -86,8 +86,7 @@ def make_sequences(
 ) -> Sequences:
     """Cuts examples into sequences of `seq_len` tokens, which is T = seq_len - 1 pairs of input and target.
 
-    - "full": one sequence from the first `seq_len` tokens of each example; shorter examples are dropped. A document is
-      cut into consecutive full sequences.
+    - "full": the first `seq_len` tokens of each example, if it has as many; of a document, consecutive full sequences.
     - "pad": every token is predicted once. A longer example continues in the next sequence, whose first input is the
       last target of the previous one. An example with a prompt is cut after its first sequence, because the next one
       would not hold the prompt. The end is padded.

@@ -191,7 +191,9 @@ def _read_saved(directory: Path, split: str | None, rows: int | None) -> Rows:
         raise UserError(f"split={split!r}: the data set in {directory} has no splits. Leave `split` out.")
     if not len(data):
         raise UserError(f"{directory} holds no rows. Give at least one.")
-    return Rows(data if rows is None else data.select(range(min(rows, len(data)))), name=str(directory))
+    if rows is not None:
+        data = data.select(range(min(rows, len(data))))
+    return Rows(data, name=str(directory))
 
 
 # --- files ---
@@ -297,7 +299,7 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = next(rows, [])
     # Spreadsheets leave columns unnamed. Repeated names get a number, so that only reading one by its name raises.
-    columns = [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
+    columns = [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, 1)]
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
     if len(set(columns)) < len(columns):

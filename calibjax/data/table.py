@@ -323,7 +323,8 @@ def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> d
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name if name == name.strip() else repr(name) for name in names[:12]) or "none"
+    shown = [name if name == name.strip() else repr(name) for name in names[:12]]
+    return ", ".join(shown) or "none"
 
 
 # --- cells as arrays ---
@@ -463,7 +464,8 @@ class _Columns:
             pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
             matches = ((pattern.fullmatch(name.strip()), name) for name in self.names)
             numbered = sorted((int(match[1]), name) for match, name in matches if match)
-            if numbered and ([number for number, _ in numbered] != [*range(len(numbered))] or len(numbered) < 2):
+            without_gap = list(range(max(len(numbered), 2)))
+            if numbered and [number for number, _ in numbered] != without_gap:
                 got = ", ".join(name for _, name in numbered)
                 raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
             if role in names:

@@ -123,8 +123,7 @@ def metric(
 def _plain_array(value: Any) -> Any:
     """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged.
 
-    An array on a mesh with axes of type Explicit is held whole by each device afterwards: sorts and sums over its
-    points need no sharding by name then.
+    An array on a mesh with axes of type Explicit is replicated: sorts and sums over its points need no sharding then.
     """
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and isinstance(value.sharding, NamedSharding):
         mesh = value.sharding.mesh

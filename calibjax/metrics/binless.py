@@ -81,8 +81,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
 def ks_calibration_error(confidence, correct, *, where=None):
     """Kolmogorov-Smirnov calibration error, max_t |(1/n) Σ_{i: confidence_i <= t} (confidence_i − correctness_i)|.
 
-    Gupta et al. 2021. Points of equal confidence enter the sum together. For the arguments see
-    `expected_calibration_error`.
+    Gupta et al. 2021. Points of equal confidence enter together. Arguments: as `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
     order = jnp.argsort(data.confidence)

@@ -45,8 +45,7 @@ def _pool_of_point(count: int, groups: Any, seed: int) -> np.ndarray:
 def _draws(pools: int, resamples: int, seed: int, width: int) -> tuple[np.ndarray, ...]:
     """How often each pool is drawn, uint16 `[rows, pools]` each, for at least `resamples` rows in all.
 
-    `width`: numbers that the caller holds for each row. Cached, because the methods of a comparison share their pools
-    and drawing takes longer than summing.
+    `width`: numbers that the caller holds for each row. Cached: methods share pools, and drawing takes longest.
     """
     if not pools or resamples < 1:
         raise ValueError(f"expected at least one group and one resample, got {pools} and {resamples}.")
@@ -59,8 +58,7 @@ def _draws(pools: int, resamples: int, seed: int, width: int) -> tuple[np.ndarra
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Percentile interval (low, high) of the values of resamples, `[resamples]`; ValueError for `level` not in (0, 1).
 
-    NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite if its percentile lies on or next to an infinite
-    value.
+    NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite if its percentile is at an infinite value.
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")

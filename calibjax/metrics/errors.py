@@ -1,7 +1,6 @@
 """Binned calibration errors: the gap between mean confidence and accuracy in each bin, and norms of these gaps.
 
-Each `*_from_sums` takes `CalibrationSums` with any leading axes, returns numpy arrays for numpy sums, and is NaN where
-no point counts.
+Each `*_from_sums` takes `CalibrationSums` with any leading axes, gives numpy for numpy, and NaN where no point counts.
 """
 
 from typing import Literal
@@ -141,8 +140,7 @@ def root_mean_square_calibration_error(confidence, correct, *, bins: int = 15, c
 def adaptive_calibration_error(confidence, correct, *, bins: int = 15, where=None):
     """ECE over bins of equal mass, which `equal_mass_index` makes (Nguyen and O'Connor 2015).
 
-    `where`: whole numbers, how often a point counts (else ValueError, NaN under jit). For the other arguments see
-    `expected_calibration_error`.
+    `where`: how often a point counts (ValueError for fractions, NaN under jit). Others: `expected_calibration_error`.
     """
     return _binned(ece_from_sums, confidence, correct, where, bins)
 
@@ -154,8 +152,7 @@ def debiased_calibration_error(confidence, correct, *, bins: int = 15, where=Non
     (max(0, Σ_b (n_b/n) [(conf_b − acc_b)² − s²_b/n_b]))^½ with s²_b the sample variance of correctness in the bin
     (acc_b (1 − acc_b) n_b/(n_b − 1) where it is 0 or 1); bins of one point add nothing.
 
-    The bins have equal mass, as in the paper (for equal width: `debiased_from_sums`). For the arguments see
-    `adaptive_calibration_error`.
+    The bins have equal mass (for equal width: `debiased_from_sums`). Arguments: as `adaptive_calibration_error`.
     """
     return _binned(debiased_from_sums, confidence, correct, where, bins)
 

@@ -11,8 +11,7 @@ estimate. The intervals here invert a test instead:
    s_b = C_bb^½.
 3. A candidate γ with error θ is accepted if the observed estimate lies between the 2.5% and the 97.5% quantile of the
    error of γ + noise (hybrid resampling, Chuang and Lai 2000). The accepted θ form the interval, which is extended to
-   the estimate if it ends below it. The debiased estimate is the θ of the candidate whose median estimate equals the
-   observed one.
+   the estimate if it ends below it. The debiased estimate is the θ whose median estimate equals the observed one.
 
 For a difference, noise and bias also depend on what is unknown: the sum of both errors and the signs of the gaps. Step
 2 is therefore repeated for several families of candidates, whose intervals are united. (Berger and Boos

@@ -1,6 +1,5 @@
 """A model and its head together: calibrated probabilities of any text, and the head as a program of its own."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +57,7 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
     return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **layout}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def _log_probs(model_config: Config, head_config: HeadConfig, dtype, head_arrays, frozen, batch, z) -> Array:
     """log softmax(exp(log_scale) · z), float32; the largest logit stays strictly the largest."""
     _, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, batch, dtype=dtype, statistics=())
@@ -93,7 +92,7 @@ def calibrated_log_probs(
     return _log_probs(lm.config, head.config, lm.dtype, head.arrays, frozen, batch, z)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def _confidence(model_config: Config, head_config: HeadConfig, dtype, head_arrays, frozen, batch) -> TokenConfidence:
     options: Any = {"dtype": dtype, "statistics": ("log_normalizer", "max_logit", "argmax")}
     stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, batch, **options)

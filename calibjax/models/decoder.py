@@ -134,8 +134,7 @@ def hidden_states(
         config: static under `jax.jit`.
         params: parameters of the decoder.
         tokens: ids in `[0, V)`, `[B, T]`; an id outside makes its row NaN.
-        segment_ids: segment of each token; 0 is padding. A token attends only to its own segment. Default: one segment
-            per row.
+        segment_ids: segment of each token, to which it attends; 0 is padding. Default: one segment per row.
         positions: position of each token; by default counted from 0 in each segment.
         layers: `"last"`: the states after the final norm; `"all"`: the embeddings and every block's output, not normed
             except for the last block's, as transformers' `output_hidden_states`; `"residual"`: the same with the last
@@ -153,8 +152,7 @@ def hidden_states(
         `[B, T, D]`, or `[L + 1, B, T, D]` for `"all"` and `"residual"`, in `dtype`.
 
     Raises:
-        UserError: shapes differ, tokens are not integers, T is larger than `config.max_positions`, or `until` is given
-            for a model with windows.
+        UserError: shapes differ, tokens are not integers, T exceeds `config.max_positions`, or `until` with windows.
     """
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")

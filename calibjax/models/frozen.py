@@ -17,7 +17,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.own import FrozenModel, FunctionConfig
 from calibjax.nn.kv_cache import Cache
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import AXES, constrain_batch
+from calibjax.runtime.sharding import constrain_batch, has_axes
 
 Config = DecoderConfig | FunctionConfig
 """The configuration of a `FrozenModel`."""
@@ -52,7 +52,7 @@ def vocab_sharding(config: Config) -> VocabSharding | None:
     None on one device or a mesh with other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+    if not has_axes(mesh) or mesh.size == 1:
         return None
     divides = config.hidden_size % mesh.shape["fsdp"] == 0
     return VocabSharding(mesh, width=("fsdp",) if divides else ())
@@ -132,8 +132,7 @@ def extend_log_scale(
 ) -> tuple[Float[Array, "B T"], Cache | None]:
     """log_scale of the next tokens of each row after those in the head's `cache`, and the new cache.
 
-    Without a cache nothing comes before. A head that does not attend has none. Heads that pool over sequences cannot
-    be extended.
+    Without a cache nothing comes before. Heads that do not attend have none; those that pool cannot be extended.
     """
     features = frozen_features(config, head_config.features, frozen, hidden, dtype)
     run: Any = functools.partial(head_config.build().apply, {"params": head_arrays.params}, features)

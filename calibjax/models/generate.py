@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,8 +46,7 @@ class Generation(NamedTuple):
 
     Attributes:
         tokens: int32; -1 after the end of a row.
-        base_log_probs: log-probability of each token under the uncalibrated base model, nats, whatever distribution it
-            was sampled from; 0 after the end.
+        base_log_probs: log-probability of each token under the base model, however sampled, nats; 0 after the end.
         confidence: calibrated probability of each token over the whole vocabulary, in [0, 1]; 0 after the end.
         temperature: temperature of the head at each token; 1 without a head and after the end.
         where: True up to the end of a row.
@@ -181,7 +179,7 @@ class _State(NamedTuple):
     caches: _Caches
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     """What `generate` returns: processes the prompts into a cache, then adds one token to every row at a time."""
     config, head, frozen = program.config, program.head, inputs.frozen
@@ -283,8 +281,7 @@ def generate(
         `Generation`, `[B, N]`; with `sampling.num_samples` K above 1 `[B·K, N]`, grouped by prompt.
 
     Raises:
-        UserError: an argument is out of range, a prompt does not fit the model, or the head belongs to another model or
-            pools over sequences.
+        UserError: an argument is out of range, a prompt does not fit, or the head is of another model or pools.
     """
     ids = _token_ids(lm, prompts)
     seeds = range(len(ids)) if sampling.prompt_seeds is None else sampling.prompt_seeds
@@ -481,7 +478,7 @@ def mix_samples(
     return mixed
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _log_probs(config: Any, dtype: Any, frozen: FrozenArrays, batch: Mapping[str, Any]):
     zeros = jnp.zeros(batch["where"].shape, jnp.float32)
     return stats_at(config, frozen, batch, zeros, dtype=dtype, statistics=("log_normalizer", "target_logit")).log_prob()

@@ -47,8 +47,7 @@ def load_model(
             files), a GGUF file, an output directory of `calibjax convert`, or a model id on the hub, which is
             downloaded once; `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
-        mesh: devices among which `sharding.RULES` divide the weights, its axes among data, fsdp and tensor; `None` for
-            the default device.
+        mesh: devices among which `sharding.RULES` divide the weights, its axes among data, fsdp and tensor; or `None`.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:
@@ -89,8 +88,7 @@ def load_model(
 def stored_dtype(path: str | Path) -> str:
     """The common dtype of all stored weights if it is `"bfloat16"` or `"float16"`, else `"float32"`.
 
-    For an output of `calibjax convert`, this is the dtype of the files it was made from. For `path` and errors see
-    `load_model`.
+    For an output of `calibjax convert`, that of the files it was made from. For `path` and errors see `load_model`.
     """
     folder = _find_folder(path)
     if is_checkpoint(folder):

@@ -81,7 +81,8 @@ class LoraConfig:
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters alone, of an adapted module's parameters."""
-    return traverse_util.unflatten_dict({k: v for k, v in _flat(params).items() if k[-1].endswith((_A, _B))})
+    adapters = {path: leaf for path, leaf in _flat(params).items() if path[-1].endswith((_A, _B))}
+    return traverse_util.unflatten_dict(adapters)
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

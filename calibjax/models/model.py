@@ -43,7 +43,8 @@ def _token_inputs(
             raise UserError("segment_ids, positions: sequences have their own; leave them out.")
         tokens, segment_ids, positions = tokens.tokens, tokens.segment_ids, tokens.positions
     layout = {"segment_ids": segment_ids, "positions": positions}
-    return as_indices(tokens), {name: None if x is None else as_indices(x) for name, x in layout.items()}
+    layout = {name: None if x is None else as_indices(x) for name, x in layout.items()}
+    return as_indices(tokens), layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

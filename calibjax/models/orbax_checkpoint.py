@@ -19,7 +19,7 @@ from calibjax.models.decoder import abstract_params
 from calibjax.models.fingerprint import distinctive, dotted_leaves
 from calibjax.models.hf_export import DESCRIPTION, copy_settings
 from calibjax.models.model import LanguageModel
-from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_checksums
+from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_checksums
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files, json_text, new_directory, read_json, write_file
@@ -107,7 +107,7 @@ def restore_params(
             array = together(lambda path=path, leaf=leaf: read(path, leaf.shape))
             digests |= array_digests({path: array})
             params[path] = array.astype(dtype)
-    if different := different_arrays(digests, description["arrays"]):
+    if different := different_names(digests, description["arrays"]):
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
     finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
     if not all(finite.values()):

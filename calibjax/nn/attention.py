@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.platforms import platform
 from calibjax.runtime.arrays import ceil_div
-from calibjax.runtime.sharding import AXES, batch_shards
+from calibjax.runtime.sharding import AXES, batch_shards, has_axes
 
 _BLOCKS = 16  # at most, because each is compiled; of 64 tokens or more, whose logits stay in a CPU's cache
 _SPLASH_BLOCKS = (512, 256)
@@ -154,8 +154,7 @@ def attend_by_products(
     """`attend` by matrix products, to keys and values with their heads before time, as a cache has them.
 
     With this order of axes, XLA's products need no transposes. The heads and the rows of queries that share keys are
-    rows of one product. `past` holds keys and values of consecutive columns; each of its A rows serves B / A
-    consecutive queries.
+    rows of one product. `past` has keys and values of consecutive columns; each of its A rows serves B / A queries.
     """
     batch, time, heads, _ = query.shape
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
@@ -217,7 +216,7 @@ def _devices_divide(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]
     """Whether every device of the current mesh has as many rows and heads as the others."""
     mesh = jax.sharding.get_abstract_mesh()
     row_shards, head_shards = 1, 1
-    if set(AXES) <= set(mesh.axis_names):
+    if has_axes(mesh):
         row_shards, head_shards = batch_shards(mesh), mesh.shape[_HEADS]
     divides = query.shape[0] % row_shards == query.shape[2] % head_shards == key.shape[2] % head_shards == 0
     return mesh.size in (0, row_shards * head_shards) and divides
@@ -254,8 +253,7 @@ def splash_attend(
 ) -> Float[Array, "B T Q H"]:
     """`attend` without stored logits, for shapes that `suits_splash` accepts: JAX's splash attention.
 
-    It iterates over blocks of keys with a running softmax (Dao et al., 2022, arXiv 2205.14135) and skips blocks that
-    order or window mask completely.
+    It iterates over blocks of keys with a running softmax (Dao et al., 2022, arXiv 2205.14135) and skips masked blocks.
     """
 
     def on_device(query: Any, key: Any, value: Any, segment_ids: Any, kind: Any, sinks: Any) -> Any:
@@ -267,7 +265,7 @@ def splash_attend(
         return jnp.swapaxes(mixed, 1, 2)
 
     arguments = (query, key, value, visible.segment_ids, visible.kind, sinks)
-    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+    if not has_axes(jax.sharding.get_abstract_mesh()):
         return on_device(*arguments)
     divided: Any = PartitionSpec(_ROWS, None, _HEADS)
     specs = (divided, divided, divided, PartitionSpec(_ROWS), PartitionSpec(), PartitionSpec(_HEADS))

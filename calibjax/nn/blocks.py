@@ -90,8 +90,7 @@ class BlockConfig:
         norm_offset: added to the stored scale of an RMS norm; 1 for Gemma, which stores scales around zero.
         norm_placement: norms before attention and MLP (`"pre"`), after them (`"post"`), or `"both"`. A norm after them
             is applied to the update of the residual stream.
-        parallel: `None` if the MLP follows attention. Otherwise both read the same hidden states, through `"one_norm"`
-            or `"two_norms"`.
+        parallel: `None` if the MLP follows attention; `"one_norm"` or `"two_norms"` if both read one hidden state.
         qk_norm: `None`; `"head"`: queries and keys are normed within each head; `"projection"`: over all heads at once.
         norm_eps: added to the variance or mean square; from 0 to 1.
         activation: a name in `ACTIVATIONS`.

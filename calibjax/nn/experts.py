@@ -20,7 +20,7 @@ from calibjax.kernels.platforms import platform
 from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Positive, Range, check_options
-from calibjax.runtime.sharding import AXES, batch_shards
+from calibjax.runtime.sharding import AXES, batch_shards, has_axes
 
 use_ragged_dot = jax.make_user_context(False)
 """`with use_ragged_dot(True):` makes programs traced within use `jax.lax.ragged_dot` on every platform."""
@@ -35,12 +35,10 @@ class Mixture:
 
     Args:
         experts: number E of experts, at least 2.
-        per_token: number K of experts that each token is sent to. They have the largest router logits; a tie goes to
-            the smaller index.
+        per_token: number K of experts of each token, of the largest router logits; a tie goes to the smaller index.
         normalized: whether the weights of a token's experts are a softmax over its K logits, or over all E.
         router_bias: whether the router's logits have a bias.
-        clamp: `c` in `(clip(up x, -c, c) + 1) * g * sigmoid(swish * g)` with `g = min(gate x, c)`, which replaces the
-            activation of gpt-oss; or `None`.
+        clamp: `c` of gpt-oss's `(clip(up x, -c, c) + 1) * g * sigmoid(swish * g)`, `g = min(gate x, c)`; or `None`.
         swish: factor within the sigmoid; for `clamp` only.
     """
 
@@ -168,7 +166,7 @@ class Experts(nn.Module):
             return out.astype(hidden.dtype)
 
         mesh = jax.sharding.get_abstract_mesh()
-        if not set(AXES) <= set(mesh.axis_names) or mesh.size == 1:
+        if not has_axes(mesh) or mesh.size == 1:
             return on_device(*arguments)
         divides = hidden.shape[0] % batch_shards(mesh) == 0
         rows = PartitionSpec(_ROWS) if divides else PartitionSpec()

@@ -19,8 +19,7 @@ class Cache(NamedTuple):
     """Keys and values of P + S columns, of which the first `length` are filled.
 
     Attributes:
-        keys, values: of the last S columns, `[L, B, K, S, H]`, K heads of width H; `[B, K, S, H]` for a single block.
-            Keys are rotated.
+        keys, values: of the last S columns, `[L, B, K, S, H]`, or `[B, K, S, H]` of a single block; keys are rotated.
         segment_ids: segment of each column; 0 is padding.
         length: number of filled columns.
         shared: keys and values of the first P columns, `[L, A, K, P, H]`, of A prompts. The B / A samples of a prompt,

@@ -70,20 +70,16 @@ def _total(loss: Loss, like: Any, rows: tuple[Array, ...], extra: Any) -> Callab
     return lambda x: jnp.sum(loss(unravel(x), rows, extra))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _value_and_grad(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> tuple[Array, Array]:
     return jax.value_and_grad(_total(loss, like, rows, extra))(x)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: Any) -> Array:
     """The Hessian, a column at a time: neither memory nor the program grows with P."""
     gradient = jax.grad(_total(loss, like, rows, extra))
-
-    def times_hessian(direction: Array) -> Array:
-        return jax.jvp(gradient, (x,), (direction,))[1]
-
-    return jax.lax.map(times_hessian, jnp.eye(x.size, dtype=x.dtype))
+    return jax.lax.map(lambda column: jax.jvp(gradient, (x,), (column,))[1], jnp.eye(x.size, dtype=x.dtype))
 
 
 def minimize(
@@ -161,7 +157,7 @@ def _optimizer() -> Any:
     return optax.adam(optax.cosine_decay_schedule(3e-3, STEPS))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _step(loss: Loss, params: Any, opt_state: Any, rows: tuple[Array, ...], extra: Any) -> tuple[Any, Any]:
     import optax
 
@@ -170,7 +166,7 @@ def _step(loss: Loss, params: Any, opt_state: Any, rows: tuple[Array, ...], extr
     return optax.apply_updates(params, updates), opt_state
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _losses(loss: Loss, params: Any, rows: tuple[Array, ...], extra: Any) -> Array:
     return loss(params, rows, extra)
 

@@ -1,6 +1,5 @@
 """Fitted recalibrators on disk: the arrays as safetensors, a description as JSON, and checksums of both."""
 
-import functools
 import json
 import typing
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from jaxtyping import Array
 
 from calibjax.recalibrate.contract import Method, Predictions, checked_fields, class_count
 from calibjax.recalibrate.methods import METHODS
-from calibjax.runtime.checksums import array_digests, different_arrays, read_checksums, write_directory
+from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
 from calibjax.runtime.files import json_text
 
@@ -79,7 +78,7 @@ class Recalibrator(NamedTuple):
         return np.concatenate(parts)[:count]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _apply(method: Method, state: Any, data: Predictions) -> Array:
     return method.apply(state, data)
 
@@ -154,7 +153,7 @@ def load(directory: str | Path) -> Recalibrator:
         if description["schema"] != _SCHEMA or name not in METHODS:
             raise ValueError(f"schema {description['schema']}, method {name}")
         arrays = from_bytes((directory / _ARRAYS).read_bytes())
-        if different := different_arrays(array_digests(arrays), digests):
+        if different := different_names(array_digests(arrays), digests):
             raise ValueError(f"the checksum of {', '.join(different[:5])} differs")
         state = _built(_state_type(name), arrays)
     except Exception as error:  # safetensors raises an exception of its own

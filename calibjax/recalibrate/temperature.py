@@ -98,8 +98,7 @@ def fit_temperature(
 
     Args:
         sums_at: one pass over the data: u (float32 scalar) -> the `LikelihoodSums` of its batches.
-        bounds: range of u searched. Separable or constant data have their optimum at infinity: the bound is returned,
-            with `converged` False.
+        bounds: range of u searched. With an optimum at infinity (separable data), a bound, and `converged` False.
 
     Raises:
         ValueError: where no token counts or the likelihood is not finite.

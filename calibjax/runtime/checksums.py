@@ -59,11 +59,10 @@ def array_digests(tree: Any) -> dict[str, str]:
     checksums in their order. It does not depend on sharding. If devices hold whole parts, each process hashes its own
     parts and only checksums are exchanged; otherwise the array is gathered. All processes must call this function.
     """
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    leaves = {path: leaf if _in_whole_parts(leaf) else to_host(leaf) for path, leaf in leaves.items()}
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves[name] = leaf if _in_whole_parts(leaf) else to_host(leaf)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tables = list(pool.map(_part_digests, leaves.values()))
     if any(not _is_local(leaf) for leaf in leaves.values()):
@@ -82,7 +81,7 @@ def _is_local(array: Any) -> bool:
 
 def _part_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the parts of an array; there are no parts if an axis has length 0."""
-    cuts = [math.gcd(n, 16) if axis >= len(shape) - 2 else 1 for axis, n in enumerate(shape)]
+    cuts = [1] * len(shape[:-2]) + [math.gcd(n, 16) for n in shape[-2:]]
     return tuple(max(n // cut, 1) for n, cut in zip(shape, cuts, strict=True))
 
 
@@ -101,8 +100,11 @@ def _part_digests(array: Any) -> np.ndarray:
     if _is_local(array):
         pieces = [(np.zeros_like(sizes), array)]
     else:
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        pieces = [(np.array([along.start or 0 for along in shard.index], np.int64), shard.data) for shard in shards]
+        pieces = []
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                start = [along.start or 0 for along in shard.index]
+                pieces.append((np.array(start, np.int64), shard.data))
     for start, piece in pieces:
         data = np.asarray(piece)
         for number in np.ndindex(*(data.shape // sizes)):
@@ -160,8 +162,8 @@ def read_checksums(directory: Path, remedy: str) -> dict[str, str]:
     return arrays
 
 
-def different_arrays(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
-    """Names of arrays whose checksums differ or that occur in only one of the two."""
+def different_names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Names whose values, such as checksums of arrays, differ or that occur in only one of the two."""
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 

@@ -102,7 +102,8 @@ def check_value(name: str, annotation: Any, value: Any) -> None:
 
 def unexpected(expected: str, value: Any) -> str:
     """The text of an error for a value that should be something else."""
-    got = str(value) if isinstance(value, numbers.Real) else ascii(str(value) if isinstance(value, Path) else value)
+    plain = str(value) if isinstance(value, Path | numbers.Real) else value
+    got = plain if isinstance(value, numbers.Real) else ascii(plain)
     return f"expected {expected}{';' if ',' in expected else ','} got {shortened(got)}"
 
 

@@ -92,10 +92,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_BATCH))
 
 
+def has_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has all of `AXES`."""
+    return set(AXES) <= set(mesh.axis_names)
+
+
 def context_mesh() -> Mesh | None:
     """The current mesh (`jax.set_mesh`) if it has `AXES` and several devices, else None. Not for traced functions."""
     mesh = jax.sharding.get_mesh()
-    return mesh if set(AXES) <= set(mesh.axis_names) and mesh.size > 1 else None
+    return mesh if has_axes(mesh) and mesh.size > 1 else None
 
 
 def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
@@ -138,7 +143,7 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 def constrain_cache(x: jax.Array) -> jax.Array:
     """Constrains keys or values `[..., B, K, S, H]`: rows like a batch, heads over tensor if it divides them."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(AXES) <= set(mesh.axis_names):
+    if not has_axes(mesh):
         return x
     heads = "tensor" if x.shape[-3] % mesh.shape["tensor"] == 0 else None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * (x.ndim - 4), _BATCH, heads, None, None))
@@ -172,7 +177,7 @@ def lookup(table: jax.Array, index: jax.Array, path: str, dtype: DTypeLike, tied
     part for its tokens and those of its neighbours along fsdp: rows are moved instead of the table.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    spec = param_sharding(mesh, path, table.shape).spec if set(AXES) <= set(mesh.axis_names) else PartitionSpec()
+    spec = param_sharding(mesh, path, table.shape).spec if has_axes(mesh) else PartitionSpec()
     if not spec or mesh.size == 1 or index.shape[0] % batch_shards(mesh):
         index = jnp.where(index < 0, table.shape[0], index)  # negative ones would count from the end
         rows = jnp.take(table, index, axis=0, mode="fill") if tied else _take(table, index)
@@ -211,7 +216,7 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
     If a mesh with `AXES` is set, each device contributes the states of its rows to a sum: R states move, not the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    shards = batch_shards(mesh) if set(AXES) <= set(mesh.axis_names) else 1
+    shards = batch_shards(mesh) if has_axes(mesh) else 1
     if shards == 1 or hidden.shape[0] % shards:
         return hidden[row, position]
 
@@ -242,11 +247,11 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     Paths consist only of dictionary keys, so that the moments of an optimiser are sharded like their parameters.
     """
 
-    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
         return param_sharding(mesh, ".".join(keys), leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:

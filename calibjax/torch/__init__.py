@@ -1,7 +1,6 @@
 """Exported heads in PyTorch, for serving: needs torch and safetensors, and imports neither JAX nor Flax.
 
-`calibjax export RUN --out DIR` writes the directory that these functions read. `attach` calibrates a model of
-transformers:
+`calibjax export RUN --out DIR` writes what these functions read. `attach` calibrates a model of transformers:
 
     import calibjax.torch
 

@@ -105,7 +105,7 @@ class Attached:
             raise HeadError("the head needs a forward pass of the whole model that returns a ModelOutput.")
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments | kwargs
         logits, keep = output.logits, given.get("logits_to_keep", 0)
-        rows = keep if isinstance(keep, Tensor) else slice(-keep if keep else None, None)
+        rows = keep if isinstance(keep, Tensor) else slice(-keep or None, None)
         all_logits = logits
         reads_sequence = self.head.reads_sequence
         layer = self.model.get_output_embeddings()

@@ -73,12 +73,10 @@ def fit_ats(
     """Fits temperature scaling and an ATS head to a frozen model.
 
     The model runs once, and its scale curves are stored (`train.curves`); heads are fitted on them. With a directory in
-    `context`, a fit that was killed and is called again with the same arguments resumes and ends with the same head,
-    bit for bit.
+    `context`, a killed fit that is called again with the same arguments resumes, and ends with a bit-identical head.
 
     Args:
-        lm: the frozen model: a `LanguageModel`, or one of your own by `from_function` or `from_arrays`. It is placed on
-            `context.mesh` where it is not yet.
+        lm: the frozen model, which is placed on `context.mesh`: a `LanguageModel`, `from_function` or `from_arrays`.
         data: sequences to fit on, or what `load_text` takes; or several sets by name, such as one per domain. Where a
             head or a loss is chosen or a temperature refitted, each fold of the rows, or each set, is predicted by a
             head fitted on the others. In the end the head is fitted on all.
@@ -208,8 +206,7 @@ class _CandidateFits:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
     `log_scale` is the log scale of temperature scaling. With `by_set`, each fold is one of the sets. `scores` holds the
-    score of each candidate, by name. `solutions` holds the last solution of each head without each fold; the next fit
-    starts from it.
+    score of each candidate, by name. `solutions` has the last of each head without each fold: the next fit's start.
     """
 
     tokens: TokenCurves
@@ -246,8 +243,7 @@ class _CandidateFits:
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
         """Chooses a candidate as `AtsOptions` says; returns its score, and all scores as JSON.
 
-        Where the loss with the least calibration error does not beat temperature scaling, the candidate with the lowest
-        NLL of those that do is chosen.
+        If the loss of least calibration error does not beat temperature scaling, it is the lowest NLL of those that do.
         """
         baseline = self.baseline
         for head in self.plan.heads:
@@ -297,7 +293,8 @@ class _CandidateFits:
         def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
             # All tokens are scored, by a program that is compiled already, and the sums of the fold are taken.
             scored = score(self.tokens, candidate, log_scale, refit=False)
-            return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
+            sums = jax.tree.map(lambda x: x[self.folds[0]], scored.sums)
+            return scored._replace(sums=sums)
 
         scored = on_fold(candidate, log_scale)
         difference, error = scored.difference(on_fold(best.candidate, best.log_scale), "nll")
@@ -408,7 +405,7 @@ class AtsObjective:
         return total, count
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _log_scale(head: HeadConfig, scales: tuple[float, ...], params: Any, batch: Batch) -> Float[Array, "B T"]:
     features = features_of(head, batch, scales)
     apply = head.build().apply

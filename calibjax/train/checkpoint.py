@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from calibjax.runtime.checksums import array_digests, different_arrays, json_digest, seal, unseal
+from calibjax.runtime.checksums import array_digests, different_names, json_digest, seal, unseal
 from calibjax.runtime.distributed import is_first, together
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files
@@ -72,7 +72,7 @@ class Checkpoints:
                 damaged[step] = str(error)
                 continue
             if (stored := items["run"]) != self._run:
-                changed = (k for k in stored.keys() | self._run.keys() if stored.get(k) != self._run.get(k))
+                changed = different_names(stored, self._run)
                 names = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
                 other = f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(names)})"
                 raise UserError(f"{other}. Choose another output directory, or remove this one.")
@@ -113,7 +113,7 @@ class Checkpoints:
             restored = TrainState(*self._manager.restore(step, args=ocp.args.Composite(state=template))["state"])
         except Exception as error:  # Orbax raises bare Exception for damaged files
             raise UserError(f"state: cannot be read: {first_line(error)}") from error
-        if different := different_arrays(array_digests(restored), digests):
+        if different := different_names(array_digests(restored), digests):
             raise UserError(f"the checksum of {', '.join(different[:5])} differs")
         return restored
 

@@ -1,15 +1,13 @@
 """What heads are fitted on: the features and scale curves of every token, from one pass of the frozen model.
 
 The model is frozen, so its logits never change; only the scale does. The pass stores, for each token that counts, what
-heads read and the curves of `calibjax.kernels.vocab_curves`. From then on no loss, epoch, fold or head runs the model
-or touches the vocabulary.
+heads read and the curves of `calibjax.kernels.vocab_curves`. No loss, epoch, fold or head needs the model again.
 """
 
 import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.sharding import AXES, batch_shards, context_mesh, take_states
+from calibjax.runtime.sharding import batch_shards, context_mesh, has_axes, take_states
 
 Keep = Literal["disk", "memory"]
 # Tokens of one pass over the vocabulary: on a CPU, where the last block of a batch is better short, on another device,
@@ -155,17 +153,17 @@ def token_curves(
     batch_shapes = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
     whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, tuple(losses))
     stored, curves = jax.eval_shape(whole, frozen, batch_shapes)
-    shapes = {name: ((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
+    shapes = {name: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
     for name in _FIELDS:
         if (x := getattr(curves, name)) is not None:
-            shapes[name] = ((count, length, *x.shape[2:]), x.dtype)
-    size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+            shapes[name] = jax.ShapeDtypeStruct((count, length, *x.shape[2:]), x.dtype)
+    size = sum(map(_bytes, shapes.values()))
     tokens = int(sequences.where.sum())
     identity = {
         "model": lm.fingerprint,
         "dtype": str(lm.dtype),
         "sequences": array_hash(sequences._asdict()),
-        "arrays": {name: [list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()},
+        "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in shapes.items()},
         "scales": list(curves.scales),
         "batch_size": batch_size,
     }
@@ -187,9 +185,9 @@ def token_curves(
                 last = time.monotonic()
         start += real
     bar.close()
-    kept = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
+    stored_arrays = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
     digest = f"{lm.fingerprint}-{lm.dtype}-{identity['sequences']}"
-    return TokenCurves(kept, curves.scales, sequences.source, lm.fingerprint, digest)
+    return TokenCurves(stored_arrays, curves.scales, sequences.source, lm.fingerprint, digest)
 
 
 def _write_batch(
@@ -202,18 +200,17 @@ def _write_batch(
     hidden, stored = run(batch)
     for name, array in to_host(stored).items():
         store.write(name, slice(start, start + len(counted)), array[: len(counted)])
-    row, position = (x.astype(np.int32) for x in np.nonzero(counted))
-    for first in range(0, len(row), width):
-        rows, positions = (x[first : first + width] for x in (row, position))
-        real_tokens = len(rows)
-        padded = (np.pad(x, (0, width - real_tokens)) for x in (rows, positions))
-        curves = to_host(block(hidden, batch["targets"], *padded))
+    tokens = np.argwhere(counted).astype(np.int32).T  # the row and the position of each
+    for first in range(0, tokens.shape[1], width):
+        rows, positions = tokens[:, first : first + width]
+        padding = (0, width - len(rows))
+        curves = to_host(block(hidden, batch["targets"], np.pad(rows, padding), np.pad(positions, padding)))
         for name in _FIELDS:
             if (values := getattr(curves, name)) is not None:
-                store.write(name, (start + rows, positions), values[:real_tokens])
+                store.write(name, (start + rows, positions), values[: len(rows)])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def _run(config, dtype, features, frozen, batch):
     """Hidden states `[B, T, D]`, and the features to store, `[B, T, F]` each."""
     hidden = batch_hidden(config, frozen, batch, dtype)
@@ -247,7 +244,7 @@ def _block_program(platform_name: str) -> Callable[..., VocabCurves]:
 
 def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
     """At most the tokens of a batch, and a multiple of the devices they lie on."""
-    if mesh is None or mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
+    if mesh is None or mesh.size == 1 or not has_axes(mesh):
         return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
     shards = batch_shards(mesh)
     return min(_BLOCK_OF_DEVICE, ceil_div(tokens, shards)) * shards
@@ -269,15 +266,19 @@ def frozen_batch(
     return stored, jax.lax.map(block, number)
 
 
+def _bytes(array: jax.ShapeDtypeStruct) -> int:
+    return array.size * array.dtype.itemsize
+
+
 class _Store:
     """Arrays in memory; or in files, which the first process writes, with a record of the progress of their pass."""
 
-    def __init__(self, directory: Path | None, shapes: Mapping[str, Any], identity: dict[str, Any]):
+    def __init__(self, directory: Path | None, shapes: Mapping[str, jax.ShapeDtypeStruct], identity: dict[str, Any]):
         self._directory, self._shapes, self._identity = directory, shapes, identity
         self.done = 0
         """Sequences that are complete."""
         if directory is None:
-            self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
+            self._arrays = {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items()}
             return
         self._progress_file = directory / "note.json"
         self._files = {name: directory / f"{name}.bin" for name in shapes}
@@ -287,7 +288,7 @@ class _Store:
     def _begin(self) -> int:
         """The number of sequences of this pass that the files hold; makes new files if they are of another pass."""
         assert self._directory is not None
-        sizes = {name: max(math.prod(shape) * np.dtype(of).itemsize, 1) for name, (shape, of) in self._shapes.items()}
+        sizes = {name: max(_bytes(x), 1) for name, x in self._shapes.items()}
         with contextlib.suppress(ValueError, OSError):
             note = read_json(self._progress_file)
             is_of_this = isinstance(note, dict) and note.get("identity") == self._identity
@@ -309,10 +310,9 @@ class _Store:
         return 0
 
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
-        return {
-            name: np.memmap(file, self._shapes[name][1], mode, shape=self._shapes[name][0])
-            for name, file in self._files.items()
-        }
+        shapes = self._shapes
+        files = self._files.items()
+        return {name: np.memmap(file, shapes[name].dtype, mode, shape=shapes[name].shape) for name, file in files}
 
     def write(self, name: str, at: Any, values: np.ndarray) -> None:
         if name in self._arrays:

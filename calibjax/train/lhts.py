@@ -58,12 +58,10 @@ class LhtsOptions(TuningOptions):
         baseline: subtracted from log-likelihoods: none, or a running mean, scalar or for each position.
         form: whether a weight applies to the whole suffix or to its first token.
         kl_weight: weight of KL(student ‖ scorer).
-        sampled_fraction: fraction of the sequences that are sampled from the model, given their first tokens; 0: corpus
-            only.
+        sampled_fraction: fraction of the sequences that are sampled from the model, given their first tokens.
         prompt_tokens: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
-        partition_rounds: rounds of `partition`; from the second on, the text that its last student wrote is added to
-            the data.
+        partition_rounds: rounds of `partition`; from the second on, text of the last student is added to the data.
         epochs: passes over the sequences.
         learning_rate: peak learning rate; by default 1e-4.
         schedule: constant, as in the authors' code; linear or cosine decay to 0.
@@ -220,18 +218,15 @@ def fit_lhts(
     The baseline `partition` sorts the sequences into quantiles of their mean log-likelihood under the scorer and trains
     the student on all of them, with a vector per quantile that is added to the embeddings; that of the most likely
     quantile is used. With several rounds (Quark, arXiv 2205.13636, which prepends a control token and continues with
-    the same student), that student then continues the first tokens of all sequences, and the next student is trained on
-    this text too.
+    the same student), it then continues the first tokens of all sequences, and the next student learns this text too.
 
-    With a directory in `context`, a killed run that is started again with the same arguments resumes and ends with
-    bit-identical parameters.
+    With a directory in `context`, a killed run, started again with the same arguments, ends with the same parameters.
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.
         data: training sequences, or what `load_text` takes. A part, chosen by the seed, is held out for validation.
         options: see `LhtsOptions`.
-        context: directory, devices, log and progress; its seed determines samples, temperatures, the order of the
-            sequences and the validation part.
+        context: directory, devices, log and progress; its seed determines samples, temperatures, order and validation.
         method: `lhts` or `partition`.
         samples_directory: directory of the sampled text, which several fits can share; default: `context.directory`.
 
@@ -288,7 +283,8 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
     for number in range(1, options.partition_rounds + 1):
         round_context = context if number == 1 else context.within(f"round-{number}")
         if number > 1:
-            last, directory = lm.with_params(params), round_context.require_directory()
+            last = lm.with_params(params)
+            directory = round_context.require_directory()
             new_text = mix_samples(last, sequences, 1.0, directory=directory, context=round_context, **sampling)
             pool = Sequences(*map(np.concatenate, zip(pool, new_text, strict=True)))
         means.append(float(_mean_log_probs(lm, new_text, options).mean()))
@@ -322,7 +318,8 @@ def _fit_student(
     if "condition" in per_sequence:
         table = jnp.zeros((options.conditions(method), lm.config.hidden_size))
         student["condition"] = jax.device_put(table, replicated(mesh))
-    scale = _CONDITION_RATE * float(jnp.sqrt(jnp.mean(jnp.square(lm.params["embedding"].astype(jnp.float32)))))
+    embedding = lm.params["embedding"].astype(jnp.float32)
+    scale = _CONDITION_RATE * float(jnp.sqrt(jnp.mean(jnp.square(embedding))))
     trained = LhtsObjective(
         model=lm.config, objective=objective, condition_scale=scale, dtype=lm.dtype, remat=options.remat
     )

@@ -40,8 +40,7 @@ class AtsOptions:
     below those of temperature scaling by two standard errors, without a higher ECE, temperature scaling is kept.
 
     If heads are compared or a temperature is refitted, the predictions and the head that is returned are moved towards
-    temperature scaling: their log scales by a quarter of the way, or with several sets by a quarter, a half or three
-    quarters, whichever lowers NLL most.
+    temperature scaling: their log scales by a quarter, or with several sets by the best in NLL of 1/4, 1/2 and 3/4.
 
     Attributes:
         recipe: default, or paper: the paper's head, loss, schedule and batch (arXiv 2409.19817, section 4, and the
@@ -71,8 +70,7 @@ class AtsOptions:
         warmup_fraction: fraction of the steps in which the learning rate rises, for mlp and transformer heads.
         weight_decay: decay of AdamW; for a linear head, which is not fitted in steps, the penalty on the weights of
             hidden states, by default chosen among {DECAYS}.
-        keep: where the frozen model's hidden states and scale curves are kept: on disk, so that a resumed run does not
-            compute them again, or in memory.
+        keep: where the frozen model's hidden states and curves are kept: on disk, for a resumed run, or in memory.
         checkpoint_every: steps between checkpoints.
     """
 

@@ -21,7 +21,7 @@ from calibjax.models.hub import download, repository_of
 from calibjax.models.own import FrozenModel
 from calibjax.runtime.checksums import (
     array_digests,
-    different_arrays,
+    different_names,
     read_checksums,
     write_checksums,
     write_directory,
@@ -117,7 +117,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         _check_shapes(params, on_host)  # onto the host, Orbax does not look
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
             raise ValueError("they are not finite")
-        if different := different_arrays(array_digests(params), digests):
+        if different := different_names(array_digests(params), digests):
             raise ValueError(f"damaged: the checksum of {', '.join(different[:5])} differs")
     except Exception as error:  # Orbax raises bare Exception for damaged files
         message = f"{directory / 'params'}: cannot read the head's parameters ({first_line(error)}). {_REMEDY}"

@@ -8,7 +8,6 @@ So H = Σ s² Var_p[z] f̂ f̂ᵀ / N at temperature scaling's s is nearly the H
 the fold, loss or decay. It preconditions L-BFGS, which in v = Lᵀ[b, w], with L Lᵀ = H + decay, needs some ten passes.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -92,10 +91,10 @@ def _gram(features: Float[Array, "N F"], curves: VocabCurves, log_scale: Float[A
     scale = jnp.exp(log_scale)
     weight = jnp.where(curves.valid, scale**2 * curves.at(scale).require("logit_variance"), 0.0)
     extended = jnp.concatenate([jnp.ones((len(features), 1)), features], axis=1)
-    return jnp.matmul((weight[:, None] * extended).T, extended, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul((weight[:, None] * extended).T, extended, precision="highest")
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _value_and_slope(
     loss: str, hyper: dict[str, Float[Array, ""]], x: Float[Array, " G"], features, curves: VocabCurves, weights
 ):
@@ -113,7 +112,7 @@ def _value_and_slope(
 
 @jax.jit
 def _log_scale(x: Float[Array, " G"], features: Float[Array, "N F"]) -> Float[Array, " N"]:
-    raw = x[0] + jnp.matmul(features, x[1:], precision=jax.lax.Precision.HIGHEST)
+    raw = x[0] + jnp.matmul(features, x[1:], precision="highest")
     return jnp.clip(raw, *_BOUNDS)
 
 
@@ -137,7 +136,7 @@ def solve(
     penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
     hessian = design.curvature + np.diag(penalty + ridge)
-    x0 = np.concatenate([[design.start], np.zeros(len(penalty) - 1)]) if start is None else start
+    x0 = np.append(design.start, np.zeros(len(penalty) - 1)) if start is None else start
     hyper = {} if trial.alpha is None else {"alpha": jnp.float32(trial.alpha)}
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -191,7 +190,7 @@ def likelihood_sums_at(
     return sums_at
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _likelihood(top_label: bool, curves: VocabCurves, log_scale: Float[Array, " N"]) -> recalibrate.LikelihoodSums:
     alone = jax.tree.map(lambda x: x[:, None], curves)
     return recalibrate.likelihood_sums(alone.at(jnp.exp(log_scale)[:, None]), top_label=top_label)

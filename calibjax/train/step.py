@@ -127,13 +127,11 @@ def make_train_step(
     """The jitted step `(state, frozen, batch, hyper) -> (state, metrics)`, which donates its state.
 
     Args:
-        objective: an `Objective`; or, where `TrainState.carry` holds arrays, a `CarryingObjective`, whose state the
-            micro-batches update in order.
+        objective: an `Objective`; or, if `TrainState.carry` holds arrays that batches update, a `CarryingObjective`.
         optimizer: optax transformation.
         accumulate: number of micro-batches per batch; a divisor of the batch size. The gradient is that of the mean
             over the whole batch, whatever the numbers of tokens in the micro-batches.
-        reduction: "sum" takes the gradient of the sum instead of the mean. `StepMetrics.loss` is the mean in both
-            cases.
+        reduction: "sum" takes the gradient of the sum instead of the mean; `StepMetrics.loss` is always the mean.
         clip_norm: largest global norm of the gradient, > 0; None disables clipping.
     """
 
