@@ -20,7 +20,7 @@ from calibjax.eval.report.terminal import result_text
 from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
-from calibjax.recalibrate.contract import checked_fields, class_count
+from calibjax.recalibrate.contract import at_labels, checked_fields, class_count
 from calibjax.runtime.arrays import AnyArray, ceil_div, label_numbers
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError, first_line
@@ -116,17 +116,17 @@ def _log_prob_outcome(
     assert data.labels is not None
     labels = np.asarray(data.labels)
     fields = {field: np.asarray(getattr(data, field)) for field in reads}
-    classes = len(fields["unembedding"]) if "logits" not in fields else fields["logits"].shape[1]
+    unembedding = fields.pop("unembedding", None)
     parts = []
-    for rows in np.array_split(np.arange(len(labels)), ceil_div(len(labels) * classes, _BLOCK)):
-        block = Predictions(**{name: x if name == "unembedding" else x[rows] for name, x in fields.items()})
+    for rows in np.array_split(np.arange(len(labels)), ceil_div(len(labels) * class_count(data), _BLOCK)):
+        block = Predictions(unembedding=unembedding, **{name: x[rows] for name, x in fields.items()})
         log_probs = np.asarray(apply(block))
         best = log_probs.max(axis=1)
         # Rounding can make two classes equal: the choice has not changed then.
-        same = log_probs[np.arange(len(rows)), choice[rows]] >= best
+        same = at_labels(log_probs, choice[rows]) >= best
         chosen = np.where(same, choice[rows], log_probs.argmax(axis=1))
         right = (chosen == labels[rows]).astype(np.float32)
-        parts.append((np.exp(best), right, chosen, log_probs[np.arange(len(rows)), labels[rows]]))
+        parts.append((np.exp(best), right, chosen, at_labels(log_probs, labels[rows])))
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 

@@ -12,8 +12,7 @@ from calibjax.metrics.intervals import wilson_interval
 from calibjax.runtime.arrays import AnyArray
 
 Draws = dict[str, np.ndarray]
-"""On each of R resamples of the groups: nll, brier, accuracy and confidence `[R]`; "bins", the accuracy of each,
-`[R, bins]`, NaN where it is empty."""
+"""On R resamples of the groups: nll, brier, accuracy, confidence `[R]`; "bins", accuracies or NaN `[R, bins]`."""
 _MEANS = ("nll", "brier", "accuracy", "confidence")
 
 
@@ -89,18 +88,17 @@ def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[
         "count": [int(n) for n in whole.count],
         "confidence": ratio(whole.confidence),
         "accuracy": ratio(whole.correct),
-        "low": [None if np.isnan(low) else low for low, _ in intervals],
-        "high": [None if np.isnan(high) else high for _, high in intervals],
+        "low": [finite_or_none(low) for low, _ in intervals],
+        "high": [finite_or_none(high) for _, high in intervals],
     }
 
 
 def curve_json(curve: metrics.ReliabilityCurve) -> dict[str, Any]:
     """The curve as lists, rounded to 5 digits after the point; null where there are too few points."""
-    lists = {
-        name: [None if np.isnan(value) else round(float(value), 5) for value in getattr(curve, name)]
-        for name in ("density", "accuracy", "low", "high")
-    }
-    return {"bandwidth": curve.bandwidth, **lists}
+    row: dict[str, Any] = {"bandwidth": curve.bandwidth}
+    for name in ("density", "accuracy", "low", "high"):
+        row[name] = [finite_or_none(round(value, 5)) for value in getattr(curve, name).tolist()]
+    return row
 
 
 def subject_rows(
@@ -116,7 +114,8 @@ def subject_rows(
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         mine = numbers == number
-        count, right = int(mine.sum()), float(correct[mine].sum(dtype=np.float64))
+        count = int(mine.sum())
+        right = float(correct[mine].sum(dtype=np.float64))
         accuracy = {"value": right / count, **wilson_json(right, count)}
         mean = float(np.mean(confidence[mine], dtype=np.float64))
         gap = mean - accuracy["value"]

@@ -65,7 +65,7 @@ _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct
 _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
+@jax.jit(static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
 def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, scored_only=False):
     """Sums and outputs of every method on one batch; a configuration of None is the base model.
 
@@ -84,10 +84,10 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
-    known_log_scales = [
-        log_scale_of(head, shared) if head and (head[0].attends or head[0].pooling == "sequence") else None
-        for head in heads
-    ]
+    known_log_scales = []
+    for head in heads:
+        reads_others = head and (head[0].attends or head[0].pooling == "sequence")
+        known_log_scales.append(log_scale_of(head, shared) if reads_others else None)
 
     def method_outputs(block):
         """The outputs of every method by name, for tokens and their log scales, None where not yet known."""
@@ -147,7 +147,8 @@ def _in_blocks(function, arguments):
 
     def step(number, results):
         index = jax.lax.dynamic_slice_in_dim(indices, number * width, width)
-        return jax.tree.map(lambda x, new: x.at[index].set(new[0], mode="drop"), results, function(take(index)))
+        block = function(take(index))
+        return jax.tree.map(lambda x, new: x.at[index].set(new[0], mode="drop"), results, block)
 
     shapes = jax.eval_shape(lambda: function(take(indices[:width])))
     results = jax.tree.map(lambda x: jnp.zeros(where.size, x.dtype), shapes)
@@ -194,7 +195,8 @@ def evaluate_tokens(
             group = (first + np.arange(real)) % groups
             np.add.at(grids[name], group, np.asarray(grid[:real], np.float64))
             tokens = tokens._replace(temperature=np.where(valid, tokens.temperature, 0))
-            parts[name].append((sums, TokenOutputs(*(x[:real] for x in tokens)) if keep_tokens else None))
+            real_tokens = TokenOutputs(*(x[:real] for x in tokens)) if keep_tokens else None
+            parts[name].append((sums, real_tokens))
         first += real
         bar.update(real)
     bar.close()
@@ -322,7 +324,7 @@ def evaluate(
 _SAMPLES, _SAMPLE_TOKENS, _ALTERNATIVES = 5, 400, 5  # of the heat map of a report
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jax.jit(static_argnums=(0, 1, 2, 3))
 def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, batch):
     """Figures of each token under one head, `[S, T]`; of its K = `count` most likely alternatives, `[S, T, K]`."""
     hidden = batch_hidden(model_config, frozen, batch, dtype)
@@ -376,12 +378,13 @@ def token_sample(
         for t in np.flatnonzero(sequences.segment_ids[s] > 0):
             if not left:
                 break
-            previous, target = int(sequences.tokens[s, t]), int(sequences.targets[s, t])
+            previous = int(sequences.tokens[s, t])
+            target = int(sequences.targets[s, t])
             if sequences.positions[s, t] == 0:
                 begin = lm.tokenizer.decode([previous], skip_special_tokens=True)
                 row.append({"text": str(begin), "scored": False, "start": True})
-            text, is_scored = text_after(lm.tokenizer, previous, target), bool(sequences.where[s, t])
-            row.append({"text": text, "scored": is_scored})
+            is_scored = bool(sequences.where[s, t])
+            row.append({"text": text_after(lm.tokenizer, previous, target), "scored": is_scored})
             if is_scored:
                 left -= 1
                 for name in ("confidence", "probability", "entropy"):
@@ -400,10 +403,12 @@ def token_sample(
 def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cuts a text to whole words, at its start only where no prompt is there; unchanged if no token begins a word."""
     starts = [place for place, token in enumerate(row) if token["text"][:1].isspace()]
+    if not starts:
+        return row
     starts_sentence = row[0]["text"][:1].isupper()
     follows_prompt = len(row) > 1 and not row[1]["scored"]
-    first = 0 if not starts or starts_sentence or follows_prompt else starts[0]
-    whole = row[first : starts[-1]] if starts and starts[-1] > first else row
+    first = 0 if starts_sentence or follows_prompt else starts[0]
+    whole = row[first : starts[-1]]
     return whole if any(token["scored"] for token in whole) else row
 
 

@@ -67,8 +67,7 @@ def numeric_clusters(question: str, answers: Sequence[str]) -> list[int]:
 def _by_first(items: Iterable[Any], alike: Callable[[Any, Any], bool]) -> list[int]:
     """The cluster of each item: the first one whose first member is like the item, or a new one.
 
-    Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1), so that a chain of small
-    steps does not join opposite ends.
+    Only the first member is compared with (Kuhn et al. 2023, arXiv 2302.09664, algorithm 1): small steps do not chain.
     """
     firsts, numbers = [], []
     for item in items:
@@ -137,8 +136,7 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function";
-    raises `UserError` if there is none."""
+    """Of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR" or your "package.module:function"; or raises `UserError`."""
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
     if name.startswith("nli:"):
@@ -151,8 +149,7 @@ def clusters_of(
 ) -> tuple[Int[np.ndarray, "N K"], Int[np.ndarray, " N"]]:
     """Clusters of K samples of each question, int32 `[N, K]`, and of the answer to it, comparable within a question.
 
-    The clustering receives the answer first and then the samples of a question; raises `UserError` if it does not
-    return a whole number for each.
+    The clustering receives the answer, then the samples; raises `UserError` unless it returns a whole number for each.
     """
     rows = []
     for question, answer, drawn in zip(questions, answers, samples, strict=True):

@@ -151,7 +151,8 @@ def token_confidence(
 
 def _weights(clusters: Int[AnyArray, "N K"], log_probs: Float[AnyArray, "N K"] | None) -> Float[Array, "N K"]:
     """The fraction of the total probability of the samples that each has; without log-probabilities 1/K."""
-    return jax.nn.softmax(jnp.zeros(clusters.shape) if log_probs is None else jnp.asarray(log_probs, jnp.float32))
+    log_probs = jnp.zeros(clusters.shape) if log_probs is None else jnp.asarray(log_probs, jnp.float32)
+    return jax.nn.softmax(log_probs)
 
 
 def semantic_confidence(

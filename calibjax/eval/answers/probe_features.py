@@ -5,7 +5,6 @@ from the question alone, that the answer will be right; `probe_agreement_mean` c
 log-odds of the confidence are a linear function of the feature (`calibjax.train.probes`).
 """
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class Probe(NamedTuple):
 PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARGETS for feature in PROBE_FEATURES}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, start: Any, end: Any):
     segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
     states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)

@@ -37,8 +37,7 @@ Evidence = dict[str, Any]
 - `traces`: float `[N, K, 2]`, `trace_confidence` of each sample by its calibrated tokens.
 - `distinct`: bool `[N, K]`, the first sample of each text that is not the text of the answer.
 - `two_way`: float `[N, 2]`, log-probability of "yes" and of "no" to a question whether the answer is right.
-- `stated`: float `[N]`, the confidence that the model stated in words or numbers, in [0, 1]; NaN where it
-  cannot be read.
+- `stated`: float `[N]`, the confidence that the model stated, in words or numbers, in [0, 1]; NaN if unreadable.
 - `log_odds`: float `[N]`, by a probe of the hidden states (`calibjax.eval.answers.probe_features`).
 """
 

@@ -1,7 +1,6 @@
 """How small the entropy of a model's next-token distribution can get, from its final norm and unembedding alone."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -117,7 +116,7 @@ def centred_gram(unembedding: Float[Array, "V D"]) -> Float[np.ndarray, "D D"]:
     return np.asarray(to_host(gram), np.float64)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@jax.jit(static_argnums=2)
 def _longest_row(unembedding: Array, norm: Mapping[str, Array], centred: bool) -> Float[Array, ""]:
     """max_v |(W_v − mean row) diag(γ)| √D, plus the term of a LayerNorm's bias: the largest z_v − mean z."""
     rows = unembedding.astype(jnp.float32) - jnp.mean(unembedding, axis=0, dtype=jnp.float32)[None, :]

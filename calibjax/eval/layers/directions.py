@@ -65,7 +65,7 @@ class Directions(NamedTuple):
     counts: tuple[int, int]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _sums_of_batch(config, dtype, params, batch):
     """Σ h of either set `[2, L, D]`, and Σ |h| of all `[L]`."""
     residual = residual_at(config, params, batch, dtype, layers="residual")[1:].astype(jnp.float32)
@@ -108,8 +108,7 @@ def find_directions(
 
 
 class NullSpace(NamedTuple):
-    """Directions with hardly any effect on the logits: k orthonormal columns, and k/D, the expected fraction of a
-    random vector in their span."""
+    """Directions with hardly any effect on the logits: k orthonormal columns, and the expected fraction k/D."""
 
     basis: Float[np.ndarray, "D k"]
     expected: float
@@ -133,7 +132,7 @@ def null_space(lm: LanguageModel, energy: float = ENERGY) -> NullSpace:
     return NullSpace(vectors[:, :inside], inside / len(values))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jax.jit(static_argnums=(0, 1, 2, 3))
 def _edited_batch(config, dtype, bins, closed, params, readout: Readout, edit, batch):
     hidden = residual_at(config, params, batch, dtype, layers="last", edit=edit)
     statistics = ("log_normalizer", "target_logit", "max_logit", "expected_logit", "correct")
@@ -372,7 +371,7 @@ def _mean_output(lm: LanguageModel, sequences: Sequences, readout: Readout, batc
     return total / sequences.where.sum()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _residual_sum(config, dtype, params, batch):
     residual = residual_at(config, params, batch, dtype, layers="residual")[-1].astype(jnp.float32)
     return jnp.sum(jnp.where(batch["where"][..., None], residual, 0.0), axis=(0, 1))

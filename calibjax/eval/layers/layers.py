@@ -1,7 +1,6 @@
 """Calibration across layers: the prediction read from each layer, and its calibration (arXiv 2511.00280)."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -100,8 +99,7 @@ def scored_batch(sequences: Sequences, readout: Readout) -> dict[str, np.ndarray
 def batches_by_length(arrays: dict[str, np.ndarray], batch_size: int) -> Iterator[tuple[Any, np.ndarray]]:
     """Parts of the arrays of `scored_batch`, each with the numbers of its rows; rows that fill up the last have none.
 
-    Rows are of similar length, longest first, without the columns after the last scored position; widths are powers of
-    two from 64, for few compiled programs.
+    Rows are of similar length, longest first, cut after the last scored position; widths are powers of two from 64.
     """
     length = arrays["index"].max(axis=1, where=arrays["where"], initial=0) + 1
     order = np.argsort(-length, kind="stable")
@@ -122,7 +120,7 @@ def residual_at(config, params, batch, dtype, *, layers, edit=None) -> Array:
     return jnp.take_along_axis(states, index, axis=states.ndim - 2)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _layers_of_batch(config, dtype, params, readout: Readout, batch):
     residual = residual_at(config, params, batch, dtype, layers="residual")
     states = decoder.final_norm(config, params, residual, dtype)
@@ -170,7 +168,8 @@ def layer_outputs(
         bar.update(len(rows))
     bar.close()
     place = np.argsort(order)
-    fields = [np.concatenate(part, axis=1)[:, place][:, arrays["where"]] for part in zip(*parts, strict=True)]
+    in_order = [np.concatenate(part, axis=1)[:, place] for part in zip(*parts, strict=True)]
+    fields = [field[:, arrays["where"]] for field in in_order]
     return LayerOutputs(*fields, group=np.nonzero(arrays["where"])[0].astype(np.int32))
 
 

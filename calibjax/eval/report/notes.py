@@ -20,6 +20,7 @@ from calibjax.eval.report.tables import (
     binning,
     compares_confidences,
     counted,
+    differs,
     held_out_table,
     interval,
     is_higher,
@@ -100,19 +101,19 @@ def _comparison(
     addition: str = "",
     must_differ: bool = False,
 ) -> Verdict:
-    """The sentence on a row against another, by the differences in its `field` where they were tested: `addition` ends
-    it, `must_differ` warns of equality."""
+    """The sentence on a row against another, by the tests in its `field`; `addition` ends it, `must_differ` warns."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
     differences = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}
     if reason := _why_equal(row, other, differences.values()):
         return Verdict(f"{name} does not differ from {other_name} {reason}: {ece}; {score}{addition}.", must_differ)
-    differing = [figure for figure, x in differences.items() if x and (is_lower(x) or is_higher(x))]
+    differing = [figure for figure, x in differences.items() if x and differs(x)]
     subject = f"{name[0].upper()}{name[1:]}"
     if all(differences.values()) and len(differing) == 1:
-        found, values, same, rest = ("ECE", ece, title, score) if differing == ["ece"] else (title, score, "ECE", ece)
+        figures = [("ECE", ece), (title, score)]
+        (changed, values), (same, rest) = figures if differing == ["ece"] else reversed(figures)
         improves = is_lower(differences[differing[0]])
-        line = f"{subject} has a {'lower' if improves else 'higher'} {found} than {other_name}: {values}"
+        line = f"{subject} has a {'lower' if improves else 'higher'} {changed} than {other_name}: {values}"
         line = f"{line}; its {same} does not differ beyond noise: {rest}{addition}."
         return Verdict(line, is_warning=not improves)
     better = f"{subject} is better calibrated than {other_name}: {ece}; {score}{addition}."
@@ -186,14 +187,15 @@ def _why_equal(row: Row, other: Row, tests: Iterable[Row | None]) -> str:
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
     if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
         return "here"
-    return "beyond noise" if all(test and not is_lower(test) and not is_higher(test) for test in tests) else ""
+    return "beyond noise" if all(test and not differs(test) for test in tests) else ""
 
 
 def _worse(name: str, row: Row, other_name: str, other: Row, addition: str = "") -> Verdict | None:
     """The warning that a row's ECE or score is higher than another's; None if neither is."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
-    lower_ece, lower_score = row["ece"]["value"] <= other["ece"]["value"], row[key] <= other[key]
+    lower_ece = row["ece"]["value"] <= other["ece"]["value"]
+    lower_score = row[key] <= other[key]
     if lower_ece and lower_score:
         return None
     text = f"{name} is worse than {other_name} here: {ece}; {score}{addition}."
@@ -244,7 +246,7 @@ def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
     if base is None or against is None or base["log_loss"] is None:
         return ""
     word = "not different beyond noise from"
-    if is_lower(against) or is_higher(against):
+    if differs(against):
         word = "significantly " + ("below" if is_lower(against) else "above")
     return f"{joint}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
 

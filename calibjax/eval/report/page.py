@@ -8,6 +8,7 @@ import datetime
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from markupsafe import Markup
 from calibjax.eval.report import notes, tables
 from calibjax.eval.report.figures import Drawing, figures_of, overlay, png
 from calibjax.eval.report.schema import Document, read_tokens
-from calibjax.eval.report.tables import ABSENT, Row, figure_of, interval, is_higher, is_lower, pair_of, title_of
+from calibjax.eval.report.tables import ABSENT, Row, differs, figure_of, interval, pair_of, title_of
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import command_line
 from calibjax.runtime.version import __version__
@@ -158,7 +159,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
         against = row.get("against", {}).get(key)
     if against is None:
         return Change(text, "", "")
-    if not (is_lower(against) or is_higher(against)):
+    if not differs(against):
         return Change(text, "", "within noise")
     word = "better" if (value < other) == (_BETTER[key] == "lower") else "worse"
     return Change(text, word, word)
@@ -313,7 +314,9 @@ def conventions_of(runs: Sequence[Run]) -> list[str]:
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(notes.conventions(run.document["held_out"]), []).append(run.name)
-    return [f"{', '.join(names[line])}: {line}" if len(names) > 1 else line for line in names]
+    if len(names) == 1:
+        return list(names)
+    return [f"{', '.join(run_names)}: {line}" for line, run_names in names.items()]
 
 
 # --- text coloured by confidence ---
@@ -331,8 +334,10 @@ class Span(NamedTuple):
 
 def token_data(sample: Mapping[str, Any]) -> Markup:
     """The tokens of a `token_sample` as JSON that cannot end a script element; null if not predicted, or for NaN."""
-    tokens = [token for sequence in sample["sequences"] for token in sequence]
-    detail = [{key: token[key] for key in token if key != "scored"} if token["scored"] else None for token in tokens]
+    detail = []
+    for token in itertools.chain.from_iterable(sample["sequences"]):
+        figures = {key: value for key, value in token.items() if key != "scored"}
+        detail.append(figures if token["scored"] else None)
     text = json.dumps(json.loads(json.dumps(detail), parse_constant=lambda _: None))
     return Markup(text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
 

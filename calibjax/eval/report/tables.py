@@ -47,7 +47,8 @@ class TextTable(NamedTuple):
 
 def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], **options: Any) -> TextTable:
     """A table with a row for each of `rows`, whose cells `columns` computes; `options` are fields of `TextTable`."""
-    return TextTable(title, list(columns), [[text(row) for text in columns.values()] for row in rows], **options)
+    cells = [[text(row) for text in columns.values()] for row in rows]
+    return TextTable(title, list(columns), cells, **options)
 
 
 # --- numbers ---
@@ -75,6 +76,11 @@ def is_lower(against: Row) -> bool:
 def is_higher(against: Row) -> bool:
     """Whether the interval of a difference lies above 0: the figure is significantly higher than the other."""
     return against["low"] > 0
+
+
+def differs(against: Row) -> bool:
+    """Whether the interval of a difference excludes 0."""
+    return is_lower(against) or is_higher(against)
 
 
 # --- sets ---
@@ -110,8 +116,9 @@ def sets_of(document: Document) -> list[tuple[str, Row]]:
     sets = [(document["held_out"].get("title", "held out"), document["held_out"])]
     if len(document.get("tasks", ())) > 1:
         sets += document["tasks"].items()
-    further = document.get("transfer", {}).items()
-    return sets + [(name if name.endswith(", held out") else f"transfer to {name}", row) for name, row in further]
+    for name, row in document.get("transfer", {}).items():
+        sets.append((name if name.endswith(", held out") else f"transfer to {name}", row))
+    return sets
 
 
 def pair_of(results: Row) -> tuple[str, str]:

@@ -144,9 +144,11 @@ def _fit_columns(table: tables.TextTable, width: int) -> tuple[list[int], int]:
     header_width = _longest_word(table.columns[0])
     order = list(dict.fromkeys((*table.order, *range(1, len(table.columns)))))
     widths = {index: _width(table, index) + _GAP for index in order}
+    indent = len(_INDENT) if table.groups else 0
     best = [0], narrowest
     for name_width in (longest, narrowest):
-        left, shown = width - max(name_width + (len(_INDENT) if table.groups else 0), header_width), 0
+        left = width - max(indent + name_width, header_width)
+        shown = 0
         while shown < len(order) and widths[order[shown]] <= left:
             left -= widths[order[shown]]
             shown += 1

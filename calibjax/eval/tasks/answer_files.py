@@ -60,9 +60,11 @@ class Answers(NamedTuple):
     def join(cls, parts: Sequence["Answers"], methods: int | None = None) -> "Answers":
         """Concatenates answers; `methods`: how many of the M rows to keep, from the first."""
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_QUESTION}
-        columns |= {name: np.concatenate([getattr(p, name)[:methods] for p in parts], axis=1) for name in _PER_METHOD}
+        for name in _PER_METHOD:
+            columns[name] = np.concatenate([getattr(part, name)[:methods] for part in parts], axis=1)
         measured = [part.harness for part in parts if part.harness]  # a part without questions has no metrics
-        names = [name for name in (measured[0] if measured else ()) if all(name in values for values in measured)]
+        first = measured[0] if measured else {}
+        names = [name for name in first if all(name in values for values in measured)]
         harness = {name: np.concatenate([values[name] for values in measured]) for name in names}
         return cls(**columns, harness=harness, too_long=sum(part.too_long for part in parts))
 
@@ -83,8 +85,7 @@ class OptionTemperature(NamedTuple):
 
 
 def claim_answers(directory: Path, lm: LanguageModel, heads: Mapping[str, FittedHead], settings: Any = None) -> None:
-    """Records the model, the heads and the `settings` (JSON-able) of the answers in `directory`; raises `UserError` if
-    it records others."""
+    """Records model, heads and `settings` (JSON-able) of the answers in `directory`; `UserError` if it has others."""
     digests = {name: json_digest([head.log_factor, array_digests(head.params)]) for name, head in heads.items()}
     model = {"base_fingerprint": lm.fingerprint, "dtype": str(lm.dtype)}
     identity = {**model, "heads": digests, "settings": settings}
@@ -156,9 +157,11 @@ def write_table(file: Path, names: Sequence[str], answers: Answers) -> None:
     columns |= dict(zip(names, answers.confidence, strict=True))
     if (answers.correct != answers.correct[0]).any():
         columns |= {f"correct_{name}": correct for name, correct in zip(names, answers.correct, strict=True)}
-    lists = [(x if x.dtype.kind == "U" else x.astype(np.float64)).tolist() for x in columns.values()]
-    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*lists, strict=True)]
-    write_rows(file, lambda: iter([{**row, **more} for row, more in zip(rows, details, strict=True)]))
+    lists = [x.tolist() if x.dtype.kind == "U" else x.astype(np.float64).tolist() for x in columns.values()]
+    rows = []
+    for *cells, more in zip(*lists, details, strict=True):
+        rows.append(dict(zip(columns, cells, strict=True)) | more)
+    write_rows(file, lambda: iter(rows))
 
 
 def read_fit(file: Path) -> OptionTemperature:

@@ -67,8 +67,7 @@ def evaluate_tasks(
         lm: the frozen model, on `context.mesh`.
         tasks: names of lm-eval's tasks; or what `load_tasks` returned.
         heads: name -> head, fitted on `lm`; one head is called "ats".
-        context: with a directory, a killed run resumes at the task (or subject) it was killed in, and tables of answers
-            are left in answers/.
+        context: with a directory, a killed run resumes at its task or subject, and answers/ has tables of answers.
         chat: prompts are messages in the model's chat template (`calibjax.eval.tasks.harness.Chat`).
         probes: fits the probes of a task; needed for confidences named probe_*.
 
@@ -149,8 +148,7 @@ class TaskEvaluator:
     def answers(self, parts: Collection[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
         """Asks the questions of some parts and yields the answers to each part, in any order.
 
-        Small parts are scored together: a batch has one shape however few questions are in it. `tick` is called with
-        the number of questions done.
+        Small parts are scored together: a batch has one shape however few its questions. `tick(n)`: n more are done.
         """
 
         def choose(batches: Sequence[Batch]) -> list[Answers]:
@@ -241,8 +239,7 @@ def tasks_document(
 def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and of `_FURTHER`.
 
-    The interval of an accuracy of right and wrong answers is Wilson's. `harness` are the means of lm-eval's own metrics
-    for the first method.
+    The interval of an accuracy of right and wrong answers is Wilson's. `harness`: means of lm-eval's own metrics.
     """
     results = {}
     for row, name in enumerate(names):

@@ -92,7 +92,8 @@ class HarnessLM(TemplateLM):
     def word_end(self) -> str:
         """What stands between the last word of a prompt and the text to write: " " where a token holds the space after
         a word and not that before it. Without it, such a model would go on with the word itself."""
-        return " " if self.chat is None and len(self.tok_encode("the ")) <= len(self.tok_encode("the")) else ""
+        adds_token = len(self.tok_encode("the ")) > len(self.tok_encode("the"))
+        return "" if self.chat is not None or adds_token else " "
 
     def encode(self, context: str, continuation: str) -> Continuation:
         """Splits a request as the harness does: spaces at the end of the context belong to the continuation."""

@@ -108,13 +108,14 @@ def _rows(path: Path) -> tuple[Mapping[str, Any], ...]:
 def _splits(**splits: Iterable[Mapping[str, Any]]) -> "DatasetDict":
     from datasets import Dataset, DatasetDict
 
-    return DatasetDict({name: Dataset.from_list([dict(row) for row in rows]) for name, rows in splits.items()})
+    return DatasetDict({name: Dataset.from_list(list(map(dict, rows))) for name, rows in splits.items()})
 
 
 def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
     """One subject of MMLU: 5 questions in dev, the others in test."""
     rows = [row for row in _rows(find("mmlu/mmlu.jsonl.gz", assets)) if row["subject"] == subject]
-    return _splits(**{split: [row for row in rows if row["split"] == split] for split in ("dev", "test")})
+    dev = [row for row in rows if row["split"] == "dev"]
+    return _splits(dev=dev, test=[row for row in rows if row["split"] == "test"])
 
 
 def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
@@ -169,8 +170,8 @@ def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
 def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
     """The Google analogies, each with three wrong words of its category, drawn by `seed`."""
     questions = analogy_questions(_rows(find("analogies/analogies.jsonl.gz", assets)), seed=seed)
-    names = {"prompt": "query", "choices": "choices", "right": "gold", "category": "category"}
-    return _splits(test=[{names[key]: x for key, x in question._asdict().items()} for question in questions])
+    rows = [{"query": q.prompt, "choices": q.choices, "gold": q.right, "category": q.category} for q in questions]
+    return _splits(test=rows)
 
 
 _STORY_WORDS = {

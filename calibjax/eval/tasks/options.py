@@ -54,16 +54,14 @@ class TasksOptions:
         text_confidence: confidence of a free-text answer, in place of the preset's.
         further_confidences: further confidences in free text, such as consistency, semantic_entropy, p_true,
             verbalised or probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the
-            tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, as `fit` has them,
-            and kept in probes/.
+            tables, and columns of answers/TASK.jsonl. Probes, in probes/, are fitted on calibration questions as `fit`.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
         clustering: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the
             model's hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or
             package.module:function.
-        judge: how free text is judged: string-match, a model (directory or hub id) that is asked, or
-            package.module:function.
+        judge: what judges free text: string-match, a model (directory or hub id), or package.module:function.
         max_new_tokens: largest number of tokens of a free-text answer.
         limit: number of questions of each task (of MMLU: of each subject), drawn at random; by default all.
         batch_size: rows per step, rounded up to a multiple of the mesh axes data and fsdp.

@@ -110,8 +110,7 @@ class TaskQuestions:
         return next((split for split in splits if split and split not in (evaluated, examples)), None)
 
     def calibration_questions(self, task: "ConfigurableTask") -> tuple[Any, list[int]]:
-        """The documents of `calibration_split`, or else of the task, and the indices of up to 1,000 of them, which are
-        fitted on and not asked."""
+        """The documents of `calibration_split`, or else of the task; indices of up to 1,000 to fit on, not to ask."""
         seed, split = self.context.seed, self.calibration_split(task)
         if split is None:
             documents: Any = task.eval_docs

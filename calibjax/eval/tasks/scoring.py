@@ -94,8 +94,7 @@ class Scorer:
     Log-probabilities are of the whole vocabulary, log softmax(s_t z_t).
 
     Args:
-        lm: the frozen model; on a mesh, rows are divided over its data and fsdp axes. All processes score the same
-            requests, and have all scores.
+        lm: the frozen model; on a mesh, rows are divided over data and fsdp, and all processes have all scores.
         heads: name -> head; `FittedHead.constant(lm)` for the base model.
         batch_size: rows per step; fewer where they have more than 512 tokens.
         max_length: largest number of tokens of a row; None: `max_positions`.
@@ -177,14 +176,16 @@ class Scorer:
         mine = local_rows(mesh, shape[0])
         placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
         caches = _prefix_caches(lm.config, lm.dtype, self._configs, self._head_arrays, self._frozen, placed)
-        widest = self._width(max(len(row.tokens) for group in groups for row in group.rows))
+        widest = self._width(max(len(group.rows[0].tokens) for group in groups))
         empty = _Row([], [], [], {})
         left = [group.rows for group in groups]
         while any(left):
             step, width = self._next_rows(left, widest)
             parts = [rows[:step] for rows in left]
             parts += [[]] * (self._shards - len(parts))
-            rows = [row for part in parts for row in part + [empty] * (step - len(part))]
+            rows = []
+            for part in parts:
+                rows += part + [empty] * (step - len(part))
             yield from self._batch(requests, rows, (len(rows), width), top_k, caches)
             left = [rows[step:] for rows in left]
 
@@ -199,8 +200,7 @@ class Scorer:
         return step, width
 
     def _plan(self, requests: Sequence[Continuation]) -> tuple[list[_Group], list[_Row]]:
-        """Groups of many requests with a long prefix, and the rows of all others; requests that are read alike share a
-        row, or a branch of one."""
+        """Groups of requests with a long prefix, and rows of all others; those read alike share a branch of a row."""
         alike: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
         for number, (context, tokens) in enumerate(requests):
             read = tuple((*context, *tokens[:-1])[-self.max_length :])
@@ -255,7 +255,10 @@ class Scorer:
         coordinates, order = [], []
         for index, row in enumerate(rows):
             part = index, slice(len(row.tokens))
-            tokens[part], positions[part], until[part], segments[part] = row.tokens, row.positions, row.until, 1
+            tokens[part] = row.tokens
+            positions[part] = row.positions
+            until[part] = row.until
+            segments[part] = 1
             for number, columns in row.columns.items():
                 order.append((number, row.positions[columns[-1]] + 1))
                 where[index, columns] = True
@@ -280,10 +283,10 @@ class Scorer:
         start = 0
         for number, length in order:
             context, continuation = requests[number]
-            end = start + len(continuation)
+            scored = slice(start, start + len(continuation))
             cut = len(context) + len(continuation) - 1 - length
-            yield number, Score(log_probs[:, start:end], greedy[start:end], cut, distributions[..., start:end])
-            start = end
+            yield number, Score(log_probs[:, scored], greedy[scored], cut, distributions[..., scored])
+            start = scored.stop
 
 
 def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
@@ -360,7 +363,7 @@ class _Caches(NamedTuple):
     heads: tuple[Cache | None, ...]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen, batch) -> _Caches:
     """Runs the model and the heads that attend on one prefix in each row."""
     segment_ids = batch["segment_ids"]
@@ -375,7 +378,7 @@ def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen, batch
     return _Caches(cache, tuple(heads))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jax.jit(static_argnums=(0, 1, 2, 3))
 def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen, batch, caches):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
@@ -409,10 +412,9 @@ def _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch):
     return jnp.stack(scales)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jax.jit(static_argnums=(0, 1, 2, 3))
 def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
-    """Returns log p `[M, R]`, whether the token is the most likely `[R]`, and the distributions `[M, 1 + top_k, R]`, at
-    (row, position, token) `[R, 3]`."""
+    """log p `[M, R]`, whether the token is the most likely `[R]`, and distributions `[M, 1 + top_k, R]`."""
     row, position, token = coordinates.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
     if log_scales is None:  # of heads that read nothing but the token's own state

@@ -71,7 +71,8 @@ class WrittenAnswers:
         if self.options.further_confidences and count:
             evidence: Evidence = {"tokens": log_probs[0, :count]}
             if top_k:
-                distributions = np.full((count, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
+                width = scores[0].distributions.shape[1]
+                distributions = np.full((count, shape[-1], width), -np.inf, np.float32)
                 for number, score in enumerate(scores):
                     distributions[number, : score.distributions.shape[2]] = score.distributions[0].T
                 evidence["distributions"] = distributions
@@ -105,11 +106,13 @@ class WrittenAnswers:
 
     def _judge(self, batch: Batch, texts: Sequence[Sequence[str]]) -> Float[np.ndarray, "N K"]:
         """Judgements of K answers to each question, in one process only: a judge may cost money, and may vary."""
-        rows = list(zip(batch.prompts, texts, map(references, batch.documents), strict=True))
-        return from_first(
-            lambda: [[self.judge(prompt, answer, right) for answer in answers] for prompt, answers, right in rows],
-            np.zeros((len(texts), len(texts[0]) if texts else 1), np.float32),
-        )
+
+        def judge() -> list[list[float]]:
+            rows = zip(batch.prompts, texts, map(references, batch.documents), strict=True)
+            return [[self.judge(prompt, answer, right) for answer in answers] for prompt, answers, right in rows]
+
+        answers = len(texts[0]) if texts else 1
+        return from_first(judge, np.zeros((len(texts), answers), np.float32))
 
     def _reads(self, field: str) -> bool:
         return any(field in CONFIDENCES[name].fields for name in self.options.further_confidences)
@@ -184,8 +187,9 @@ class WrittenAnswers:
         if self.model.chat is not None:
             replies = [reply.strip() for reply in replies]
         prompts = self._prompts(question.prompt, written)
-        scores = self.model.scorer.score([self.model.encode(prompt, reply) for prompt in prompts for reply in replies])
-        return np.array([score.log_probs[0].sum() for score in scores], np.float32).reshape(-1, 2)
+        requests = [self.model.encode(prompt, reply) for prompt in prompts for reply in replies]
+        log_probs = [score.log_probs[0].sum() for score in self.model.scorer.score(requests)]
+        return np.array(log_probs, np.float32).reshape(-1, 2)
 
     def _stated(self, name: str, question: StatedQuestion, written: WrittenBatch) -> Float[np.ndarray, " N"]:
         """The confidence that each reply states; NaN where it cannot be read. Logs how many cannot."""
@@ -199,7 +203,7 @@ class WrittenAnswers:
             self.questions.context.log(
                 f"{name}: {unread:,} of {len(values):,} replies could not be read; their confidence is .5"
             )
-        return np.array([np.nan if value is None else value for value in values], np.float32)
+        return np.array(values, np.float32)  # None becomes NaN
 
     def probe_data(self, names: Sequence[str]) -> dict[str, tuple[Float[np.ndarray, "N F"], Float[np.ndarray, " N"]]]:
         """Answers the calibration questions: probe -> its features and their targets in [0, 1], of N answers."""
