@@ -11,8 +11,7 @@ import sys
 def main(args: list[str] | None = None) -> int:
     """Runs `calibjax.cli.main`; a signal before it ends with exit code 130 or 143 and one line.
 
-    After the command has ended, SIGTERM is ignored: everything is written, and a signal during clean-up would turn the
-    exit code into -15.
+    After the command has ended, SIGTERM is ignored: all is written, and a signal in clean-up would make the code -15.
     """
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)

@@ -54,8 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibjax`.
 
     Returns:
-        0; 1 where training diverged, a method failed or the disk is full; 2 on invalid input; 130 after Ctrl-C; 143
-        after SIGTERM.
+        0; 1 if training diverged, a method failed or a disk is full; 2 on invalid input; 130 on Ctrl-C; 143 on SIGTERM.
     """
     words = list(sys.argv[1:] if args is None else args)
     return _until_stopped(lambda: _run_command(words), shlex.join(["calibjax", *words]))
@@ -181,7 +180,8 @@ def _command_name(args: list[str]) -> str:
         raise SystemExit(0 if helped else 2)
     from calibjax.commands.parser import fail
 
-    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(f"{group} " if group else "")}
+    prefix = f"{group} " if group else ""
+    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(prefix)}
     known |= {} if group else {other: other for other in (*GROUPS, "--help", "--version")}
     fail(f"calibjax has no command {name!r}", last, known, "calibjax --help lists them")
 

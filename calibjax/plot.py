@@ -124,8 +124,7 @@ def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, a
 
     Args:
         curves: the metrics.json of `eval layers`; or figure -> `[L + 1]`, or `[L + 1, 3]`: value, low, high.
-        figures: those to draw, by default all, but of results accuracy and confidence; these also have ece, mce,
-            entropy, kl.
+        figures: by default all, but of results accuracy and confidence; these also have ece, mce, entropy, kl.
     """
     ax = _axes(ax)
     phase, last = None, 0

@@ -16,7 +16,7 @@ from calibjax.eval.compare import uncalibrated
 from calibjax.eval.figures_json import draws_of, finite_or_none
 from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_higher, is_lower, short
+from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_higher, is_lower, short, show
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.context import Log
@@ -122,7 +122,8 @@ def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.
                 continue
             if taken := added.keys() & row.keys():
                 raise UserError(f"{options.table}: expected no column {min(taken)}, which is written here; rename it.")
-            yield {**row, **{name: column[place[number]].tolist() for name, column in added.items()}}
+            values = {name: column[place[number]].tolist() for name, column in added.items()}
+            yield {**row, **values}
 
     write_rows(options.out, rows)
 
@@ -135,7 +136,7 @@ def _print(document: Document, options: ApplyOptions) -> None:
         line = f"{name} recalibrated {document['rows']:,} predictions; their outcomes are not known."
         print_result(line, notes=notes, files=files)
         return
-    before, after = ("inf" if row["log_loss"] is None else short(row["log_loss"]) for row in figures.values())
+    before, after = map(show("log_loss", leading_zero=False, absent="inf"), figures.values())
     difference = document.get("against_uncalibrated", {}).get("log_loss")
     better = before == "inf" and after != "inf" if difference is None else is_lower(difference)
     worse = after == "inf" and before != "inf" if difference is None else is_higher(difference)

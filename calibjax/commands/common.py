@@ -321,8 +321,7 @@ class TextOptions(SourceOptions):
 
     Attributes:
         fit_fraction: fraction of the sequences to fit on; the rest is held out. A row is never on both sides.
-        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. A single row,
-            such as one text file, is cut once.
+        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. One row is cut.
     """
 
     fit_fraction: Fraction = 0.6
@@ -435,7 +434,9 @@ def check_sources(options: Any) -> None:
         return
     from calibjax.data import is_hub_id, is_multiple_choice
 
-    sources = data if isinstance(data, tuple) else () if data is None else (data,)
+    sources = () if data is None else data
+    if isinstance(sources, str):
+        sources = (sources,)
     if len(sources) > len({os.path.abspath(source) for source in sources}):
         raise UserError(f"--data: expected different sets, got {', '.join(sources)}.")
     checks = [("--data", source, options.split, len(sources) > 1) for source in sources]

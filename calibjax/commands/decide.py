@@ -10,7 +10,7 @@ from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import SET_SCORES, TITLES, decide
 from calibjax.eval.report.notes import Verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import ABSENT, TextTable, short
+from calibjax.eval.report.tables import TextTable, short, show
 from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
@@ -31,8 +31,7 @@ class DecideOptions(TableOptions, JsonOptions):
         risk: largest fraction of wrong answers.
         level: probability, over the draw of the table, of the guarantee on the answers that are given.
         claims: rows are factual claims, and those with the same label in the column group are the claims of one
-            answer: the confidence above which to keep a claim, so that in an answer the expected fraction of false ones
-            is limited.
+            answer: the confidence above which to keep a claim, limits the expected fraction of false ones in an answer.
         by_category: a threshold for each value of the column category, each with the guarantee.
         out: file to write, .json: thresholds and figures.
     """
@@ -68,10 +67,11 @@ def run(options: DecideOptions, log: Log = print) -> Document:
             dependent = f"{len(table):,} rows are of {count:,} groups, whose rows depend on each other"
             log(f"WARNING: {dependent}: what follows holds for independent rows, such as one of each group")
     data, p = table.predictions, _probabilities(table)
+    scores, outcomes = (data.confidence, data.correct) if p is None else (p, data.labels)
     with about("--table"):
         decided = decide(
-            np.asarray(data.confidence) if p is None else p,
-            np.asarray(data.correct if p is None else data.labels),
+            np.asarray(scores),
+            np.asarray(outcomes),
             options.risk,
             options.level,
             answer=table.groups if options.claims else None,
@@ -91,15 +91,16 @@ def _print(document: Document, options: DecideOptions) -> None:
     for category, decided in categories.items():
         for kind, row in decided.items():
             threshold, name = row["threshold"], TITLES.get(kind, kind)
+            start = [f"{category}, {name}" if category else name, f"{row['questions']:,}"]
             if kind in SET_SCORES:
                 shown = "every option" if threshold is None else str(threshold)
-                cells = [f"{row['questions']:,}", shown, short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}"]
-                sets.append([f"{category}, {name}" if category else name, *cells, short(row["single"], ".3f")])
+                cells = [short(row["right_in_set"], ".3f"), f"{row['mean_size']:.2f}", short(row["single"], ".3f")]
+                sets.append([*start, shown, *cells])
                 continue
             shown = f"answers {row['selects']}" if threshold is None else str(threshold)
-            figures = (row["answered"], row["wrong"], row["wrong_of_answered"])
-            cells = [ABSENT if value is None else short(value, ".3f") for value in figures]
-            rows.append([f"{category}, {name}" if category else name, f"{row['questions']:,}", shown, *cells])
+            keys = ("answered", "wrong", "wrong_of_answered")
+            cells = [show(key, form=".3f", leading_zero=False)(row) for key in keys]
+            rows.append([*start, shown, *cells])
     columns = ["wrong answers limited", "questions", "confidence above", "answered", "wrong of all", "wrong of answers"]
     title = f"At most {options.risk} wrong; figures are those of the table itself"
     if options.claims:

@@ -1,6 +1,7 @@
 """`calibjax generate`: text from a model, with the calibrated confidence of every token."""
 
 import dataclasses
+import functools
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +30,7 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
 
     Attributes:
         prompt: texts to continue or to answer.
-        head: directory of a fitted head, or of the run that holds it, or a head on the hub (org/name@revision); without
-            it, confidence is uncalibrated.
+        head: directory of a fitted head or its run, or a head on the hub (org/name@revision); by default uncalibrated.
         max_new_tokens: largest number of new tokens; fewer where the model ends its text.
         temperature: 0 takes the most likely token; otherwise tokens are drawn at this temperature, 0.0001 to 10,000.
         top_k: draw from this many of the most likely tokens.
@@ -67,7 +67,8 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
             head_notes(options.head)
     lm = options.load(options.devices.make_mesh())
     chat = options.applies(lm, log)
-    prompts = [chat_tokens(lm, x, options.system) if chat else lm.tokenizer.encode(x) for x in options.prompt]
+    encode = functools.partial(chat_tokens, lm, system=options.system) if chat else lm.tokenizer.encode
+    prompts = [encode(text) for text in options.prompt]
     generated = generate(
         lm,
         prompts,

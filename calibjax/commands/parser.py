@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 import shlex
 import shutil
@@ -132,6 +133,8 @@ def list_options(options_type: type, default: Any = None, path: Fields = ()) -> 
             continue
         declared = [cls for cls in options_type.__mro__ if field.name in inspect.get_annotations(cls)][-1]
         heading = next((name for name, classes in HEADINGS.items() if declared.__name__ in classes), "method")
+        if value is dataclasses.MISSING:
+            heading = "required"
         unset = getattr(options_type, "unset_value", lambda name: None)(field.name) if value is None else None
         yield Option(at, flag_of(field.name), heading, hint, value, unset, documented.get(field.name, ""))
 
@@ -286,7 +289,7 @@ def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _P
     )
     parser._negative_number_matcher = re.compile(r"-[^-]")  # values such as -1e-3 and -inf: no option has one dash
     for heading in ("required", *HEADINGS):
-        chosen = [o for o in options if heading == ("required" if o.default is dataclasses.MISSING else o.heading)]
+        chosen = [option for option in options if option.heading == heading]
         if not chosen:
             continue
         folded = fold and heading == "device"
@@ -309,9 +312,9 @@ def _add(group: Any, option: Option, *, hidden: bool) -> None:
     is_required = option.default is dataclasses.MISSING
     shown |= {"dest": name, "default": None if is_required else option.default, "required": is_required}
     if option.kind is not bool:
-        metavar = "NAME" if option.choices else "TEXT" if option.kind is str else option.kind.__name__.upper()
-        if option.choices and not _is_long(option.choices):
-            metavar = "{" + ",".join(option.choices) + "}"
+        metavar = "TEXT" if option.kind is str else getattr(option.kind, "__name__", "").upper()
+        if option.choices:
+            metavar = "NAME" if _is_long(option.choices) else "{" + ",".join(option.choices) + "}"
         form = {"nargs": "*"} if option.is_several else {}
         group.add_argument(option.flag, type=option.read, metavar=metavar, **form, **shown)
     elif option.default is False:
@@ -327,13 +330,15 @@ def _is_long(choices: Sequence[str]) -> bool:
 
 def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
     """The options in the file of `--config`, and after them, so that they take precedence, the arguments."""
-    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    split = (arg.split("=", 1) if arg.startswith("--config=") else [arg] for arg in args)
+    args = list(itertools.chain.from_iterable(split))
     if "--config" not in args:
         return args
     at = args.index("--config")
     if args.count("--config") > 1 or at + 1 == len(args):
         raise UserError("--config: expected one file.")
-    return [*_read_config(command, options_type, user_path(args[at + 1])), *args[:at], *args[at + 2 :]]
+    from_file = _read_config(command, options_type, user_path(args[at + 1]))
+    return [*from_file, *args[:at], *args[at + 2 :]]
 
 
 def _read_config(command: str, options_type: Any, file: Path) -> Iterable[str]:

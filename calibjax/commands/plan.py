@@ -60,15 +60,13 @@ class PlanOptions(JsonOptions):
     estimated from the shapes.
 
     Attributes:
-        model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file; no
-            weights are read.
+        model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file.
         topology: chips: v5e-16 (or v5e:4x4, chips along each axis), v5p-16, v6e-8, a100:8, h100:8 or h200:8.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
         seq_len: inputs per sequence, one fewer than the tokens of `train --seq-len`; by default 1,024, or the model's
             context: the most that `train` chooses.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
-        tokens: number of tokens to train on: adds the duration of the run at 30 to 60% of the roofline, and for ats the
-            bytes that the frozen pass stores.
+        tokens: number of tokens to train on: adds the time of the run at 30 to 60% of the roofline; for ats, its bytes.
         dtype: dtype to compute in, and of frozen weights; by default the stored dtype, as for a run on accelerators.
             Trained weights are float32.
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
@@ -222,10 +220,11 @@ def parse_topology(text: str) -> Topology:
         raise UserError(f"--topology {text}: expected the chip and its number, such as v5e-16, v5e:4x4 or h100:8.")
     chip = CHIPS[kind]
     if sign == "-" and chip.platform == "tpu" and shape.isdigit():  # Google Cloud's name: as square as can be
-        axes = [1, 1, 1] if kind == "v5p" else [1, 1]
-        while math.prod(axes) < int(shape) // (2 if kind == "v5p" else 1):  # of v5p it counts cores, two of a chip
+        axes, cores = ([1, 1, 1], 2) if kind == "v5p" else ([1, 1], 1)  # a name counts the cores of chips
+        chips = max(int(shape) // cores, 1)
+        while math.prod(axes) < chips:
             axes[axes.index(min(axes))] *= 2
-        if math.prod(axes) != max(int(shape) // (2 if kind == "v5p" else 1), 1):
+        if math.prod(axes) != chips:
             raise UserError(f"--topology {text}: no power of two; give the chips along each axis (v5p:4x4x12).")
         shape = "x".join(map(str, sorted(axes, reverse=kind == "v5p")))
     return Topology(f"{kind}:{shape}", chip, math.prod(map(int, shape.split("x"))))

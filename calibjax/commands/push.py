@@ -25,8 +25,7 @@ class PushOptions(HeadOptions):
 
     Attributes:
         repository: org/name; made where there is none.
-        base: id of the base model on the hub, for the card, as org/name or org/name@revision; by default the one that
-            the run loaded it from.
+        base: id of the base model on the hub, for the card, as org/name or org/name@revision; by default the run's.
         private: make a new repository private.
         dry_run: new directory to write the files and the card to, instead of uploading them.
     """

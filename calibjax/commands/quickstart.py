@@ -146,11 +146,11 @@ def true_probabilities(language: TopicLanguage, tokens: Int[Array, "S T"]) -> Fl
     def step(belief, now):
         token, following = now
         rows = jnp.moveaxis(language.transitions[:, token], 0, 1)  # [S, K, V]
-        predicted = jnp.einsum("sk,skv->sv", belief, rows, precision=jax.lax.Precision.HIGHEST)
+        predicted = jnp.einsum("sk,skv->sv", belief, rows, precision="highest")
         likelihood = jnp.take_along_axis(rows, following[:, None, None], axis=2)[..., 0]
         belief = belief * likelihood
         belief = belief / jnp.maximum(jnp.sum(belief, axis=1, keepdims=True), 1e-30)
-        belief = jnp.matmul(belief, language.topic_transitions, precision=jax.lax.Precision.HIGHEST)
+        belief = jnp.matmul(belief, language.topic_transitions, precision="highest")
         return belief, predicted
 
     following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)  # the last update is not used
