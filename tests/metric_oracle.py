@@ -31,10 +31,10 @@ def equal_mass_bins(c, bins):
 def gaps(c, y, index):
     """(number, mean confidence − accuracy, sample variance of correctness) of each bin that has points."""
     for b in range(index.max() + 1):
-        of = index == b
-        if of.any():
-            variance = y[of].var(ddof=1) if of.sum() > 1 else 0.0
-            yield of.sum(), c[of].mean() - y[of].mean(), variance
+        members = index == b
+        if members.any():
+            variance = y[members].var(ddof=1) if members.sum() > 1 else 0.0
+            yield members.sum(), c[members].mean() - y[members].mean(), variance
 
 
 def binned(c, y, index, norm="l1"):

@@ -37,7 +37,7 @@ def test_files_exist(page):
     assert not [link for link in links if not (page.parent / link).exists()]
     named = re.findall(r"`(?:python )?((?:\.?[\w*-]+/)+[\w*.-]+\.(?:py|md|json|yaml|sh))\b", text)
     ours = [path for path in named if path.split("/")[0] in ("calibjax", "tests", "kernels", "train", "eval", "docs")]
-    assert not [path for path in ours if not [found for place in PLACES for found in place.glob(path)]]
+    assert not [path for path in ours if not [file for place in PLACES for file in place.glob(path)]]
 
 
 @by_page
@@ -46,10 +46,10 @@ def test_modules_exist(page):
     needs_torch = {name for name in names if name.startswith("calibjax.torch") and NO_TORCH}
     for name in sorted(names - needs_torch):
         module, *attributes = name.split(".")
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for attribute in attributes:
             module = f"{module}.{attribute}"
-            found = getattr(found, attribute, None) or importlib.import_module(module)
+            value = getattr(value, attribute, None) or importlib.import_module(module)
     if needs_torch:
         pytest.skip(f"torch is not installed: {', '.join(sorted(needs_torch))} left out")
 
@@ -62,8 +62,11 @@ def test_diffs_are_the_files():
     for name, diff in zip(parts[::2], parts[1::2], strict=True):
         lines = iter((ROOT / name).read_text().splitlines())
         for added in re.findall(r"^\+(.*)$", diff, flags=re.MULTILINE):
-            wanted = added.removesuffix(" ...")
-            assert any(line == wanted or (wanted != added and line.startswith(wanted)) for line in lines), (name, added)
+            start = added.removesuffix(" ...")
+            assert any(line == start or (start != added and line.startswith(start)) for line in lines), (
+                name,
+                added,
+            )
 
 
 @functools.cache
@@ -111,11 +114,11 @@ def public_names(room):
 
 def documented_names():
     """Room -> names of the autosummary tables of docs/reference."""
-    found = {}
+    documented = {}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for room, table in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            found.setdefault(room, []).extend(re.findall(r"^   (\w+)$", table, flags=re.MULTILINE))
-    return found
+            documented.setdefault(room, []).extend(re.findall(r"^   (\w+)$", table, flags=re.MULTILINE))
+    return documented
 
 
 def test_every_public_name_has_a_page():

@@ -46,31 +46,31 @@ def fitted(tmp_path_factory):
     parent = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(parent))
-        found = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent())
+        result = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent())
     assert not list(parent.iterdir())
-    return found
+    return result
 
 
 def test_a_directory_changes_nothing(fitted, tmp_path):
-    kept = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent(tmp_path / "fit"))
-    chex.assert_trees_all_equal(kept.head.params, fitted.head.params)
-    assert kept.head.log_factor == fitted.head.log_factor
+    actual = calibjax.fit_ats(LM, SEQUENCES, QUICK, silent(tmp_path / "fit"))
+    chex.assert_trees_all_equal(actual.head.params, fitted.head.params)
+    assert actual.head.log_factor == fitted.head.log_factor
     assert (tmp_path / "fit").is_dir()
 
 
 def test_an_evaluation_shows_its_figures(fitted):
     """`eval/test_tokens.py` has the figures and their intervals against dense formulas."""
-    found = calibjax.evaluate(LM, SEQUENCES, fitted.heads, context=silent())
-    assert list(found.results) == ["uncalibrated", "temperature", "ats"]
-    assert found.tokens == SEQUENCES.where.sum()
-    for name, of_method in found.results.items():
-        for key, figure in of_method.items():
-            value = found.document["methods"][name][key]
+    evaluation = calibjax.evaluate(LM, SEQUENCES, fitted.heads, context=silent())
+    assert list(evaluation.results) == ["uncalibrated", "temperature", "ats"]
+    assert evaluation.tokens == SEQUENCES.where.sum()
+    for name, intervals in evaluation.results.items():
+        for key, figure in intervals.items():
+            value = evaluation.document["methods"][name][key]
             assert figure.value == (value["value"] if isinstance(value, dict) else value)
             assert figure.low <= figure.value <= figure.high
-    figure = found.results["ats"]["nll"]
-    assert f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]" in repr(found)
-    assert repr(found).count("\n") == 3
+    figure = evaluation.results["ats"]["nll"]
+    assert f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]" in repr(evaluation)
+    assert repr(evaluation).count("\n") == 3
 
 
 def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
@@ -96,10 +96,10 @@ def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
 
 def test_token_ids_as_data():
     texts = [[1, 2, 3, 4, 5], [6, 7]]
-    found = calibjax.load_text(texts, LM, seq_len=6, layout="pad")
-    assert found.tokens[0, :4].tolist() == [1, 2, 3, 4]
-    assert found.targets[1, :1].tolist() == [7]
-    assert found.where.sum() == 5
+    sequences = calibjax.load_text(texts, LM, seq_len=6, layout="pad")
+    assert sequences.tokens[0, :4].tolist() == [1, 2, 3, 4]
+    assert sequences.targets[1, :1].tolist() == [7]
+    assert sequences.where.sum() == 5
     for wrong, message in (
         ([[1]], "text 0: expected two or more token ids"),
         ([1, 2], r"One text is \[\[1, 2, 3\]\]"),

@@ -44,10 +44,10 @@ def test_sums_and_points_give_the_same_resamples():
     fast = metrics.resample_metric(metrics.brier_score, c, y, **options)
     assert_within(metrics.resample_metric(brier_of_points, c, y, **options), fast, 20 * EPS, "Brier score")
     # And by hand: the groups' own sums, drawn by the same generator.
-    of = np.unique(groups[where], return_inverse=True)[1]
-    loss = np.bincount(of, (c[where].astype(np.float64) - y[where]) ** 2)
+    group = np.unique(groups[where], return_inverse=True)[1]
+    loss = np.bincount(group, (c[where].astype(np.float64) - y[where]) ** 2)
     drawn = np.random.default_rng(3).multinomial(100, np.full(100, 0.01), size=40)
-    assert_within(fast, drawn @ loss / (drawn @ np.bincount(of)), 1e-12, "by hand")
+    assert_within(fast, drawn @ loss / (drawn @ np.bincount(group)), 1e-12, "by hand")
     assert not np.allclose(fast, metrics.resample_metric(metrics.brier_score, c, y, **{**options, "seed": 4}))
 
 

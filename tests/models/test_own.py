@@ -61,8 +61,8 @@ def test_every_form_of_a_model(want, form):
     if form in ("function", "logits"):
         lm, fit, held_out = as_function() if form == "function" else as_logits(), FIT, HELD_OUT
     else:
-        of = LM.hidden_states if form == "arrays" else LM.logits
-        (lm, fit), (other, held_out) = (from_arrays(of, part) for part in (FIT, HELD_OUT))
+        compute = LM.hidden_states if form == "arrays" else LM.logits
+        (lm, fit), (other, held_out) = (from_arrays(compute, part) for part in (FIT, HELD_OUT))
         assert other.fingerprint == lm.fingerprint
         head = calibjax.fit_ats(lm, fit, QUICK, silent()).head
         found = calibjax.evaluate(other, held_out, head, context=silent()).document["methods"]["head"]

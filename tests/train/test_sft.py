@@ -175,8 +175,8 @@ def test_adapters_of_a_bfloat16_model():
         for dtype in (jnp.float32, jnp.bfloat16):
             objective = SftObjective(model=lm.config, options=options, dtype=dtype)
             frozen = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), lm.params)
-            of = jax.jit(jax.grad(lambda p, f, o=objective: o(p, f, batch, {})[0]))
-            gradients.append(of(trained, frozen))
+            gradient = jax.jit(jax.grad(lambda p, f, o=objective: o(p, f, batch, {})[0]))
+            gradients.append(gradient(trained, frozen))
         chex.assert_trees_all_equal_shapes_and_dtypes(gradients[1], trained)
         difference = jax.tree.map(jnp.subtract, *gradients)
         errors[options.lora] = float(optax.global_norm(difference) / optax.global_norm(gradients[0]))
