@@ -65,10 +65,9 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
     lm = _train_decoder(options, language, train_set, context.within("decoder"))
     fitted = fit_ats(lm, fit_set, AtsOptions(batch_size=_BATCH_SIZE), context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
-    identity, sets, binning = run_identity("quickstart", options), {"held_out": held_out}, common.BinningOptions()
-    document, results = evaluate_fit(
-        identity, lm, sets, fitted, context, batch_size=_BATCH_SIZE, binning=binning, keep_tokens=True
-    )
+    identity = run_identity("quickstart", options)
+    settings = {"batch_size": _BATCH_SIZE, "binning": common.BinningOptions(), "keep_tokens": True}
+    document, results = evaluate_fit(identity, lm, {"held_out": held_out}, fitted, context, **settings)
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():
         assert method.tokens is not None

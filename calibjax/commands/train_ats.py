@@ -53,7 +53,8 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     texts = options.text.read_all(options.data, lm, log, split=options.split, column_optional=len(options.data) > 1)
     parts = {name: options.split_text(sequences, log, options.seed) for name, sequences in texts.items()}
     fit = {name: part for name, (part, _) in parts.items()}
-    all_fit, held_out = concatenate([*fit.values()]), concatenate([part for _, part in parts.values()])
+    all_fit = concatenate(list(fit.values()))
+    held_out = concatenate([part for _, part in parts.values()])
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
     if len(parts) > 1:
         common.warn_of_repeats(all_fit, held_out, "the held-out parts of all sets", log)

@@ -31,13 +31,13 @@ def distinct_n(texts: Sequence[Sequence[Any]], n: int) -> float:
     In (0, 1], or NaN if no text has n words. It falls with the amount of text: compare equal amounts.
     """
     grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else float("nan")
+    return len(set(grams)) / len(grams) if grams else np.nan
 
 
 def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
     """Fraction of a text's n-grams that occurred earlier in it; mean over the texts of at least n words."""
     fractions = [1 - distinct_n([text], n) for text in texts if len(text) >= n]
-    return float(np.mean(fractions)) if fractions else float("nan")
+    return float(np.mean(fractions)) if fractions else np.nan
 
 
 def self_bleu(texts: Sequence[str]) -> float:

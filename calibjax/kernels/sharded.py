@@ -179,12 +179,13 @@ _Tail = dict[str, Any]  # the last rows of "unembedding" and "bias"
 
 def _split_rows(inputs: Inputs, shards: int) -> tuple[Inputs, _Tail | None]:
     """The rows of W and the bias that divide into the shards, and the few after them, None where all divide."""
-    unembedding, bias = inputs.unembedding, inputs.bias
-    cut = unembedding.shape[0] // shards * shards
-    if cut == unembedding.shape[0]:
+    vocab_size = inputs.unembedding.shape[0]
+    cut = vocab_size // shards * shards
+    if cut == vocab_size:
         return inputs, None
-    main = inputs._replace(unembedding=unembedding[:cut], bias=None if bias is None else bias[:cut])
-    return main, {"unembedding": unembedding[cut:], "bias": None if bias is None else bias[cut:]}
+    weights = {"unembedding": inputs.unembedding, "bias": inputs.bias}  # the bias may be None, an empty tree
+    main = inputs._replace(**jax.tree.map(lambda x: x[:cut], weights))
+    return main, jax.tree.map(lambda x: x[cut:], weights)
 
 
 def _input_specs(sharding: VocabSharding) -> Any:

@@ -64,7 +64,7 @@ def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float,
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")
     values = np.asarray(values)[~np.isnan(values)]
     if not len(values):
-        return float("nan"), float("nan")
+        return np.nan, np.nan
     ends = np.array([(1 - level) / 2, (1 + level) / 2])
     below = np.quantile(values, ends, method="lower")
     above = np.quantile(values, ends, method="higher")

@@ -138,7 +138,7 @@ def error_interval(
     """
     observed = _observe([sums], [1.0], norm, resamples, level, seed)
     if observed is None:
-        return ErrorInterval(*(float("nan"),) * 4)
+        return ErrorInterval(*[np.nan] * 4)
     above, below = _tails(level)
     models = len(observed.weights)
     starts, directions = np.zeros((3, models)), np.ones(models)
@@ -170,7 +170,7 @@ def error_comparison(
         raise ValueError(f"expected the same groups in both, got {len(first.count)} and {len(second.count)}.")
     observed = _observe([first, second], [1.0, -1.0], norm, resamples, level, seed)
     if observed is None:
-        return PairedDifference(*(float("nan"),) * 5)
+        return PairedDifference(*[np.nan] * 5)
     fields = ("count", "confidence", "correct")
     if all(np.array_equal(getattr(first, field), getattr(second, field)) for field in fields):
         return PairedDifference(0.0, 0.0, 0.0, 0.5, 1.0)
@@ -200,7 +200,7 @@ def sign_test(below: int, above: int, count: int) -> tuple[float, float]:
     """Of `count` draws, the fraction below, ties one half, and the p-value as `PairedDifference` defines it."""
     ties = count - below - above
     rarer = min(below, above) + ties
-    fraction_below = (below + ties / 2) / count if count else float("nan")
+    fraction_below = (below + ties / 2) / count if count else np.nan
     return fraction_below, min(1.0, (1 + 2 * rarer) / (1 + count))
 
 

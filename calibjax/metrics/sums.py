@@ -165,7 +165,8 @@ def sums_of_index(
 
     def add(pairs, piece):
         """Adds a chunk to (high, low) pairs of float32 (Knuth's two-sum), so that no digits are lost over chunks."""
-        return [_two_sum(high, low, x) for (high, low), x in zip(pairs, _chunk_sums(piece, bins), strict=True)], None
+        sums = _chunk_sums(piece, bins)
+        return [_two_sum(high, low, x) for (high, low), x in zip(pairs, sums, strict=True)], None
 
     shapes = jax.eval_shape(lambda pieces: _chunk_sums(tuple(x[0] for x in pieces), bins), pieces)
     zeros = [(jnp.zeros(x.shape, x.dtype),) * 2 for x in shapes]

@@ -179,8 +179,8 @@ def risk_threshold(confidence: Float[np.ndarray, " N"], correct: Float[np.ndarra
     wrong = np.sort(confidence[np.asarray(correct) < 1])[::-1]
     allowed = int(np.floor(risk * (len(confidence) + 1) * _ROUNDING)) - 1  # answers that may be wrong
     if allowed < 0:
-        return float("inf")
-    return _above(float(wrong[allowed]), confidence) if allowed < len(wrong) else float("-inf")
+        return math.inf
+    return _above(float(wrong[allowed]), confidence) if allowed < len(wrong) else -math.inf
 
 
 def selective_threshold(
@@ -212,7 +212,7 @@ def selective_threshold(
     wrong = taken[:, np.asarray(correct) < 1].sum(axis=1)
     passes = binom.cdf(wrong, taken.sum(axis=1), risk) <= (1 - level) / _RANKS
     if not passes.any():
-        return float("inf")
+        return math.inf
     threshold = float(thresholds[np.argmax(passes)])
     return _above(threshold, confidence) if threshold > -np.inf else threshold
 
@@ -258,9 +258,9 @@ def claim_threshold(
     sums = np.cumsum(rise[falling])[ends]  # at thresholds just below values
     most = risk * (n + 1) * _ROUNDING
     if most < 1:
-        return float("inf")
+        return math.inf
     allowed = sums + 1 <= most
-    return float("-inf") if allowed.all() else _above(float(-values[np.argmin(allowed)]), confidence)
+    return -math.inf if allowed.all() else _above(float(-values[np.argmin(allowed)]), confidence)
 
 
 def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarray, " N"], risk: float) -> float:
@@ -279,7 +279,7 @@ def set_threshold(probabilities: Float[np.ndarray, "N O"], labels: Int[np.ndarra
     right = np.sort(probabilities[np.arange(len(labels)), labels])
     place = int(np.floor(risk * (len(right) + 1) * _ROUNDING))
     if not place:
-        return float("-inf")
+        return -math.inf
     value = float(right[place - 1])
     lower = probabilities[probabilities < value]
     return _between(value, float(lower.max()) if lower.size else min(value, 0.0))
