@@ -31,7 +31,7 @@ class DecideOptions(TableOptions, JsonOptions):
         risk: largest fraction of wrong answers.
         level: probability, over the draw of the table, of the guarantee on the answers that are given.
         claims: rows are factual claims, and those with the same label in the column group are the claims of one
-            answer: the confidence above which to keep a claim, limits the expected fraction of false ones in an answer.
+            answer; limits the expected fraction of false claims among those that an answer keeps.
         by_category: a threshold for each value of the column category, each with the guarantee.
         out: file to write, .json: thresholds and figures.
     """

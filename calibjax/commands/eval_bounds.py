@@ -17,7 +17,7 @@ from calibjax.runtime.files import check_new_file, json_text, write_file
 class EvalBoundsOptions(JsonOptions):
     """Computes the smallest entropy of a model's predictions for any text, from its final norm and unembedding.
 
-    Prints a row for each model: why small models with large vocabularies gain less from label smoothing (2508.00264).
+    Small models with large vocabularies gain less from label smoothing because of it (arXiv 2508.00264, section 4).
 
     Attributes:
         model: directories with config.json and safetensors, GGUF files, or hub ids.

@@ -60,7 +60,8 @@ class PlanOptions(JsonOptions):
     estimated from the shapes.
 
     Attributes:
-        model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file.
+        model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file; no
+            weights are read.
         topology: chips: v5e-16 (or v5e:4x4, chips along each axis), v5p-16, v6e-8, a100:8, h100:8 or h200:8.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
         seq_len: inputs per sequence, one fewer than the tokens of `train --seq-len`; by default 1,024, or the model's

@@ -188,7 +188,7 @@ def evaluate_analogies(
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and the accuracy on each category.
 
-    A question: which of four words d completes "a is to b as c is to d"? Its accuracy: P(the right one is drawn).
+    A question asks which of four words d completes "a is to b as c is to d"; its accuracy is the probability of d.
     Temperature 0 and those below 1/403 are computed as 1/403, where a difference of 0.01 between two logits decides.
     """
     temperatures, base = list(dict.fromkeys(temperatures)), FittedHead.constant(lm)

@@ -58,7 +58,7 @@ def _draws(pools: int, resamples: int, seed: int, width: int) -> tuple[np.ndarra
 def percentile_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Percentile interval (low, high) of the values of resamples, `[resamples]`; ValueError for `level` not in (0, 1).
 
-    NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite if its percentile is at an infinite value.
+    NaN is ignored; (NaN, NaN) if no value is left. A bound is infinite at, or next to, an infinite value.
     """
     if not 0 < level < 1:
         raise ValueError(f"level: expected a number between 0 and 1, got {level}.")

@@ -281,7 +281,7 @@ def generate(
         `Generation`, `[B, N]`; with `sampling.num_samples` K above 1 `[B·K, N]`, grouped by prompt.
 
     Raises:
-        UserError: an argument is out of range, a prompt does not fit, or the head is of another model or pools.
+        UserError: an argument is out of range, a prompt is too long, or the head is of another model or pools.
     """
     ids = _token_ids(lm, prompts)
     seeds = range(len(ids)) if sampling.prompt_seeds is None else sampling.prompt_seeds

@@ -76,7 +76,7 @@ def fit_ats(
     `context`, a killed fit that is called again with the same arguments resumes, and ends with a bit-identical head.
 
     Args:
-        lm: the frozen model, which is placed on `context.mesh`: a `LanguageModel`, `from_function` or `from_arrays`.
+        lm: the frozen model, a `LanguageModel` or your own by `from_function` or `from_arrays`; on `context.mesh`.
         data: sequences to fit on, or what `load_text` takes; or several sets by name, such as one per domain. Where a
             head or a loss is chosen or a temperature refitted, each fold of the rows, or each set, is predicted by a
             head fitted on the others. In the end the head is fitted on all.
@@ -243,7 +243,8 @@ class _CandidateFits:
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
         """Chooses a candidate as `AtsOptions` says; returns its score, and all scores as JSON.
 
-        If the loss of least calibration error does not beat temperature scaling, it is the lowest NLL of those that do.
+        Where the loss with the least calibration error does not beat temperature scaling, the candidate with the lowest
+        NLL of those that do is chosen.
         """
         baseline = self.baseline
         for head in self.plan.heads:

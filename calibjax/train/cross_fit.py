@@ -93,7 +93,7 @@ def score(
 ) -> CandidateScore:
     """Scores out-of-fold predictions that are already shrunk, with a temperature fitted on top if `refit`.
 
-    The refit minimises the log loss of whether the most likely token is right: that of the target leaves a bias.
+    The refit minimises the log loss of whether the most likely token is right: the target's would bias confidence.
     """
     fit = recalibrate.fit_temperature(likelihood_sums_at(tokens, log_scale, top_label=True)) if refit else None
     refitted = tokens.spread(log_scale + np.float32(_applied(fit)))

@@ -58,7 +58,7 @@ class LhtsOptions(TuningOptions):
         baseline: subtracted from log-likelihoods: none, or a running mean, scalar or for each position.
         form: whether a weight applies to the whole suffix or to its first token.
         kl_weight: weight of KL(student ‖ scorer).
-        sampled_fraction: fraction of the sequences that are sampled from the model, given their first tokens.
+        sampled_fraction: fraction of the sequences that the model continues from their first tokens; 0: corpus only.
         prompt_tokens: number of first tokens of a sequence that a sample continues.
         quantiles: number of likelihood groups of the baseline `partition`, the best of which is used.
         partition_rounds: rounds of `partition`; from the second on, text of the last student is added to the data.
@@ -220,7 +220,7 @@ def fit_lhts(
     quantile is used. With several rounds (Quark, arXiv 2205.13636, which prepends a control token and continues with
     the same student), it then continues the first tokens of all sequences, and the next student learns this text too.
 
-    With a directory in `context`, a killed run, started again with the same arguments, ends with the same parameters.
+    With a directory in `context`, a killed run that is started again resumes, and ends with bit-identical parameters.
 
     Args:
         lm: scorer and initial student; `lm.dtype` is the compute dtype.

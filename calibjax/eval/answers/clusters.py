@@ -136,7 +136,10 @@ def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:
 
 
 def find_clustering(name: str, lm: LanguageModel | None = None) -> Clustering:
-    """Of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR" or your "package.module:function"; or raises `UserError`."""
+    """A clustering by its name: of `CLUSTERINGS`, "hidden" (of `lm`), "nli:DIR", or your "package.module:function".
+
+    Raises `UserError` if there is none.
+    """
     if name == "hidden" and lm is not None:
         return hidden_clustering(lm)
     if name.startswith("nli:"):

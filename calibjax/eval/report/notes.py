@@ -101,7 +101,7 @@ def _comparison(
     addition: str = "",
     must_differ: bool = False,
 ) -> Verdict:
-    """The sentence on a row against another, by the tests in its `field`; `addition` ends it, `must_differ` warns."""
+    """The sentence on a row against another, by the tests in its `field`; `must_differ` warns of equality."""
     key, title = _score_of(row, other)
     ece, score = _figures(row, other)
     differences = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}

@@ -281,7 +281,7 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
             rows.append([title_of(name), *(column.text(row) for column in shown)])
             groups.append(title)
     with_interval = ("nll", "brier", "accuracy") if has_intervals else ()
-    titles = [column.title + " [95% interval]" * (column.key in with_interval) for column in shown]
+    titles = [f"{column.title} [95% interval]" if column.key in with_interval else column.title for column in shown]
     first = ()
     if unit_of(sets[0][1]) == "questions":
         first = ("ece", "accuracy")
@@ -581,7 +581,8 @@ def plan_table(document: Document) -> TextTable:
         rows.append(["parameters active for a token", f"{counts['active']:,}"])
     if document["stored_bytes_per_token"] is not None:
         rows.append(["stored from the frozen pass, per token", f"{document['stored_bytes_per_token']:,} bytes"])
-    rows.append(["operations", "{flops_per_device:.3g} FLOP of {flops_per_step:.3g} a step".format(**document)])
+    operations = f"{document['flops_per_device']:.3g} FLOP of {document['flops_per_step']:.3g} a step"
+    rows.append(["operations", operations])
     for kind, moved in (document["collectives"] or {}).items():
         received = f"{readable_size(moved['bytes'])} received, the largest {readable_size(moved['largest'])}"
         rows.append([kind, f"{moved['count']:,} x, {received}"])

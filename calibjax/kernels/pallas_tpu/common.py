@@ -128,7 +128,7 @@ def pallas(
 
     The kernel takes the references of inputs, outputs and scratch (name -> memory on chip) by their names; `state` is a
     dictionary of those called "state_...". The first grid dimension may be divided over the cores of a chip (v5p has
-    two). `vmem`: planned bytes on chip. `aliases`: input -> the output in its place. `call`: of `pl.pallas_call`.
+    two). `vmem`: planned bytes on chip. `aliases`: input -> output in its place. `call`: for `pl.pallas_call`.
     """
 
     def run(*references: Any) -> None:
