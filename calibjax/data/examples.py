@@ -74,7 +74,8 @@ def tokenize_rows(
                 yield render_row(row, format, tokenizer, place)
             except UserError as error:
                 if not source.skip_broken:
-                    raise UserError(f"{error} To leave out such rows, give --skip-broken.") from error
+                    hint = "To leave out such rows, give --skip-broken, or skip_broken=True."
+                    raise UserError(f"{error} {hint}") from error
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:

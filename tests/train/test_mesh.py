@@ -127,8 +127,8 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
         frozen = frozen_arrays(lm)._replace(params=params, unembedding=params["unembedding"])
         batch = place_rows(mesh, make_sequences(8, vocab_size=VOCAB, length=12).arrays())
         with jax.set_mesh(mesh):
-            program = jax.jit(frozen_batch, static_argnums=(0, 1, 2))
-            found = collectives(program.lower(lm.config, lm.dtype, features, frozen, batch).compile().as_text())
+            program = jax.jit(frozen_batch, static_argnums=(0, 1, 2, 3))
+            found = collectives(program.lower(lm.config, lm.dtype, features, (), frozen, batch).compile().as_text())
     else:
         objective = SftObjective(model=lm.config)
         found = collectives_of_step(objective, params, None, mesh)
