@@ -50,8 +50,11 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     bisections give the smallest multiple of 1/1024 that is not below its own error, and at least 2/1024.
 
     Args:
-        confidence, correct, where: as in `expected_calibration_error`, and so is the result.
+        confidence, correct, where: as in `expected_calibration_error`.
         bandwidth: σ > 0, in units of the confidence; None chooses it as above.
+
+    Returns:
+        float32 scalar in [0, 1]; NaN where no point counts.
     """
     data = points(confidence, correct, where)
     # Σ (confidence − correctness)/n at the nodes of a grid; a point is split linearly between two nodes.
