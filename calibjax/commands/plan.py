@@ -67,7 +67,7 @@ class PlanOptions(JsonOptions):
         seq_len: inputs per sequence, one fewer than the tokens of `train --seq-len`; by default 1,024, or the model's
             context: the most that `train` chooses.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
-        tokens: number of tokens to train on: adds the time of the run at 30 to 60% of the roofline; for ats, its bytes.
+        tokens: number of tokens to train on: adds the run's time at 30 to 60% of the roofline, and for ats its storage.
         dtype: dtype to compute in, and of frozen weights; by default the stored dtype, as for a run on accelerators.
             Trained weights are float32.
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.

@@ -42,7 +42,7 @@ def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.shape != (count,):
         raise UserError(f"{name}: expected one label for each of {count} points, got {labels.shape}.")
-    if any(label is None or label != label for label in labels.tolist()):
+    if any(label is None or (label != label) is not False for label in labels.tolist()):  # also NaN and pandas' NA
         raise UserError(f"{name}: expected a label for each point, got none (NaN or None); leave such points out.")
     return np.unique(labels, return_inverse=True)[1]
 

@@ -284,6 +284,7 @@ BAD = [
     ("eval tasks", ["--further-confidences", "probe_correct_answer", "--fit"], "--fit: it is for multiple choice"),
     ("eval tasks", ["--sample-calibrated"], "--sample-calibrated: expected a head"),
     ("eval tasks", ["--samples", "4"], "--samples: further_confidences names none"),
+    ("eval tasks", ["--samples", "4", "--further-confidences", "p_true"], "--samples: further_confidences names none"),
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
     ("compare", ["--tokens"], "--tokens: not read with --model"),

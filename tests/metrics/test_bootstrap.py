@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 from oracle import EPS, assert_within
 from scipy import stats
@@ -88,7 +89,8 @@ def test_comparison_of_sums():
 
 def test_wrong_options():
     c, y = answers(10)
-    for groups, message in (([1, 2], "one label"), ([1, np.nan] * 5, "NaN"), ([1, None] * 5, "None")):
+    missing = [([1, label] * 5, "NaN or None") for label in (np.nan, None, pd.NA)]
+    for groups, message in (([1, 2], "one label"), *missing):
         with pytest.raises(ValueError, match=f"groups: expected .*{message}"):
             metrics.resample_metric(metrics.brier_score, c, y, groups=groups)
     with pytest.raises(ValueError, match="at least one point"):

@@ -239,7 +239,7 @@ def tasks_document(
 def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:
     """A set of metrics.json: methods, each with the fields of `comparison_json` and of `_FURTHER`.
 
-    The interval of an accuracy of right and wrong answers is Wilson's. `harness`: means of lm-eval's own metrics.
+    The interval of an accuracy of right and wrong answers is Wilson's. `harness`: lm-eval's metrics, first method.
     """
     results = {}
     for row, name in enumerate(names):

@@ -54,7 +54,7 @@ class TasksOptions:
         text_confidence: confidence of a free-text answer, in place of the preset's.
         further_confidences: further confidences in free text, such as consistency, semantic_entropy, p_true,
             verbalised or probe_correct_answer (docs/answers.md), separated by commas or spaces; they are rows of the
-            tables, and columns of answers/TASK.jsonl. Probes, in probes/, are fitted on calibration questions as `fit`.
+            tables, and columns of answers/TASK.jsonl. Probes are fitted on calibration questions, and kept in probes/.
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
@@ -106,7 +106,9 @@ class TasksOptions:
             find_clustering(self.clustering)
         of_samples = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
         changed = [name for name in of_samples if getattr(self, name) != getattr(TasksOptions, name)]
-        if changed and not self.further_confidences:
+        fields = {field for name in self.further_confidences for field in CONFIDENCES[name].fields}
+        targets = {PROBES[name].target for name in self.further_confidences if name in PROBES}
+        if changed and "clusters" not in fields and targets <= {"correct"}:
             raise UserError(f"{', '.join(changed)}: further_confidences names none that reads samples; leave out.")
 
     def resolved(self) -> "TasksOptions":
