@@ -32,6 +32,7 @@ from .models.calibrated import calibrated_log_probs as calibrated_log_probs
 from .models.generate import Generation as Generation
 from .models.generate import Sampling as Sampling
 from .models.generate import generate as generate
+from .models.hf_export import save_model as save_model
 from .models.own import FrozenModel as FrozenModel
 from .models.own import FunctionModel as FunctionModel
 from .models.own import from_arrays as from_arrays

@@ -6,8 +6,8 @@ A line of the file is {"question": "…", "options": ["…", "…"], "answer": 0
 softmax of the model's logits at these letters is its distribution over the options: the largest probability gives the
 answer and its confidence. A temperature is fitted on half of the questions and evaluated on the other half.
 
-`calibjax eval tasks` asks MMLU, ARC, TruthfulQA, TriviaQA or any task of lm-eval with the harness's own prompts, chat
-templates, written answers and samples, and resumes.
+`calibjax eval tasks` runs MMLU, ARC, TruthfulQA, TriviaQA or any task of lm-eval, with the harness's own prompts. It
+adds chat templates, free-text answers and sampling, and resumes a killed run.
 """
 
 import dataclasses

@@ -237,12 +237,13 @@ def main(tokens: int = 600, width: int = 128, vocab_size: int = 1500, label_smoo
     interpret = jax.default_backend() != "tpu"
 
     def mean_and_gradients(loss: Any, *options: Any) -> Any:
-        mean = jax.value_and_grad(lambda h, w: jnp.mean(loss(h, w, targets, label_smoothing, *options)), (0, 1))
-        return mean(hidden, unembedding)
+        grad_fn = jax.value_and_grad(lambda h, w: jnp.mean(loss(h, w, targets, label_smoothing, *options)), (0, 1))
+        return grad_fn(hidden, unembedding)
 
-    ours, dense_gradients = mean_and_gradients(cross_entropy, interpret), mean_and_gradients(dense)
-    print(f"{'interpreted' if interpret else 'compiled'}: loss {ours[0]:.6f}, dense {dense_gradients[0]:.6f}")
-    for name, x, y in zip(("dh", "dW"), ours[1], dense_gradients[1], strict=True):
+    value, gradients = mean_and_gradients(cross_entropy, interpret)
+    expected_value, expected_gradients = mean_and_gradients(dense)
+    print(f"{'interpreted' if interpret else 'compiled'}: loss {value:.6f}, dense {expected_value:.6f}")
+    for name, x, y in zip(("dh", "dW"), gradients, expected_gradients, strict=True):
         print(f"{name}: largest difference {jnp.abs(x - y).max():.1e} of {jnp.abs(y).max():.1e}")
 
 

@@ -55,7 +55,7 @@ FAST = (
     *("metrics/test_goldens.py", "models/test_shapes.py", "nn/test_blocks.py", "recalibrate/test_temperature.py"),
     *("runtime/test_files.py", "train/test_loop.py", "train/test_versions.py", "test_layout.py"),
 )
-"""What `-m fast` runs: files and folders that touch every room and cost a second or few."""
+"""What `-m fast` runs: files and folders that touch every package and cost a second or few."""
 
 
 @functools.cache

@@ -97,43 +97,43 @@ def test_commands_exist(page):
         assert not unknown, f"calibjax {command}: {unknown}"
 
 
-ROOMS = "heads", "kernels", "losses", "metrics", "plot", "recalibrate", "data", "models"
-ROOMS = ("calibjax", *(f"calibjax.{room}" for room in ROOMS))
-"""The front door, and the rooms whose names are public."""
+PACKAGES = "heads", "kernels", "losses", "metrics", "plot", "recalibrate", "data", "models"
+PACKAGES = ("calibjax", *(f"calibjax.{package}" for package in PACKAGES))
+"""The top level, and the packages whose names are public."""
 
 
-def public_names(room):
-    """`__all__`, what a package imports, or what a module defines itself; not the rooms of the front door."""
-    module = importlib.import_module(room)
+def public_names(package):
+    """`__all__`, what a package imports, or what a module defines itself; not the packages of the top level."""
+    module = importlib.import_module(package)
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     if not hasattr(module, "__path__"):
-        own = {name: value for name, value in own.items() if getattr(value, "__module__", None) == room}
+        own = {name: value for name, value in own.items() if getattr(value, "__module__", None) == package}
     exported = {name: getattr(module, name) for name in getattr(module, "__all__", own)}
     return {name: value for name, value in exported.items() if not inspect.ismodule(value)}
 
 
 def documented_names():
-    """Room -> names of the autosummary tables of docs/reference."""
+    """Package -> names of the autosummary tables of docs/reference."""
     documented = {}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
-        for room, table in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            documented.setdefault(room, []).extend(re.findall(r"^   (\w+)$", table, flags=re.MULTILINE))
+        for package, table in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            documented.setdefault(package, []).extend(re.findall(r"^   (\w+)$", table, flags=re.MULTILINE))
     return documented
 
 
 def test_every_public_name_has_a_page():
-    """One page each: what the front door exports is documented there and not again with its room."""
+    """One page each: what the top level exports is documented there and not again with its package."""
     documented = documented_names()
     front = public_names("calibjax")
     assert set(front) == {name for name in dir(importlib.import_module("calibjax")) if name in front}
-    for room in ROOMS:
-        names = public_names(room)
-        if room != "calibjax":
+    for package in PACKAGES:
+        names = public_names(package)
+        if package != "calibjax":
             names = {name: value for name, value in names.items() if front.get(name) is not value}
-        if room == "calibjax.heads":  # a module without __all__ may document its constants too
-            names |= {name: value for name, value in vars(heads).items() if name in documented[room]}
-        assert sorted(documented[room]) == sorted(names), room
-    assert set(documented) == set(ROOMS)
+        if package == "calibjax.heads":  # a module without __all__ may document its constants too
+            names |= {name: value for name, value in vars(heads).items() if name in documented[package]}
+        assert sorted(documented[package]) == sorted(names), package
+    assert set(documented) == set(PACKAGES)
 
 
 def test_every_command_is_in_the_reference():

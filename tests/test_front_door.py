@@ -28,7 +28,7 @@ NAMES = """
     TokenConfidence UserError VocabCurves VocabStats __version__ calibrated_confidence calibrated_log_probs compare
     decide evaluate evaluate_layers evaluate_tasks fit_ats fit_lhts fit_sft from_arrays from_function generate heads
     kernels linear_cross_entropy load_head load_model load_text losses metrics parse_script plot recalibrate save_head
-    split_sequences vocab_curves vocab_stats
+    save_model split_sequences vocab_curves vocab_stats
 """
 
 

@@ -1,4 +1,4 @@
-"""The layout of the package: rooms and floors, what importing it loads, and the examples in its docstrings."""
+"""The layout of the package: packages and layers, what importing it loads, and the examples in its docstrings."""
 
 import ast
 import doctest
@@ -14,7 +14,7 @@ import mutate
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = (
+LAYERS = (
     {"runtime", "torch"},
     {"kernels"},
     {"nn", "heads", "losses", "metrics", "recalibrate"},
@@ -25,9 +25,9 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-"""A room imports from its own floor and from those before it; see CONTRIBUTING.md."""
-ROOMS, DEPTH, LONGEST, WIDEST = 16, 10, 80, 7
-"""Limits: rooms, floors, lines of a function without its docstring, parameters beside arrays."""
+"""A package imports from its own layer and from those before it; see CONTRIBUTING.md."""
+PACKAGES, DEPTH, LONGEST, WIDEST = 16, 10, 80, 7
+"""Limits: packages, layers, lines of a function without its docstring, parameters beside arrays."""
 PUBLIC = "__init__"  # calibjax/__init__.py: re-exports, imported by no other module
 LAZY = ("transformers", "datasets", "huggingface_hub", "tokenizers", "torch")
 FILES = {
@@ -36,8 +36,8 @@ FILES = {
 }
 
 
-def room(module):
-    """`calibjax.train.ats` -> "train"; `calibjax` -> "__init__"; `calibjax.__main__` is the door of "cli"."""
+def package_of(module):
+    """`calibjax.train.ats` -> "train"; `calibjax` -> "__init__"; `calibjax.__main__` belongs to "cli"."""
     name = [*module.split("."), PUBLIC][1]
     return "cli" if name == "__main__" else name
 
@@ -91,39 +91,39 @@ def depths(edges):
     return done
 
 
-def arrows_of_rooms():
-    """Room -> the other rooms that it imports."""
-    rooms = {}
+def imports_of_packages():
+    """Package -> the other packages that it imports."""
+    packages = {}
     for module in FILES:
-        rooms.setdefault(room(module), set()).update(room(name) for name in inner_imports(module))
-    return {here: there - {here} for here, there in rooms.items()}
+        packages.setdefault(package_of(module), set()).update(package_of(name) for name in inner_imports(module))
+    return {here: there - {here} for here, there in packages.items()}
 
 
 def test_rooms_floors_and_direction_of_imports():
-    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    layer_of = {name: layer for layer, names in enumerate(LAYERS) for name in names}
     depths({module: inner_imports(module) for module in FILES})
     for module in FILES:
-        here = room(module)
+        here = package_of(module)
         for name in inner_imports(module):
-            there = room(name)
+            there = package_of(name)
             assert there != PUBLIC, f"{module} imports the package's public names"
             assert {here, there} != {"train", "eval"}, f"{module} imports {name}"
             if here != PUBLIC:
-                assert floor_of[there] <= floor_of[here], f"{module} imports {name}, which is on a higher floor"
-    rooms = arrows_of_rooms()
-    assert set(rooms) - {PUBLIC} <= set(floor_of)
-    assert len(rooms) - 1 <= ROOMS
-    assert 1 + max(depths(rooms).values()) <= DEPTH
+                assert layer_of[there] <= layer_of[here], f"{module} imports {name}, which is in a higher layer"
+    packages = imports_of_packages()
+    assert set(packages) - {PUBLIC} <= set(layer_of)
+    assert len(packages) - 1 <= PACKAGES
+    assert 1 + max(depths(packages).values()) <= DEPTH
 
 
 def test_heavy_packages_load_late():
     for module in FILES:
         for name, at_once in imports(module):
             top = name.split(".")[0]
-            assert top not in ("torch", "vllm") or room(module) == "torch", f"{module} imports {top}"
-            if top in LAZY and room(module) != "torch":
+            assert top not in ("torch", "vllm") or package_of(module) == "torch", f"{module} imports {top}"
+            if top in LAZY and package_of(module) != "torch":
                 assert not at_once, f"{module} imports {top} when it is imported"
-                assert room(module) in ("models", "data", "eval"), f"{module} imports {top}"
+                assert package_of(module) in ("models", "data", "eval"), f"{module} imports {top}"
 
 
 def test_files_are_written_by_one_helper():
@@ -213,12 +213,12 @@ def test_signatures_and_lengths():
 
 def print_figures():
     """The figures of CONTRIBUTING.md."""
-    rooms, found = arrows_of_rooms(), measured()
+    packages, found = imports_of_packages(), measured()
     wide = max((wide, name) for name, (wide, _) in found.items() if name not in WIDE)
     long = max((long, name) for name, (_, long) in found.items())
-    print(f"rooms: {len(rooms) - (PUBLIC in rooms)} (at most {ROOMS})")
-    print(f"floors: {1 + max(depths(rooms).values())} (at most {DEPTH})")
-    print(f"arrows between rooms: {sum(map(len, rooms.values()))}")
+    print(f"packages: {len(packages) - (PUBLIC in packages)} (at most {PACKAGES})")
+    print(f"layers: {1 + max(depths(packages).values())} (at most {DEPTH})")
+    print(f"imports between packages: {sum(map(len, packages.values()))}")
     print(f"lines of code: {sum(len(file.read_text().splitlines()) for file in FILES.values()):,}")
     print(f"longest function: {long[0]} lines of at most {LONGEST} ({long[1]})")
     print(f"widest signature: {wide[0]} parameters of at most {WIDEST} ({wide[1]})")

@@ -7,11 +7,10 @@ stores the features that the head reads and the scale curves of each token, whic
 The head is trained on these alone, without the model and without the vocabulary. The final evaluation uses both.
 
 `calibjax train ats` does the same for several heads and losses, and chooses among them by cross-fitting. The script
-divides the tokens among all devices. A killed run resumes after its last epoch; other options have other checkpoints.
+divides the tokens among all devices. A killed run resumes after its last epoch; with other options it starts anew.
 """
 
 import dataclasses
-import functools
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +101,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
         stats = batch.curves.at(jnp.exp(log_scale))
         return stats.mean(losses.cross_entropy(stats))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.jit(donate_argnums=0)
     def train_step(state: Any, batch: Tokens) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
@@ -135,7 +134,8 @@ def main(options: Options) -> calibjax.Evaluation:
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
         tokens = frozen_pass(lm, fit, options)
         checksum = zlib.crc32(repr((options, lm.fingerprint)).encode() + fit.tokens.tobytes())
-        directory, fitted = options.out / "checkpoints" / f"{checksum:x}", {}
+        directory = options.out / "checkpoints" / f"{checksum:x}"
+        fitted = {}
         for name, kind in (("temperature", "constant"), ("ats", "mlp")):
             config = calibjax.HeadConfig(kind=kind, hidden_size=lm.config.hidden_size, features=options.features)
             params = train(config, tokens, options, mesh, directory / name)

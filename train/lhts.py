@@ -8,11 +8,10 @@ of samples from p, weighted by p(x)^(1/T − 1) and normalised over the batch (s
 does not need Z. Here `--data` stands for samples: where p did not write it, its own distribution replaces p.
 
 `calibjax train lhts` adds text that the model samples itself, several temperatures in one student and baselines. Arrays
-are sharded over the devices. A killed run resumes at its last checkpoint; other options have other checkpoints.
+are sharded over the devices. A killed run resumes at its last checkpoint; with other options it starts anew.
 """
 
 import dataclasses
-import functools
 import itertools
 import zlib
 from pathlib import Path
@@ -26,7 +25,6 @@ import orbax.checkpoint as ocp
 
 import calibjax
 from calibjax.data import batches
-from calibjax.models.hf_export import save_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ def train(scorer: calibjax.LanguageModel, data: calibjax.Sequences, options: Opt
         weight = jax.nn.softmax(exponent * log_likelihood(scorer, scorer_params, batch))  # [B]
         return -jnp.sum(jax.lax.stop_gradient(weight) * log_likelihood(scorer, params, batch))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.jit(donate_argnums=0)
     def train_step(state: Any, scorer_params: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, scorer_params, batch)
@@ -140,7 +138,7 @@ def main(options: Options) -> dict[str, float]:
             text = calibjax.generate(model, prompts.tolist(), max_new_tokens=32, sampling=sampling, stop_tokens=())
             likelihood[name] = mean_log_prob(scorer, prompts, np.asarray(text.tokens))
             print(f"{name}: {likelihood[name]:.3f} nats a token under the scorer")
-        save_model(options.out / "model", student.config, student.params, like=Path(options.model), replace=True)
+        calibjax.save_model(options.out / "model", student.config, student.params, like=options.model, replace=True)
     print(f"model: {options.out / 'model'}; it loads in calibjax and in transformers")
     return likelihood
 

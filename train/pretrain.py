@@ -18,6 +18,7 @@ import jax
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+import calibjax
 from calibjax.cli import execute
 from calibjax.commands.common import claim_directory
 from calibjax.commands.parser import parse_script
@@ -25,7 +26,6 @@ from calibjax.data import read_source
 from calibjax.data.load import load_text
 from calibjax.models import init_params, load_model
 from calibjax.models.families import config_from_hf
-from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
@@ -126,7 +126,7 @@ def write_start(options: Pretrain, texts: list[str], directory: Path) -> None:
     )
     config.save_pretrained(like)
     decoder = config_from_hf(like)
-    save_model(directory, decoder, init_params(decoder, jax.random.key(options.seed)), like=like, replace=True)
+    calibjax.save_model(directory, decoder, init_params(decoder, jax.random.key(options.seed)), like=like, replace=True)
 
 
 def main(options: Pretrain) -> None:
@@ -154,7 +154,7 @@ def main(options: Pretrain) -> None:
         validation_fraction=0.02,
     )
     fitted = fit_sft(lm, sequences, tuning, context=RunContext(directory=options.out / "training", seed=options.seed))
-    save_model(options.out / "model", fitted.config, fitted.params, like=start, replace=True)
+    calibjax.save_model(options.out / "model", fitted.config, fitted.params, like=start, replace=True)
     report = {"tokens": tokens, **fitted.report}
     write_file(options.out / "pretrained.json", json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

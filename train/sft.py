@@ -9,11 +9,10 @@ where V is large.
 
 `calibjax train sft` adds low-rank adapters, other losses, validation and several processes. The script runs unchanged
 on a TPU VM or several GPUs: weights are sharded over the mesh axis `fsdp`, sequences over all devices. A killed run
-resumes at its last checkpoint, with the batch after it; other options have other checkpoints.
+resumes at its last checkpoint, with the batch after it; with other options it starts anew.
 """
 
 import dataclasses
-import functools
 import itertools
 import zlib
 from pathlib import Path
@@ -26,7 +25,6 @@ import orbax.checkpoint as ocp
 
 import calibjax
 from calibjax.data import batches
-from calibjax.models.hf_export import save_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def train(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: Options
             reduction="mean",
         )
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.jit(donate_argnums=0)
     def train_step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
@@ -116,7 +114,7 @@ def main(options: Options) -> dict[str, calibjax.Evaluation]:
         print(f"{int(np.sum(fit.where)):,} tokens to train on, {int(np.sum(held_out.where)):,} held out")
         tuned = train(lm, fit, options)
         evaluations = {"base": calibjax.evaluate(lm, held_out), "fine-tuned": calibjax.evaluate(tuned, held_out)}
-        save_model(options.out / "model", tuned.config, tuned.params, like=Path(options.model), replace=True)
+        calibjax.save_model(options.out / "model", tuned.config, tuned.params, like=options.model, replace=True)
     for name, evaluation in evaluations.items():
         print(f"{name}: {evaluation}")
     print(f"model: {options.out / 'model'}; it loads in calibjax and in transformers")

@@ -255,9 +255,10 @@ class DataOptions:
         """The format of rows; with `column_optional`, a `text_column` that the rows lack is ignored."""
         from calibjax.data import recognise
 
+        is_ignored = column_optional and self.text_column not in rows.first
         return recognise(
             rows,
-            None if column_optional and self.text_column not in rows.first else self.text_column,
+            None if is_ignored else self.text_column,
             prompt_template=self.prompt_template,
             score_template_text=self.score_template_text,
         )
@@ -452,7 +453,7 @@ def check_sources(options: Any) -> None:
 
 @contextlib.contextmanager
 def removing_empty_out(out: Path | None) -> Iterator[None]:
-    """Removes the directories, run.json and run.yaml that a run made, if it ends by a `UserError` without results."""
+    """If a run ends by a `UserError` before it has results, removes the directories, run.json and run.yaml it made."""
     if out is None:
         yield
         return
@@ -511,8 +512,9 @@ def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
 
 def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        other_command = a.get("command") != b.get("command")  # its options are others
-        for key in ["command"] if other_command else sorted(a.keys() | b.keys()):
+        has_same_options = a.get("command") == b.get("command")
+        keys = sorted(a.keys() | b.keys()) if has_same_options else ["command"]
+        for key in keys:
             yield from _differences(a.get(key), b.get(key), f"{path}.{key}")
     elif a != b:
         yield f"{path.lstrip('.')} {a!r} there, {b!r} now"

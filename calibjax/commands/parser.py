@@ -209,8 +209,8 @@ def parse_script(
     """
     if args is None:
         sys.excepthook = in_one_line
+        args = sys.argv[1:]
     try:
-        args = sys.argv[1:] if args is None else args
         return parse(options_type, args, prog=f"python {sys.argv[0]}", config=False, default=default)
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
@@ -232,7 +232,8 @@ def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> 
     near = [bare[name] for name in difflib.get_close_matches(given.lstrip("-"), bare)]
     # Anagrams first: "ast" suggests "ats".
     near = initials + sorted(near, key=lambda name: sorted(name) != sorted(given))
-    raise UserError(f"{message}; {f'did you mean {known[near[0]]}?' if near else f'{otherwise}.'}")
+    hint = f"did you mean {known[near[0]]}?" if near else f"{otherwise}."
+    raise UserError(f"{message}; {hint}")
 
 
 def _assemble(options_type: type, values: dict[Fields, Any], path: Fields) -> Any:
@@ -370,7 +371,8 @@ def write_config(directory: Path, command: str, options: Any) -> None:
     values = {}
     for option in list_options(type(options)):
         value = functools.reduce(getattr, option.path, options)
-        if option.path[-1] not in ("json", "quiet") and value != () and (value, option.default) != (None, None):
+        is_unset = value == () or (value is None and option.default is None)
+        if option.path[-1] not in ("json", "quiet") and not is_unset:
             values[option.flag[2:]] = "None" if value is None else to_json(value)
     head = (
         f"# To run it again: calibjax {command} --config {shlex.quote(str(directory / CONFIG))}\n"

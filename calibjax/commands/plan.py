@@ -118,7 +118,6 @@ class PlanOptions(JsonOptions):
 
 
 def run(options: PlanOptions, log: Log = print) -> Document:
-    """Runs the command; returns the document that `--json` prints."""
     options.check()
     jax.config.update("jax_platforms", "cpu")  # programs are traced, and nothing runs on a device
     topology = parse_topology(options.topology)
@@ -144,7 +143,7 @@ def run(options: PlanOptions, log: Log = print) -> Document:
         "topology": topology.name,
         "dtype": job.dtype,
         "batch": job.batch,
-        "seq": job.seq,
+        "seq": job.seq_len,
         "devices": topology.devices,
         "compiler": compiler,
         **plan,
@@ -156,7 +155,8 @@ def run(options: PlanOptions, log: Log = print) -> Document:
 
 def _model(model: str) -> tuple[DecoderConfig, str]:
     """The configuration of a model, and the dtype that a run on accelerators computes in."""
-    name = re.sub(r"(-hf|-instruct|-it|-chat|-base|-v[\d.]+)+$", "", model.rsplit("/", 1)[-1].split("@")[0].lower())
+    name = model.rsplit("/", 1)[-1].split("@")[0].lower()
+    name = re.sub(r"(-hf|-instruct|-it|-chat|-base|-v[\d.]+)+$", "", name)
     if name in SHAPES and not Path(model).exists():
         return SHAPES[name], "bfloat16"
     if is_gguf(model):
@@ -235,11 +235,11 @@ def parse_topology(text: str) -> Topology:
 
 
 class Job(NamedTuple):
-    """What is planned: a step on sequences of `seq` tokens, on a mesh, in a compute dtype. Picklable."""
+    """What is planned: a step on sequences of `seq_len` tokens, on a mesh, in a compute dtype. Picklable."""
 
     config: DecoderConfig
     method: AtsPlan | SftOptions
-    seq: int
+    seq_len: int
     mesh: tuple[int, int, int]
     dtype: str
 
@@ -262,7 +262,7 @@ class Job(NamedTuple):
 
     def check(self) -> None:
         """Raises `UserError` where the step could not run: options out of range, or a batch that does not divide."""
-        check_context(self.seq, self.config.max_positions)
+        check_context(self.seq_len, self.config.max_positions)
         if isinstance(self.method, SftOptions):
             self.method.check(self.abstract_mesh())
             self.method.check_model(self.config)
@@ -298,8 +298,8 @@ def build(job: Job, mesh: Any = None) -> Program:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     rows = None if mesh is None else batch_sharding(mesh)
-    kinds = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
-    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), kind, sharding=rows) for name, kind in kinds.items()}
+    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
+    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq_len), x, sharding=rows) for name, x in dtypes.items()}
     weights = placed(abstract_params(config, dtype))
     if isinstance(method, AtsPlan):
         del batch["where"]  # every token is planned as one that counts
@@ -432,15 +432,17 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
     memory = _memory(job, topology, compiles=compiles)
     roofline = _roofline(job, topology, memory)
     total, available = sum(memory.sizes.values()), topology.chip.memory
+    likely_fits = total <= available if memory.fits is None else memory.fits
+    is_excess_unknown = memory.fits is False and total < available
     plan = {
         "compiled": memory.is_compiled,
         "parameters": parameter_counts(job.config),
         "stored_bytes_per_token": None if job.trains else stored_bytes_per_token(job),
         "mesh": job.mesh_text,
         "fits": memory.fits,
-        "likely_fits": total <= available if memory.fits is None else memory.fits,
+        "likely_fits": likely_fits,
         "bytes_per_device": {**memory.sizes, "total": total, "available": available},
-        "margin_bytes": None if memory.fits is False and total < available else available - total,
+        "margin_bytes": None if is_excess_unknown else available - total,
         **roofline,
         "note": memory.note,
     }
@@ -547,7 +549,7 @@ def _resident_bytes(job: Job, placed: Program, topology: Topology) -> dict[str, 
     """
     config, itemsize = job.config, jnp.dtype(job.dtype).itemsize
     data, fsdp, tensor = job.mesh
-    tokens = job.batch // (job.method.accumulate * data * fsdp) * job.seq
+    tokens = job.batch // (job.method.accumulate * data * fsdp) * job.seq_len
     resident_bytes = {}
     if job.trains:
         block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
@@ -556,7 +558,7 @@ def _resident_bytes(job: Job, placed: Program, topology: Topology) -> dict[str, 
     activations_per_token = (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
     estimate = passes * tokens * activations_per_token
     if topology.chip.platform == "gpu" or job.dtype == "float32":
-        attention_logits = copies * tokens * job.seq * config.num_heads * 4
+        attention_logits = copies * tokens * job.seq_len * config.num_heads * 4
         estimate += attention_logits // tensor
     if math.prod(job.mesh) > 1:
         gathered_kernels = 2 * (parameter_counts(config)["total"] // config.num_layers * itemsize)
@@ -569,12 +571,12 @@ def stored_bytes_per_token(job: Job) -> int:
     program = build(job)
     stored, curves = jax.eval_shape(program.function, *program.arguments)
     rows = math.prod(jax.tree.leaves(curves)[0].shape[:2])
-    return round(device_bytes(stored) / (job.batch * job.seq) + device_bytes(curves) / rows)
+    return round(device_bytes(stored) / (job.batch * job.seq_len) + device_bytes(curves) / rows)
 
 
 def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
     """Steps and seconds `[least, most]` of a run; with `ats`, of the frozen pass alone, as the fits take little."""
-    sequences = ceil_div(tokens, job.seq)
+    sequences = ceil_div(tokens, job.seq_len)
     steps = ceil_div(sequences, job.batch)
     if isinstance(job.method, SftOptions):
         fitted = sequences - max(1, int(job.method.validation_fraction * sequences))
@@ -585,7 +587,7 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
         "steps": steps,
         "utilisation": list(UTILISATION),
         "seconds": [steps * bound / fraction for fraction in reversed(UTILISATION)],
-        "stored_bytes": None if job.trains else sequences * job.seq * stored_bytes_per_token(job),
+        "stored_bytes": None if job.trains else sequences * job.seq_len * stored_bytes_per_token(job),
     }
 
 

@@ -45,7 +45,6 @@ class Sequences(NamedTuple):
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
-        """The sequences at `indices`."""
         return Sequences(*(field[indices] for field in self))
 
 
@@ -252,14 +251,14 @@ def fold_indices(sequences: Sequences, folds: int, seed: int) -> list[Int[np.nda
     return [np.flatnonzero(fold[group] == number) for number in np.unique(fold)]
 
 
-def limit_tokens(sequences: Sequences, most: int, seed: int) -> Sequences:
-    """Sequences drawn at random, in their order, with at most `most` tokens that count; at least one sequence."""
+def limit_tokens(sequences: Sequences, max_tokens: int, seed: int) -> Sequences:
+    """Sequences drawn at random, in their order, with at most `max_tokens` that count; at least one sequence."""
     counts = sequences.where.sum(axis=1)
-    if counts.sum() <= most:
+    if counts.sum() <= max_tokens:
         return sequences
     order = np.random.default_rng(seed).permutation(len(counts))
-    within = max(int(np.searchsorted(np.cumsum(counts[order]), most, side="right")), 1)
-    return sequences.take(np.sort(order[:within]))
+    count = max(int(np.searchsorted(np.cumsum(counts[order]), max_tokens, side="right")), 1)
+    return sequences.take(np.sort(order[:count]))
 
 
 def concatenate(sets: list[Sequences]) -> Sequences:

@@ -65,7 +65,7 @@ def normalised(name: str) -> str:
 
 
 def with_names(row: Row, names: Iterable[str]) -> Row:
-    """The row, with a column also under the one of `names` that it equals but for case, spaces and underscores."""
+    """The row, in which columns can also be read by `names` that differ in case, spaces and underscores only."""
     more = {}
     for name in (name for name in names if name not in row):
         columns = [column for column in row if normalised(column) == normalised(name)]
@@ -164,8 +164,11 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
         if not files:
             raise UserError(f"split={split!r}: no file in {directory} begins with it. There are: {names}.")
     else:
-        matches = (next(filter(None, map(_SPLIT.match, reversed(parts))), None) for parts in inside.values())
-        _check_one_split(directory, [match[1].lower() for match in matches if match], names)
+        splits = []
+        for parts in inside.values():
+            matches = [match for part in parts if (match := _SPLIT.match(part))]
+            splits += [match[1].lower() for match in matches[-1:]]  # of the file, or the folder nearest to it
+        _check_one_split(directory, splits, names)
     if len({_suffix(file) == ".txt" for file in files}) > 1:
         raise UserError(f"{directory} mixes whole documents (.txt) with files of rows: {names}. Give one kind.")
     return files
@@ -237,7 +240,7 @@ def _as_user_error(path: Path, kind: str) -> Iterator[None]:
 _Read = Iterator[tuple[str, Row | str]]  # places and rows; a string describes what is wrong with a row
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Row:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
     """An object; raises `ValueError` for a key that is there twice, of which JSON readers silently take one."""
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -246,7 +249,7 @@ def _once(pairs: list[tuple[str, Any]]) -> Row:
     return value
 
 
-_loads = functools.partial(json.loads, object_pairs_hook=_once)
+_loads = functools.partial(json.loads, object_pairs_hook=_unique_keys)
 
 
 def _json_object(line: bytes) -> Row | str:

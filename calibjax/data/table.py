@@ -113,19 +113,20 @@ def read_table(
         raise UserError(f"{path}: there is no such file.")
     columns = dict(columns or {})
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
-    named = {*several, *columns.values(), *(re.sub(r"/[\d.]+$", "", column) for column in columns.values())}
+    without_divisors = [re.sub(r"/[\d.]+$", "", column) for column in columns.values()]
+    named = {*several, *columns.values(), *without_divisors}
     raw = _read_columns(path, named, skip_broken, tokens, truth)
     for name in several:
         if name not in raw.names:
             raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
-    divided = {role: _divided(role, column, raw.names) for role, column in columns.items()}
-    names = _assigned(path, raw.names, {role: name for role, (name, _) in divided.items()})
+    divided = {role: _split_divisor(role, column, raw.names) for role, column in columns.items()}
+    names = _assign_roles(path, raw.names, {role: name for role, (name, _) in divided.items()})
     divisors = {role: divisor for role, (_, divisor) in divided.items()}
     if several:
         names.setdefault("confidence", several[0])
     reader = _Columns(path, raw, skip_broken)
-    takes_precedence = "confidence" in columns  # one that the caller named, over logits
-    predictions, probabilities = reader.predictions(names, divisors, takes_precedence, outcomes)
+    confidence_first = "confidence" in columns  # one that the caller named, over logits
+    predictions, probabilities = reader.predictions(names, divisors, confidence_first, outcomes)
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
@@ -143,7 +144,7 @@ def read_table(
     return dataclasses.replace(table, predictions=predictions, groups=groups, rows=rows, notes=tuple(reader.notes))
 
 
-def _divided(role: str, column: str, names: Sequence[str]) -> tuple[str, float]:
+def _split_divisor(role: str, column: str, names: Sequence[str]) -> tuple[str, float]:
     """The name and the divisor of a column given as "NAME/100"; 1 if a column has this name or no number follows."""
     match = re.fullmatch(r"(.+)/(\d+(?:\.\d+)?)", column, re.DOTALL)
     if match is None or role not in ("confidence", "correct") or column in names or not float(match[2]):
@@ -213,7 +214,7 @@ def _read_columns(
     if suffix == ".npz":
         if truth is not None or tokens:
             raise UserError(f"truth, tokens: {path} holds arrays, which are no responses of a server; leave them out.")
-        arrays, names = _load_npz(path, lambda name: _is_read(name, named))
+        arrays, names = _load_npz(path, lambda name: _may_have_role(name, named))
         rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
         return _RawColumns(arrays, names, rows, Skipped())
     if suffix == ".parquet" and truth is None and not tokens:
@@ -224,7 +225,7 @@ def _read_columns(
     for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
         for name in row:
             if name not in columns:
-                columns[name] = [None] * count if _is_read(name, named) else None
+                columns[name] = [None] * count if _may_have_role(name, named) else None
         for name, column in columns.items():
             if column is not None:
                 column.append(row.get(name))
@@ -261,7 +262,7 @@ def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
                 raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
-            table = file.read([name for name in names if _is_read(name, named)])
+            table = file.read([name for name in names if _may_have_role(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
     except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
@@ -285,7 +286,7 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     return values.reshape(len(column), -1) if is_list else values
 
 
-def _is_read(name: str, named: Set[str]) -> bool:
+def _may_have_role(name: str, named: Set[str]) -> bool:
     """Whether a column may have a role; `named` are the columns that the user gave."""
     return (
         normalised(name) in map(normalised, itertools.chain(*_ROLES.values()))
@@ -294,7 +295,7 @@ def _is_read(name: str, named: Set[str]) -> bool:
     )
 
 
-def _assigned(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
+def _assign_roles(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
     """Role -> column of the file, for the roles that it has; `columns` are those that the user named."""
     assigned = {}
     for role, column in columns.items():
@@ -409,10 +410,11 @@ class _Columns:
         has_signs = any(isinstance(cell, str) and "%" in cell for cell in self.cells[name])  # by which they are divided
         if has_signs and divisor != 1:
             raise UserError(f"{self._path}: {name}: numbers with percent signs are fractions; leave the divisor out.")
-        are_percentages = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
+        is_in_range = known.size > 0 and known.min() >= 0 and _LEAST_PERCENT < known.max() <= 100
+        are_percentages = is_in_range and not ((known > 0) & (known < 1)).any()
         if divisor != 1:
             values = values / divisor
-        elif not words and not has_signs and are_percentages and not ((known > 0) & (known < 1)).any():
+        elif are_percentages and not words and not has_signs:
             values = values / 100
             self.notes.append(f"{name}: numbers from 0 to 100 are divided by 100")
         expected = "0 to 1"
@@ -575,8 +577,9 @@ def _list(cell: Any) -> list[float] | None:
     """The numbers of a list, which may be written as text; None if it is none."""
     try:
         values = json.loads(cell) if isinstance(cell, str) else cell
-        # Of an object, the keys would be taken for the numbers; of text, its digits.
-        return [float(value) for value in values] or None if isinstance(values, list) else None
+        if not isinstance(values, list):  # an object would give its keys, text its digits
+            return None
+        return [float(value) for value in values] or None
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 

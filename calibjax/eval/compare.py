@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """The outcome of the uncalibrated predictions: of the confidences where there are no logits with labels."""
+    """The outcome of the predictions as they are: of logits with labels, or else of confidences."""
     if data.logits is None or data.labels is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
@@ -130,7 +130,7 @@ def _log_prob_outcome(
     return Outcome(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def _run(compared: Mapping[str, Contender], context: RunContext) -> tuple[dict[str, Result], dict[str, str]]:
+def _fit_all(compared: Mapping[str, Contender], context: RunContext) -> tuple[dict[str, Result], dict[str, str]]:
     """Results by name, and for each contender that failed, which does not stop the others, the reason."""
     results, failed = {}, {}
     bar = context.bar(compared.items(), title="comparing", unit="method")
@@ -228,8 +228,10 @@ def comparison_json(
         p_values = {name: x["p_value"] for name, x in differences.items() if x is not None}
         for name, corrected in metrics.holm(p_values).items():
             differences[name]["holm_p"] = corrected
-    unconverged = not_converged(results)
+    return _best_first(rows, sort, not_converged(results))
 
+
+def _best_first(rows: dict[str, dict[str, Any]], sort: SortKey, unconverged: list[str]) -> dict[str, dict[str, Any]]:
     def order(name: str) -> tuple[bool, bool, float]:
         value = figure_of(rows[name], sort)
         size = value or 0.0
@@ -376,7 +378,7 @@ def run_comparison(
     """Fits and compares all contenders of the inputs; raises `UserError` for a single group, whose resamples agree."""
     if inputs.groups is not None and len(np.unique(inputs.groups)) < 2:
         raise UserError(f"held out: expected at least two {inputs.clusters}, got one: no interval. Give more.")
-    results, failed = _run(inputs.contenders, context)
+    results, failed = _fit_all(inputs.contenders, context)
     results = {"uncalibrated": Result(inputs.base, 0.0, 0, None), **results}
     options: dict[str, Any] = {"bins": bins, "closed": closed, "seed": context.seed, "sort": sort}
     methods = comparison_json(results, reference=inputs.reference, groups=inputs.groups, **options)

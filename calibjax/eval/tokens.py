@@ -125,7 +125,8 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
 
     inputs = (shared, known_log_scales)
     results = []
-    for outputs in _in_blocks(method_outputs, inputs) if scored_only else method_outputs(inputs):
+    outputs_of_methods = _in_blocks(method_outputs, inputs) if scored_only else method_outputs(inputs)
+    for outputs in outputs_of_methods:
         confidence, correct, valid = outputs["confidence"], outputs["correct"], outputs["valid"]
         binning = {"bins": bins, "closed": closed, "where": valid}
         sums = metrics.calibration_sums(confidence, correct, log_prob=outputs["log_prob"], **binning)
@@ -329,7 +330,8 @@ def _sample_batch(model_config, head_config, dtype, count, head_arrays, frozen, 
     """Figures of each token under one head, `[S, T]`; of its K = `count` most likely alternatives, `[S, T, K]`."""
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**batch, "hidden": hidden}
-    options = {"dtype": dtype, "statistics": (*_STATISTICS[:4], "expected_logit")}
+    statistics = ("log_normalizer", "target_logit", "max_logit", "argmax", "expected_logit")
+    options = {"dtype": dtype, "statistics": statistics}
     stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, shared, **options)
     top = top_logits(hidden, frozen.unembedding, count, **vocab_options(model_config, frozen))
     log_prob = stats.scale[..., None] * top.logits - stats.require("log_normalizer")[..., None]

@@ -1,4 +1,4 @@
-"""`vocab_stats`: one contract, several implementations, chosen by an ordered table; `explain` returns the choice."""
+"""`vocab_stats`, which runs the first of several implementations that can run a call; `explain` says which, and why."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 """Name -> implementation, best first.
 
 `implementation=None` takes the first whose `check` does not raise NotImplementedError; an explicit name raises it.
-`explain` reports the choice and the reason.
 """
 
 
@@ -143,12 +142,12 @@ def hold_logits(
     arrays = Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = prepare(arrays, softcap, (), None, {"implementation": "chunked"})
     inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
-    with_logits = chunked.Chunked(chunked.all_logits(dispatch.options, operator.with_dtypes(inputs)))
+    holder = chunked.Chunked(chunked.all_logits(dispatch.options, operator.with_dtypes(inputs)))
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)
         at_scale = dispatch._replace(statistics=frozenset(statistics))
-        values, valid = _run_on_auto_axes(at_scale, arrays, scale, -100, with_logits)
+        values, valid = _run_on_auto_axes(at_scale, arrays, scale, -100, holder)
         return VocabStats(**{name: values.get(name) for name in STATISTICS}, valid=valid, scale=scale)
 
     return stats
@@ -169,9 +168,9 @@ def run_call(
 
 
 def _run_on_auto_axes(
-    dispatch: "Dispatch", arrays: Arrays, scale: Array, ignore_index: int, with_logits: Implementation | None = None
+    dispatch: "Dispatch", arrays: Arrays, scale: Array, ignore_index: int, holder: Implementation | None = None
 ) -> tuple[dict[str, Array], Bool[Array, "*B"]]:
-    """`run_call` where no axis of the mesh is explicit; `with_logits` has the logits, see `hold_logits`."""
+    """`run_call` where no axis of the mesh is explicit; `holder` has the logits, see `hold_logits`."""
     call = dispatch.call()
     inputs, valid, bad_target = flat_inputs(arrays, scale, ignore_index)
     length = dispatch.shapes.hidden.shape[0]
@@ -181,10 +180,10 @@ def _run_on_auto_axes(
         targets=padded(inputs.targets, length),
         valid=None if dispatch.shapes.valid is None else padded(inputs.valid, length),
     )
-    if with_logits is None:
+    if holder is None:
         values = operator.compute(call, inputs)
     else:  # not through `compute`: an implementation that holds traced arrays cannot be a static argument
-        call = call._replace(implementation=with_logits)
+        call = call._replace(implementation=holder)
         values, _, _ = operator.forward(call, operator.with_dtypes(inputs), call.statistics)
     values = {name: x[: valid.size].reshape(*valid.shape, *x.shape[1:]) for name, x in values.items()}
     if "target_logit" in values:
@@ -216,7 +215,7 @@ def flat_inputs(arrays: Arrays, scale: Array, ignore_index: int) -> tuple[Inputs
 
 
 class Dispatch(NamedTuple):
-    """A checked call of an implementation, by its name or None, for some `statistics`: fields of `VocabStats`.
+    """A checked call: `implementation` is the name requested or None, `statistics` are fields of `VocabStats`.
 
     `shapes` are `jax.ShapeDtypeStruct` of the inputs that the implementation receives.
     """
@@ -228,7 +227,7 @@ class Dispatch(NamedTuple):
     sharding: VocabSharding | None
 
     def over_mesh(self, name: str) -> Implementation:
-        """The implementation, with `sharding` on every device's part."""
+        """The implementation; with `sharding`, run by every device on its shard."""
         if self.sharding is None:
             return IMPLEMENTATIONS[name]
         return sharded.Sharded(IMPLEMENTATIONS[name], self.sharding.without_trivial_axes())
@@ -279,7 +278,8 @@ def prepare(
         return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else convert(x)
 
     converters = Arrays(jnp.asarray, jnp.asarray, targets=as_indices, bias=jnp.asarray, where=jnp.asarray)
-    hidden, unembedding, targets, bias, where = arrays = Arrays(*map(array, arrays, converters))
+    arrays = Arrays(*map(array, arrays, converters))
+    hidden, unembedding, targets, bias, where = arrays
     _check_shapes(*arrays)
     options = _options(softcap, scales, execution)
     dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
@@ -321,9 +321,7 @@ def _check_shapes(hidden, unembedding, targets, bias, where) -> None:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: expected a floating-point array, got {array.dtype}.")
     if unembedding.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != unembedding.shape[1]:
-        raise ValueError(
-            f"expected hidden [..., D] and unembedding [V, D] with one D, got {hidden.shape} and {unembedding.shape}."
-        )
+        raise ValueError(f"expected hidden [..., D], unembedding [V, D]; got {hidden.shape} and {unembedding.shape}.")
     if unembedding.shape[0] < 1:
         raise ValueError("unembedding: expected at least one row.")
     if targets is not None:
@@ -392,7 +390,8 @@ def explain(
         f"{called}: {tokens} tokens, D = {width}, V = {vocab_size}, {shapes.hidden.dtype}, "
         f"for {machine.name} ({machine.device_kind})"
     ]
-    lines += [] if sharding is None else [sharding.describe(tokens, vocab_size)]
+    if sharding is not None:
+        lines.append(sharding.describe(tokens, vocab_size))
     lines += ["implementations, best first:", *(_describe(dispatch, name, chosen) for name in IMPLEMENTATIONS)]
     if chosen is None:
         return "\n".join([*lines, f"none that was requested can run: {called} raises NotImplementedError"])

@@ -204,9 +204,7 @@ def first_order(static: int) -> Callable[..., Any]:
 
         @checked.defjvp
         def _differentiated(*_: Any) -> Any:
-            raise NotImplementedError(
-                "second derivatives: the Pallas kernels have a first one only. Pass implementation='chunked'."
-            )
+            raise NotImplementedError("second derivatives: not in Pallas kernels. Pass implementation='chunked'.")
 
         return lambda *arguments: checked(*arguments)
 

@@ -21,7 +21,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 _BLOCK_BYTES = 24 * 2**20  # of the float32 logits of one block of tokens, which stay in a CPU's last-level cache
 _BLOCK_TOKENS = 128  # under which the products are too narrow, and reading and writing dW for each block shows
-_MOST_BLOCKS = 32  # a block holds at least 1/32 of all tokens
+_MAX_BLOCKS = 32  # a block holds at least 1/32 of all tokens
 _ACCELERATOR_FACTOR = 16  # times as many bytes and tokens elsewhere
 
 
@@ -163,7 +163,7 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) 
     - 1/32 of all tokens.
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR_FACTOR) * round(4 / bytes_per_logit)
-    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _MOST_BLOCKS)
+    block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _MAX_BLOCKS)
     blocks = max(ceil_div(tokens, block), 1)
     return max(ceil_div(tokens, blocks), 1)
 

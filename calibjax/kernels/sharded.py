@@ -9,8 +9,7 @@ shards, for N local tokens:
 | forward | all-gathers of the `Moments`, 2 to 6 numbers a token, and of `argmax`, for `stats.merge` | up to 24 N S |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
-Where W is frozen, each shard keeps its term of `Moments.expected_row` until the backward pass, whose psum of dh
-includes it. dh has 4 N D bytes on every device: no sum of it moves less.
+Where W is frozen, each shard keeps its term of `Moments.expected_row`, and the psum of dh in the backward pass adds it.
 
 dW and db stay where their part of the vocabulary is; over the token axes they are summed once, in float32.
 """
@@ -43,8 +42,8 @@ _NARROW = 128  # rows of W under which a piece is not worth a collective
 class VocabSharding:
     """The mesh axes over which tokens, vocabulary and width are split: each field has none, one or several axes.
 
-    Several axes split in the order given. Tokens and vocabulary need not divide: tokens are padded with ones that do
-    not count, and every device takes the last V mod S rows of W in addition to its V // S rows.
+    Several axes split in the order given. Tokens and vocabulary need not divide: N is padded with tokens that do not
+    count, and every device takes the last V mod S rows of W in addition to its V // S rows.
 
     Attributes:
         mesh: of devices, or abstract. Results over axes of type Explicit are sharded as the hidden states are.

@@ -95,8 +95,8 @@ def resample_sums(
     pooled = [np.add.reduceat(np.asarray(x, np.float64)[order], starts, axis=0) for x in sums]
     values = []
     for drawn in draws:
-        times = drawn.astype(np.float64)
-        values.append(statistic(CalibrationSums(*(_drawn_sum(times, x) for x in pooled))))
+        counts = drawn.astype(np.float64)
+        values.append(statistic(CalibrationSums(*(_drawn_sum(counts, x) for x in pooled))))
     return np.concatenate(values)[:resamples]
 
 

@@ -160,9 +160,9 @@ def error_comparison(
 ) -> PairedDifference:
     """Difference of binned errors, `first` − `second`, over the same groups. For the arguments see `error_interval`.
 
-    The interval holds the differences of the candidates that the observed difference does not reject. The p-value is
-    the largest among candidates with equal errors. From each start, the gaps of one model shrink while the gaps of the
-    other model grow; noise is drawn jointly for both.
+    A candidate is a pair of models with known gaps. The interval holds the differences of those candidates that the
+    observed difference does not reject; the p-value is the largest among those with equal errors. From each start, the
+    gaps of one model shrink while those of the other grow; noise is drawn jointly for both.
 
     Raises ValueError as `error_interval`, and for different numbers of groups.
     """
@@ -183,11 +183,11 @@ def error_comparison(
     tails = _tails(_START_LEVEL) if observed.shares_answers(signs) else [0.5]
     ends, fraction_lower, p_value = [], 0.5, 0.0
     for family in (observed, observed.smoothed()):
-        starts = family.starts(tails, signs)
+        starts = family.start_levels(tails, signs)
         pairs = np.repeat(starts, 2, axis=0)  # the low and the high end of each start
         tails_of_pairs = _tails(level) * len(tails)
         ends.append(family.errors_at(tails_of_pairs, pairs, signs, (-reach, reach)))
-        for drawn in family.drawn(family.equal(starts, signs, reach)):
+        for drawn in family.noisy_statistics(family.levels_of_equality(starts, signs, reach)):
             below, above = int((drawn < value).sum()), int((drawn > value).sum())
             fraction_above, p = sign_test(above, below, resamples)
             if p > p_value:
@@ -262,7 +262,7 @@ class _Observed(NamedTuple):
         sign = np.where(self.centre < 0, -1.0, 1.0)
         return sign * np.where(step > 0, shrunk, size - step)
 
-    def drawn(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
+    def noisy_statistics(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
         """Statistic of each candidate plus noise."""
         return self._statistic(self.candidates(levels)[:, None] + self.noise)
 
@@ -272,12 +272,12 @@ class _Observed(NamedTuple):
         value = self.value
 
         def is_below(t: np.ndarray) -> np.ndarray:
-            drawn = self.drawn(starts + directions * t[:, None])
+            drawn = self.noisy_statistics(starts + directions * t[:, None])
             return (drawn <= value).mean(-1) < tails
 
         return _bisect(low, high, is_below)
 
-    def starts(self, tails: Sequence[float], signs: Float[np.ndarray, " M"]) -> _Levels:
+    def start_levels(self, tails: Sequence[float], signs: Float[np.ndarray, " M"]) -> _Levels:
         """For each tail the levels at which the error of either model alone, with its noise, reaches that tail."""
         starts = np.zeros((len(tails), len(signs)))
         for sign in (1, -1):
@@ -286,7 +286,7 @@ class _Observed(NamedTuple):
             starts[:, signs == sign] = levels[:, None]
         return starts
 
-    def equal(self, starts: _Levels, directions: _Direction, reach: float) -> _Levels:
+    def levels_of_equality(self, starts: _Levels, directions: _Direction, reach: float) -> _Levels:
         """Levels starts + t·directions, |t| <= `reach`, at which the statistic is 0."""
 
         def is_positive(t: np.ndarray) -> np.ndarray:

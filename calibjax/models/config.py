@@ -7,7 +7,7 @@ from calibjax.nn.blocks import BlockConfig, Rope
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Positive, Range
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DecoderConfig(BlockConfig):
 
     family: str
     vocab_size: int
-    num_layers: Annotated[int, Range(1, MOST_LAYERS)]
+    num_layers: Annotated[int, Range(1, MAX_LAYERS)]
     max_positions: int
     tie_embeddings: bool = False
     unembedding_bias: bool = False

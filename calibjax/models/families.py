@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from calibjax.models.config import MOST_LAYERS, DecoderConfig
+from calibjax.models.config import MAX_LAYERS, DecoderConfig
 from calibjax.models.rules import Rule
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
@@ -26,9 +26,9 @@ Fields = dict[str, Any]
 class Family:
     """One `model_type` of Hugging Face.
 
-    `fields` returns our fields of a configuration that differ from `_SETTINGS` or are not in it. A rule is skipped if a
-    model's tree lacks its targets, such as an absent bias. Tensor names may begin with `prefix`. Where transformers
-    does not know the family (`native` is False), `fields` gets the settings of the JSON file, which must be complete.
+    `fields` returns those fields of a `DecoderConfig` that `_SETTINGS` lacks or reads otherwise. A rule is skipped if
+    the model has no parameter for it, such as a bias. Tensor names may begin with `prefix`. Where transformers does not
+    know the family (`native` is False), `fields` gets config.json itself, which must then have every setting.
     """
 
     fields: Callable[[Any], Fields]
@@ -53,7 +53,7 @@ _SIZES = (
     *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer")
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
 
@@ -70,8 +70,8 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
         hint = f" There is one in {inside}." if (inside / "config.json").is_file() else ""
         raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.{hint}")
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
         settings = read_json(file)
         if not isinstance(settings, dict):
             raise ValueError(f"got {str(settings)[:60]!r}")
@@ -117,7 +117,7 @@ def check_sizes(file: Path, settings: Mapping[str, Any]) -> None:
     """Raises `UserError` for a size out of range: transformers makes a list entry for each layer."""
     for name in (*_SIZES, *_LAYERS):
         value = settings.get(name)
-        largest = MOST_LAYERS if name in _LAYERS else INT_MAX
+        largest = MAX_LAYERS if name in _LAYERS else INT_MAX
         if value is not None and not (type(value) is int and 1 <= value <= largest):
             raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
 
@@ -234,7 +234,8 @@ def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = 
     settings: Mapping[str, Any] = parameters or hf.rope_parameters or {}
     kind = settings.get("rope_type", "default")
     _refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
-    for name in (*_ROPE_TYPES[kind], "rope_theta", *(("partial_rotary_factor",) if partial else ())):
+    required = (*_ROPE_TYPES[kind], "rope_theta")
+    for name in (*required, "partial_rotary_factor") if partial else required:
         if settings.get(name) is None:
             raise UserError(f"{hf.model_type} configuration: rope_type {kind!r} requires {name}, got null.")
     fields: Fields = {name: float(settings[name]) for name in _ROPE_TYPES[kind] if name != "short_factor"}

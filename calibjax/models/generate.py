@@ -154,8 +154,6 @@ class _Program(NamedTuple):
 
 
 class _DecodeInputs(NamedTuple):
-    """Arrays that `_decode` reads."""
-
     frozen: FrozenArrays
     head: HeadArrays
     tokens: Any  # prompts [B, T]
@@ -171,8 +169,6 @@ _Caches = tuple[Cache | None, Cache | None]  # of the model and, if it attends, 
 
 
 class _State(NamedTuple):
-    """State of the loop."""
-
     length: Int[Array, ""]  # tokens that every row has so far, those after its end included
     done: Bool[Array, " B"]
     generated: Generation
@@ -188,7 +184,7 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     if program.samples > 1:
         row_keys = jax.vmap(fold_each, in_axes=(0, None))(row_keys, jnp.arange(program.samples)).ravel()
 
-    def run(tokens: Array, segments: Array, caches: _Caches = (None, None)) -> tuple[Array, Array, _Caches]:
+    def forward(tokens: Array, segments: Array, caches: _Caches = (None, None)) -> tuple[Array, Array, _Caches]:
         """Runs decoder and head on new tokens: logits and log_scale of the last column, and the updated caches."""
         cache, head_cache = caches
         hidden, cache = decoder.extend(config, frozen.params, tokens, cache, segment_ids=segments, dtype=program.dtype)
@@ -198,7 +194,7 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         logits = decoder.unembed(config, frozen.params, hidden[:, -1])
         return logits, log_scale[:, -1], (cache, head_cache)
 
-    def choose(logits: Array, calibrated: Array, length: Array) -> Array:
+    def choose_tokens(logits: Array, calibrated: Array, length: Array) -> Array:
         if inputs.temperature is None:
             return first_equal(logits, jnp.max(logits, axis=-1))
         drawn_from = calibrated if program.sample_calibrated else logits
@@ -210,15 +206,14 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         return first_equal(perturbed, jnp.max(perturbed, axis=-1))
 
     def add_token(state: _State, logits: Array, log_scale: Array, caches: _Caches) -> _State:
-        """Adds a token to every row that has not ended."""
         calibrated = jnp.exp(log_scale)[:, None] * logits
-        token = choose(logits, calibrated, state.length)
+        token = choose_tokens(logits, calibrated, state.length)
         active = ~state.done
 
         def log_prob(z: Array) -> Array:
             return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
 
-        columns = Generation(
+        new_column = Generation(
             tokens=jnp.where(active, token, -1),
             base_log_probs=jnp.where(active, log_prob(logits), 0.0),
             confidence=jnp.where(active, jnp.exp(log_prob(calibrated)), 0.0),
@@ -228,7 +223,7 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         generated = jax.tree.map(
             lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.length, axis=1),
             state.generated,
-            columns,
+            new_column,
         )
         done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
         return _State(state.length + 1, done, generated, caches)
@@ -236,12 +231,12 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     def step(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.generated.tokens, state.length - 1, 1, axis=1)
         segment_ids = (last >= 0).astype(jnp.int32)
-        return add_token(state, *run(jnp.maximum(last, 0), segment_ids, state.caches))
+        return add_token(state, *forward(jnp.maximum(last, 0), segment_ids, state.caches))
 
     def unfinished(state: _State) -> Array:
         return (state.length < program.max_new_tokens) & ~jnp.all(state.done)
 
-    logits, log_scale, caches = run(inputs.tokens, inputs.segment_ids)
+    logits, log_scale, caches = forward(inputs.tokens, inputs.segment_ids)
     logits, log_scale = (jnp.repeat(x, program.samples, axis=0) for x in (logits, log_scale))
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
     cache, head_cache = (None if cache is None else fork(cache, program.samples, columns) for cache in caches)
@@ -291,9 +286,7 @@ def generate(
     if head is not None:
         check_base(lm, head)
         if head.config.pooling == "sequence":
-            raise UserError(
-                "head: with pooling 'sequence' the temperature is of a finished text; fit one with pooling 'token'."
-            )
+            raise UserError("head: pooling 'sequence' needs a finished text; fit a head with pooling 'token'.")
     longest = max(map(len, ids))
     room = lm.config.max_positions - longest
     if not 1 <= max_new_tokens <= room:

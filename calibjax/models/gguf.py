@@ -59,7 +59,8 @@ class GgufTensor:
         """Rows of the tensor, seen as a matrix `[rows, columns]`, in `dtype`."""
         from gguf import GGMLQuantizationType, dequantize
 
-        stored = np.ascontiguousarray(np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)[rows])
+        mapped = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)
+        stored = np.ascontiguousarray(mapped[rows])
         if self.kind in FLOATS:
             return stored.view(FLOATS[self.kind])
         with np.errstate(over="ignore", invalid="ignore"):  # values are checked when they are placed
@@ -89,15 +90,15 @@ class _Reader:
     """Reads values one after another from a mapped file, and never beyond its end."""
 
     def __init__(self, path: Path):
-        self.at = 0
+        self.position = 0
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def bytes(self, count: int) -> bytes:
-        start, self.at = self.at, self.at + count
-        if self.at > len(self._data):
+        start, self.position = self.position, self.position + count
+        if self.position > len(self._data):
             raise ValueError(f"byte {start:,} should be followed by {count:,} more, but the file ends")
-        return self._data[start : self.at]
+        return self._data[start : self.position]
 
     def number(self, code: str) -> Any:
         value = struct.unpack(f"<{code}", self.bytes(struct.calcsize(f"<{code}")))[0]
@@ -137,7 +138,6 @@ def _sizes() -> dict[str, tuple[int, int]]:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether the path names a GGUF file."""
     return Path(path).suffix == ".gguf" and not Path(path).is_dir()
 
 
@@ -201,7 +201,7 @@ def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two, got {str(alignment)[:60]}")
     described = [_tensor(path, reader) for _ in range(tensor_count)]
-    start = round_up(reader.at, alignment)
+    start = round_up(reader.position, alignment)
     tensors, used = {}, start
     for tensor in sorted(described, key=lambda tensor: tensor.offset):
         placed = dataclasses.replace(tensor, offset=start + tensor.offset)
@@ -307,7 +307,7 @@ def _adapt_gemma(settings: Settings, file: GgufFile, *, largest: int, local_base
 
 
 def _set_local(settings: Settings, local: list[bool]) -> None:
-    settings["layer_types"] = [("full_attention", "sliding_attention")[is_local] for is_local in local]
+    settings["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
 
 
 def _set_local_rope(settings: Settings, theta: float) -> None:
@@ -450,7 +450,8 @@ def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
     divisors = file.tensors.get("rope_freqs.weight", short)
     scaling: Settings = {}
     if divisors is not None:
-        original = settings["max_position_embeddings"] if short is None or original is None else original
+        if short is None or original is None:
+            original = settings["max_position_embeddings"]
         scaling = {
             "rope_type": "longrope",
             "short_factor": _vector(divisors, rotated // 2),
@@ -534,7 +535,8 @@ def _entry(
         places = slice(first + rows.start, first + rows.stop)
         if pairs is not None:
             size = math.prod(tensor.shape[: max(len(tensor.shape) - 1, 1)])
-            places = first + np.arange(size).reshape(-1, pairs, 2).swapaxes(1, 2).reshape(-1)[rows]
+            stored_row = np.arange(size).reshape(-1, pairs, 2).swapaxes(1, 2).reshape(-1)  # of each row of ours
+            places = first + stored_row[rows]
         if not columns:
             values = tensor.read(slice(None))[0][places]
             return values - values.dtype.type(shift) if shift else values

@@ -33,11 +33,11 @@ _NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION, CHECKSUMS)
 
 
 def save_model(
-    directory: Path,
+    directory: str | Path,
     config: DecoderConfig,
     params: Mapping[str, Any],
     *,
-    like: Path,
+    like: str | Path,
     dtype: DTypeLike = jnp.float32,
     replace: bool = False,
 ) -> None:
@@ -57,6 +57,7 @@ def save_model(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    directory, like = Path(directory), Path(like)
     source = like if is_gguf(like) else require_directory(like, "model")
     if not is_gguf(like) and not (source / "config.json").is_file():
         raise UserError(f"{source}: expected a Hugging Face model, but there is no config.json.")

@@ -41,7 +41,7 @@ FLOATS = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 """Dtypes of safetensors that are read."""
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 _BUFFERS = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)"
 )
@@ -66,17 +66,17 @@ class TensorEntry:
     offset: int
     reader: Callable[[Index], np.ndarray] | None = None
 
-    def read(self, box: Index) -> np.ndarray:
-        """Reads `tensor[box]`, at once if these bytes follow each other in the file."""
+    def read(self, index: Index) -> np.ndarray:
+        """Reads `tensor[index]`, at once if these bytes follow each other in the file."""
         if self.reader is not None:
-            return self.reader(box)
+            return self.reader(index)
         dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
-        box = (*box, *(slice(0, n) for n in self.shape[len(box) :]))
-        shape = tuple(along.stop - along.start for along in box)
+        index = (*index, *(slice(0, n) for n in self.shape[len(index) :]))
+        shape = tuple(part.stop - part.start for part in index)
         divided = [axis for axis, n in enumerate(self.shape) if shape[axis] != n]
         if divided and math.prod(shape[: divided[-1]]) > 1:
-            return np.array(np.memmap(self.file, dtype, "r", self.offset, self.shape)[box])
-        start = sum(along.start * math.prod(self.shape[axis + 1 :]) for axis, along in enumerate(box))
+            return np.array(np.memmap(self.file, dtype, "r", self.offset, self.shape)[index])
+        start = sum(part.start * math.prod(self.shape[axis + 1 :]) for axis, part in enumerate(index))
         values = np.empty(shape, dtype)
         into = values.reshape(-1).view(np.uint8).data
         with self.file.open("rb", buffering=0) as file:
@@ -121,7 +121,8 @@ class Piece:
 
         def read(start: int, stop: int) -> np.ndarray:
             part = slice(start, stop)
-            return entry.read((*others[:-1], part, others[-1]) if transpose else (*others, part))
+            stored_index = (*others[:-1], part, others[-1]) if transpose else (*others, part)
+            return entry.read(stored_index)
 
         if groups == 1:
             values = read(columns.start + last.start, columns.start + last.stop)
@@ -148,7 +149,7 @@ def plan_tensors(
     family = FAMILIES[config.family]
     problems: dict[str, list[str]] = collections.defaultdict(list)
     by_name: dict[str, TensorEntry] = {}
-    named, left_out = _language_model(list(entries))
+    named, left_out = _language_model_tensors(list(entries))
     for name, entry in named:
         if _OTHER_HEADS.fullmatch(name):
             left_out[name.split(".")[0]] += 1
@@ -161,7 +162,7 @@ def plan_tensors(
             problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
         by_name.setdefault(name, entry)
     if config.tie_embeddings:
-        _drop_copy(config, by_name, problems)
+        _drop_tied_copy(config, by_name, problems)
 
     leaves = dict(dotted_leaves(abstract_params(config)))
     pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
@@ -186,20 +187,22 @@ def plan_tensors(
         for target, part in zip(rule.targets, columns, strict=True):
             pieces[target].append(Piece(tuple(present), layer, layout, part))
     problems["unknown"] += [entry.name for entry in by_name.values()]
-    if any(problems.values()):
-        report = ""
-        for kind, names in problems.items():
-            if names:
-                more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-                report += f" {kind}: {', '.join(names[:_MOST_NAMED])}{more};"
-        raise UserError(
-            f"The weights do not match this {config.family} configuration.{report[:-1]}. "
-            "Check that the files are complete and come from the same model."
-        )
+    _refuse_problems(config, problems)
     return pieces, dict(left_out)
 
 
-def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
+def _refuse_problems(config: DecoderConfig, problems: dict[str, list[str]]) -> None:
+    found = []
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            found.append(f" {kind}: {', '.join(names[:_MAX_NAMED])}{more}")
+    if found:
+        mismatch = f"The weights do not match this {config.family} configuration.{';'.join(found)}."
+        raise UserError(f"{mismatch} Check that the files are complete and come from the same model.")
+
+
+def _language_model_tensors(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorEntry]], collections.Counter]:
     """The tensors of the language model with their names in it, and the number of tensors of each other part.
 
     In a multimodal model they are `language_model.model...` and `language_model.lm_head...`, or as newer versions of
@@ -219,7 +222,7 @@ def _language_model(entries: list[TensorEntry]) -> tuple[list[tuple[str, TensorE
     return text, left_out
 
 
-def _drop_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]) -> None:
+def _drop_tied_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]) -> None:
     """Takes the unembedding of a tied model, which some files hold a second time, out of `by_name`."""
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
     copy = by_name.pop(source["unembedding",], None)
@@ -297,19 +300,19 @@ def read_params(
         UserError: in all processes that share the mesh, if a file is damaged or a weight is not finite.
     """
     shapes = {path: leaf.shape for path, leaf in dotted_leaves(abstract_params(config))}
-    every_chunk = []
+    all_chunks = []
     for path, stored in pieces.items():
         for piece in stored:
             shape = shapes[path][piece.layer is not None :]
             for index in chunks(layer_name(path, piece.layer), shape):
-                every_chunk.append(_Chunk(path, piece, index, len(every_chunk)))
-    digests = np.zeros((len(every_chunk), 32), np.uint8)
+                all_chunks.append(_Chunk(path, piece, index, len(all_chunks)))
+    digests = np.zeros((len(all_chunks), 32), np.uint8)
     processes, rank = (1, 0) if mesh is None else (jax.process_count(), jax.process_index())
 
     def read_part() -> dict[str, jax.Array]:
         params = {}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-            for path, group in itertools.groupby(every_chunk, key=lambda chunk: chunk.path):
+            for path, group in itertools.groupby(all_chunks, key=lambda chunk: chunk.path):
                 parameter = _Parameter(path, shapes[path], dtype, mesh)
                 read_here = [c for c in group if c.number % processes == rank or any(parameter.overlaps(c))]
                 try:
@@ -323,7 +326,7 @@ def read_params(
     if processes > 1:
         digests = multihost_utils.process_allgather(digests).max(axis=0)
     tensor_digests = {}
-    for (path, layer), group in itertools.groupby(every_chunk, key=lambda chunk: (chunk.path, chunk.piece.layer)):
+    for (path, layer), group in itertools.groupby(all_chunks, key=lambda chunk: (chunk.path, chunk.piece.layer)):
         parts, name = list(group), layer_name(path, layer)
         rows = digests[parts[0].number : parts[-1].number + 1]
         shape = shapes[path][layer is not None :]
@@ -337,9 +340,10 @@ def _read_and_place(parameter: "_Parameter", digests: np.ndarray, chunk: _Chunk)
     with np.errstate(over="ignore"):
         values = stored.astype(parameter.dtype, copy=False)
     if not _is_finite(values):
-        cause = "holds values too large for" if _is_finite(stored) else "holds NaN or infinity, read as"
+        cause = "holds values too large for" if _is_finite(stored) else "holds NaN or infinity; it was read as"
         entries = chunk.piece.entries
-        entry = entries[chunk.index[0].start if len(entries) > 1 else 0]
+        expert = chunk.index[0].start if len(entries) > 1 else 0
+        entry = entries[expert]
         raise UserError(f"{entry.file}: {entry.name} {cause} {parameter.dtype.name}.")
     parameter.place(chunk, values)
 
@@ -380,7 +384,8 @@ class _Parameter:
                 target.append(slice(start - low, stop - low))
                 source.append(slice(start - along.start, stop - along.start))
             if all(part.start < part.stop for part in source):
-                yield (shard if layer is None else shard[layer])[tuple(target)], tuple(source)
+                shard_layer = shard if layer is None else shard[layer]
+                yield shard_layer[tuple(target)], tuple(source)
 
     def place(self, chunk: _Chunk, values: np.ndarray) -> None:
         """Copies the values of a chunk to the shards that hold some of them."""
@@ -393,7 +398,6 @@ class _Parameter:
                 target[...] = part
 
     def finish(self) -> jax.Array:
-        """The parameter on its devices."""
         arrays = [
             jax.device_put(self._shards[key].view(self.dtype), device, may_alias=True)
             for device, key in self._places.items()

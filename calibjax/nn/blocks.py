@@ -307,7 +307,6 @@ class Norm(nn.Module):
 
 
 def make_norm(config: BlockConfig, dtype: DTypeLike, param_dtype: DTypeLike, name: str) -> Norm:
-    """Builds the norm of kind `config.norm`."""
     return Norm(config.norm, config.norm_eps, config.norm_offset, dtype, param_dtype, name=name)
 
 
@@ -340,8 +339,10 @@ class Attention(_Layer):
             x = self._dense(count * cfg.head_dim, name, cfg.qkv_bias)(hidden)
             split = (*hidden.shape[:2], count, cfg.head_dim)
             if norm is not None:
-                x = self._norm(f"{name}_norm")(x.reshape(split) if norm == "head" else x)
-            x = x if cfg.qkv_clip is None else jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip)
+                x = x.reshape(split) if norm == "head" else x
+                x = self._norm(f"{name}_norm")(x)
+            if cfg.qkv_clip is not None:
+                x = jnp.clip(x, -cfg.qkv_clip, cfg.qkv_clip)
             return x.reshape(split)
 
         query = heads(cfg.num_heads, "q", cfg.qk_norm)
@@ -381,7 +382,10 @@ class MLP(_Layer):
         dense = functools.partial(self._dense, use_bias=cfg.mlp_bias)
         activation = ACTIVATIONS[cfg.activation]
         up = dense(cfg.intermediate_size, "up")(hidden)
-        inner = activation(dense(cfg.intermediate_size, "gate")(hidden)) * up if cfg.gated_mlp else activation(up)
+        if cfg.gated_mlp:
+            inner = activation(dense(cfg.intermediate_size, "gate")(hidden)) * up
+        else:
+            inner = activation(up)
         return dense(cfg.hidden_size, "down")(inner)
 
 

@@ -11,7 +11,7 @@ from calibjax.recalibrate.contract import FitReport
 from calibjax.runtime.arrays import AnyArray
 
 EVERYONE = -1  # the category of a patch that applies to every prediction
-_MOST_PATCHES = 500
+_MAX_PATCHES = 500
 _DEVIATIONS = 2.0  # a cell is patched where its residual exceeds this many standard deviations of its sum
 
 
@@ -51,7 +51,7 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     q = confidence.copy()
     patches = []
     margin = np.float32(1 / (len(confidence) + 2))
-    while len(patches) < _MOST_PATCHES:
+    while len(patches) < _MAX_PATCHES:
         # Each prediction is in two cells: one of its category, and one of all predictions.
         level = np.asarray(_bin(q, bins))
         cells = np.concatenate([category_of * bins + level, groups * bins + level])
@@ -79,7 +79,7 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
         shift=np.array([patch[2] for patch in patches], np.float32),
         bins=np.asarray(bins, np.int32),
         margin=np.asarray(margin),
-        report=FitReport.of(loss, len(patches) < _MOST_PATCHES, len(patches)),
+        report=FitReport.of(loss, len(patches) < _MAX_PATCHES, len(patches)),
     )
 
 

@@ -93,7 +93,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def has_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh has all of `AXES`."""
     return set(AXES) <= set(mesh.axis_names)
 
 

@@ -46,7 +46,7 @@ class AtsFit(NamedTuple):
         head: the fitted head.
         temperature: temperature scaling, as a head.
         report: JSON-able: what was chosen and refitted.
-        comparison: JSON-able: every candidate on sequences that it was not fitted on; None if there was one.
+        comparison: JSON-able: every candidate on sequences that it was not fitted on; None if nothing was compared.
     """
 
     head: FittedHead
@@ -124,9 +124,9 @@ def fit_ats(
     return fitted
 
 
-def limit_and_log(sequences: Sequences, most: int, context: RunContext, purpose: str) -> Sequences:
+def limit_and_log(sequences: Sequences, max_tokens: int, context: RunContext, purpose: str) -> Sequences:
     """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if some are left out."""
-    fewer = limit_tokens(sequences, most, context.seed)
+    fewer = limit_tokens(sequences, max_tokens, context.seed)
     if fewer is not sequences:
         used, available = (int(part.where.sum()) for part in (fewer, sequences))
         context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (--tokens)")
@@ -206,7 +206,7 @@ class _CandidateFits:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
     `log_scale` is the log scale of temperature scaling. With `by_set`, each fold is one of the sets. `scores` holds the
-    score of each candidate, by name. `solutions` has the last of each head without each fold: the next fit's start.
+    score of each candidate, by name; `solutions`, by head and left-out fold, the last solution: the next fit's start.
     """
 
     tokens: TokenCurves
@@ -237,7 +237,6 @@ class _CandidateFits:
 
     @functools.cached_property
     def baseline(self) -> CandidateScore:
-        """The score of temperature scaling."""
         return score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
 
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
@@ -306,7 +305,6 @@ class _CandidateFits:
         return is_lower
 
     def fit_to_all(self, candidate: Candidate) -> Any:
-        """The parameters of the candidate, fitted to all tokens."""
         if not candidate.is_solved:
             return self._train(candidate, self.tokens, left_out=None)
         design = self._design(candidate.head)

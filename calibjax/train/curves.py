@@ -39,9 +39,9 @@ from calibjax.runtime.files import read_json, write_file
 from calibjax.runtime.sharding import batch_shards, context_mesh, has_axes, take_states
 
 Keep = Literal["disk", "memory"]
-# Tokens of one pass over the vocabulary: on a CPU, where the last block of a batch is better short, on another device,
-# and on each of several, where a pass gathers the columns of an unembedding that is stored in parts.
-_BLOCK_OF_CPU, _BLOCK, _BLOCK_OF_DEVICE = 256, 512, 1024
+_BLOCK = 512  # tokens of one pass over the vocabulary, on one accelerator
+_BLOCK_OF_CPU = 256  # fewer, so that the last block of a batch has little padding
+_BLOCK_OF_DEVICE = 1024  # on each of several devices: a pass may gather an unembedding that is stored in parts
 # "Fast math" that still keeps NaN, infinities, divisions and exponentials exact.
 _HONORED = ("nans", "infs", "division", "functions")
 _ANY_ORDER = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{name}": True for name in _HONORED}}
@@ -73,7 +73,6 @@ class TokenCurves(NamedTuple):
         return np.asarray(self.arrays["valid"])
 
     def take(self, rows: Int[np.ndarray, " n"]) -> "TokenCurves":
-        """Some of the sequences."""
         return self._replace(arrays={name: x[rows] for name, x in self.arrays.items()}, source=self.source[rows])
 
     def flat(self, names: Sequence[str] = _FIELDS) -> dict[str, np.ndarray]:
@@ -147,7 +146,7 @@ def token_curves(
     batch_size = even_batch_size(count, batch_size)
     width = _block_width(context_mesh(), batch_size * length)
     frozen, features = frozen_arrays(lm, *heads), stored_features(heads)
-    run = functools.partial(_run, lm.config, lm.dtype, features, frozen)
+    run = functools.partial(_forward, lm.config, lm.dtype, features, frozen)
     block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, tuple(losses), frozen)
     arrays = sequences.arrays()
     batch_shapes = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
@@ -172,7 +171,7 @@ def token_curves(
     context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {where} ({readable_size(size)})")
     store = _Store(place, shapes, identity)
     bar = context.bar(title="frozen pass", unit="sequence", total=count, initial=store.done)
-    last = time.monotonic()
+    last_saved = time.monotonic()
     start = 0
     for batch, real in eval_batches(arrays, batch_size):
         if start >= store.done:
@@ -180,9 +179,9 @@ def token_curves(
             counted = sequences.where[rows] & (sequences.targets[rows] != -100)
             _write_batch(store, run, block, width, batch, counted, start)
             bar.update(real)
-            if time.monotonic() - last > _SAVE_EVERY or start + real == count:
+            if time.monotonic() - last_saved > _SAVE_EVERY or start + real == count:
                 store.save_progress(start + real)
-                last = time.monotonic()
+                last_saved = time.monotonic()
         start += real
     bar.close()
     stored_arrays = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
@@ -211,7 +210,7 @@ def _write_batch(
 
 
 @jax.jit(static_argnums=(0, 1, 2))
-def _run(config, dtype, features, frozen, batch):
+def _forward(config, dtype, features, frozen, batch):
     """Hidden states `[B, T, D]`, and the features to store, `[B, T, F]` each."""
     hidden = batch_hidden(config, frozen, batch, dtype)
     real = (batch["segment_ids"] > 0)[..., None]
@@ -254,7 +253,7 @@ def frozen_batch(
     config: Any, dtype: DTypeLike, features: tuple[str, ...], losses: tuple[str, ...], frozen: FrozenArrays, batch: Any
 ) -> tuple[dict[str, Array], VocabCurves]:
     """What `token_curves` computes of a batch in which every token counts, as one function: for shapes, and `plan`."""
-    hidden, stored = _run(config, dtype, features, frozen, batch)
+    hidden, stored = _forward(config, dtype, features, frozen, batch)
     rows, length = batch["targets"].shape
     count = rows * length
     width = _block_width(jax.sharding.get_abstract_mesh(), count)
@@ -291,8 +290,8 @@ class _Store:
         sizes = {name: max(_bytes(x), 1) for name, x in self._shapes.items()}
         with contextlib.suppress(ValueError, OSError):
             note = read_json(self._progress_file)
-            is_of_this = isinstance(note, dict) and note.get("identity") == self._identity
-            if is_of_this and all(file.stat().st_size == sizes[name] for name, file in self._files.items()):
+            is_same_pass = isinstance(note, dict) and note.get("identity") == self._identity
+            if is_same_pass and all(file.stat().st_size == sizes[name] for name, file in self._files.items()):
                 return int(note["done"])
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -33,11 +33,11 @@ _NARROW = 64  # most units of an MLP head that is a candidate among others
 class AtsOptions:
     """Options of fitting a head. `None` takes the recipe's value.
 
-    With `loss="auto"`, head and loss are chosen by the predictions of heads for sequences that they were not fitted on.
-    The head comes first, with the loss cross-entropy: the simplest one whose NLL is within noise of the lowest, which
-    is one standard error of the difference, or a tenth of the lowest one's gain over temperature scaling. Then comes
-    the loss: of those within noise, the one with the least calibration error. If no head has an NLL and a Brier score
-    below those of temperature scaling by two standard errors, without a higher ECE, temperature scaling is kept.
+    With `loss="auto"`, head and loss are chosen by their predictions for sequences that they were not fitted on. First
+    the head, fitted with cross-entropy: the simplest one whose NLL is within noise of the lowest NLL. Noise is one
+    standard error of the difference, or a tenth of the best head's gain over temperature scaling. Then the loss: of
+    those within noise, the one with the least calibration error. A head must have an NLL and a Brier score below those
+    of temperature scaling by two standard errors, and no higher ECE; if none has, temperature scaling is kept.
 
     If heads are compared or a temperature is refitted, the predictions and the head that is returned are moved towards
     temperature scaling: their log scales by a quarter, or with several sets by the best in NLL of 1/4, 1/2 and 3/4.

@@ -32,7 +32,7 @@ from calibjax.runtime.files import check_orbax_path, check_plain_files, json_tex
 
 _SCHEMA = 1  # of head.json
 _PORTABLE = "head.safetensors"
-_MOST_PARAMETERS = 2**31
+_MAX_PARAMETERS = 2**31
 _REMEDY = "Restore the head from a copy, or fit it again."
 _PROBE, _PROBE_TOKENS = "probe.", 16
 
@@ -99,8 +99,8 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         check_log_factor(log_factor)
         abstract = jax.eval_shape(config.init, jax.random.key(0))
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
-        if count > _MOST_PARAMETERS:
-            raise ValueError(f"a head of {count:,} parameters; expected at most {_MOST_PARAMETERS:,}")
+        if count > _MAX_PARAMETERS:
+            raise ValueError(f"a head of {count:,} parameters; expected at most {_MAX_PARAMETERS:,}")
         if lm is not None:
             check_fingerprint(lm, fingerprint)
     except UserError as error:

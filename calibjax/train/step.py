@@ -72,7 +72,6 @@ class OptimizerConfig:
 
 
 def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
-    """The state before the first step."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), carry)
 
 

@@ -10,7 +10,7 @@ from tiny import make_lm, make_sequences, ragged, random_head, silent
 from calibjax.eval.layers import directions
 from calibjax.eval.layers.layers import _layers_of_batch, layer_outputs, make_readout, scored_batch
 from calibjax.eval.tasks import scoring
-from calibjax.eval.tasks.scoring import Continuation, Scorer, _read
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _token_scores
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.heads import FittedHead
 from calibjax.kernels import VocabSharding, kl_divergences, sharded
@@ -53,7 +53,7 @@ def figures(lm):
     beginning = rng.integers(0, 37, 9).tolist()
     continued += [Continuation([*beginning, *rng.integers(0, 37, 4).tolist()], [1 + count]) for count in range(12)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "_PREFIX", 8)
+        patch.setattr(scoring, "_MIN_PREFIX", 8)
         scores = Scorer(lm, HEADS, batch_size=6).score(continued)
     found["log-probabilities"] = np.concatenate([score.log_probs for score in scores], axis=1)
     found["greedy"] = np.concatenate([score.greedy for score in scores])
@@ -129,7 +129,7 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
             "edit": directions._edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
-            "scores": _read.lower(lm.config, lm.dtype, (head.config,), 0, fitted, frozen, hidden, None, places),
+            "scores": _token_scores.lower(lm.config, lm.dtype, (head.config,), 0, fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():
             found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])

@@ -16,7 +16,7 @@ from tiny import VOCAB, WORDS, head_log_scale, make_lm, random_head, write_model
 
 from calibjax.eval.tasks import scoring
 from calibjax.eval.tasks.continuation import continue_contexts
-from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_caches, _read, _states
+from calibjax.eval.tasks.scoring import Continuation, Scorer, _prefix_caches, _states, _token_scores
 from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.generate import generate
@@ -84,7 +84,7 @@ def dense(asked):
 )
 def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, groups):
     """With the context of several options in one row, after the keys and values of a prefix, and in a row for each."""
-    monkeypatch.setattr(scoring, "_PREFIX", prefix)
+    monkeypatch.setattr(scoring, "_MIN_PREFIX", prefix)
     asked = requests()
     scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
     after_prefix, rows = scorer._plan(asked)
@@ -104,7 +104,7 @@ def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, group
 @pytest.mark.parametrize("shortest", [128, 8])
 def test_rows_are_trees(monkeypatch, shortest):
     """What a token attends to, before itself, is what its request reads; beginnings are held once where that pays."""
-    monkeypatch.setattr(scoring, "_PREFIX", shortest)
+    monkeypatch.setattr(scoring, "_MIN_PREFIX", shortest)
     asked = requests()
     scorer = Scorer(the_lm(), {"base": the_heads()["base"]})
     groups, others = scorer._plan(asked)
@@ -145,8 +145,8 @@ def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
 
 
 def test_a_second_call_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(scoring, "_PREFIX", 8)
-    programs = _states, _read, _prefix_caches
+    monkeypatch.setattr(scoring, "_MIN_PREFIX", 8)
+    programs = _states, _token_scores, _prefix_caches
     scorer = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=8)
     scorer.score(requests())
     compiled = [program._cache_size() for program in programs]

@@ -517,7 +517,7 @@ def test_a_subset_of_the_statistics_has_the_same_values():
     ("change", "message"),
     [
         ({"hidden": np.ones((5, 4), np.int32)}, "hidden"),
-        ({"unembedding": np.ones((11, 5), np.float32)}, "one D"),
+        ({"unembedding": np.ones((11, 5), np.float32)}, r"\[V, D\]"),
         ({"unembedding": np.ones((0, 4), np.float32)}, "at least one row"),
         ({"targets": np.ones(5, np.float32)}, "integers"),
         ({"targets": np.ones(4, np.int32)}, "targets: expected shape"),

@@ -121,7 +121,7 @@ def test_stop_tokens():
         assert not got.confidence[row, length:].any()
         assert not got.base_log_probs[row, length:].any()
     assert got.where.sum() < got.where.size
-    with pytest.raises(UserError, match="fit one with pooling 'token'"):
+    with pytest.raises(UserError, match="fit a head with pooling 'token'"):
         generate(the_lm(), PROMPTS, head=head_of("mlp", pooling="sequence"))
 
 

@@ -96,7 +96,7 @@ def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
     """With a note after every batch, a pass that is killed in the fourth computes the first three only once."""
     monkeypatch.setattr(curves, "_SAVE_EVERY", 0.0)
     whole = dict(run(tmp_path / "whole", keep="memory")[0].arrays)
-    forward, calls = curves._run, []
+    forward, calls = curves._forward, []
 
     def count(*arguments):
         calls.append(arguments)
@@ -104,7 +104,7 @@ def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return forward(*arguments)
 
-    monkeypatch.setattr(curves, "_run", count)
+    monkeypatch.setattr(curves, "_forward", count)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     assert json.loads((tmp_path / "frozen/note.json").read_text())["done"] == 9

@@ -79,16 +79,34 @@ def decide(
     labels = np.arange(2 if confidence.ndim == 1 else confidence.shape[1])
     if not (known := np.isin(correct, labels)).all():
         expected = "0 (wrong) or 1 (right)" if confidence.ndim == 1 else f"an option's index below {len(labels)}"
-        raise UserError(
-            f"correct: expected {expected}, got {correct[~known][0]}. For fractions of attempts, give each a row."
-        )
+        raise UserError(f"correct: expected {expected}, got {correct[~known][0]}. Give each attempt a row.")
     rows = {"": np.arange(len(correct))}
     if category is not None:
         numbers = label_numbers("category", category, len(correct))
         rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(np.unique(category))}
     answer = None if answer is None else label_numbers("answer", answer, len(correct))
     scope = " of its category" if category is not None else ""
-    guarantees = {
+    categories: dict[str, Any] = {}
+    for name, at in rows.items():
+        top, is_right = confidence[at], correct[at]
+        if confidence.ndim == 2:
+            options, labels = top, is_right.astype(int)
+            top, is_right = options.max(axis=1), options.argmax(axis=1) == labels
+        if answer is not None:
+            categories[name] = {"claims": _claims_outcome(top, is_right, answer[at], risk)}
+            continue
+        categories[name] = {
+            "average": threshold_outcome(top, is_right, risk_threshold(top, is_right, risk)),
+            "answers": threshold_outcome(top, is_right, selective_threshold(top, is_right, risk, level)),
+        }
+        if confidence.ndim == 2:
+            categories[name] |= {kind: _coverage(scores(options), labels, risk) for kind, scores in SET_SCORES.items()}
+    thresholds = {"thresholds": categories[""]} if category is None else {"categories": categories}
+    return {"risk": risk, "level": level, "guarantees": _guarantees(risk, level, scope), **thresholds}
+
+
+def _guarantees(risk: float, level: float, scope: str) -> dict[str, str]:
+    return {
         "average": f"a new question{scope} is answered wrongly with probability at most {risk}, on average over tables "
         "of this size; rows and new questions are exchangeable (conformal risk control)",
         "answers": f"with probability {level} over the draw of the table, at most {risk} of the answers "
@@ -102,23 +120,6 @@ def decide(
         "option's probability; options_aps: 1 minus the probability of all more probable options; options_raps: the "
         "same minus 0.1 for each of them",
     }
-    categories: dict[str, Any] = {}
-    for name, at in rows.items():
-        top, is_right = confidence[at], correct[at]
-        if confidence.ndim == 2:
-            options, labels = top, is_right.astype(int)
-            top, is_right = options.max(axis=1), options.argmax(axis=1) == labels
-        if answer is not None:
-            categories[name] = {"claims": _claims(top, is_right, answer[at], risk)}
-            continue
-        categories[name] = {
-            "average": threshold_outcome(top, is_right, risk_threshold(top, is_right, risk)),
-            "answers": threshold_outcome(top, is_right, selective_threshold(top, is_right, risk, level)),
-        }
-        if confidence.ndim == 2:
-            categories[name] |= {kind: _options(scores(options), labels, risk) for kind, scores in SET_SCORES.items()}
-    thresholds = {"thresholds": categories[""]} if category is None else {"categories": categories}
-    return {"risk": risk, "level": level, "guarantees": guarantees, **thresholds}
 
 
 def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: fl
     }
 
 
-def _claims(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
+def _claims_outcome(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, risk: float) -> dict[str, Any]:
     """The threshold of claims, and the mean over answers of the fraction of false claims above it."""
     threshold = claim_threshold(confidence, correct, answers, risk)
     taken = confidence > threshold
@@ -149,7 +150,7 @@ def _claims(confidence: np.ndarray, correct: np.ndarray, answers: np.ndarray, ri
     return {**outcome, "questions": len(claims), "wrong_of_answered": wrong_of_answered}
 
 
-def _options(scores: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
+def _coverage(scores: np.ndarray, labels: np.ndarray, risk: float) -> dict[str, Any]:
     """The threshold of sets of options, and how large the sets are: options whose score reaches it."""
     threshold = set_threshold(scores, labels, risk)
     sets = scores >= threshold

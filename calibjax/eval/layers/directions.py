@@ -243,7 +243,8 @@ def entropy_neurons(
         written = output_weights(lm, layer)
         norm = np.linalg.norm(written, axis=1)
         effect = _unit_rows(written * gain[None, :])
-        variance = np.maximum(np.einsum("nd,de,ne->n", effect, gram, effect, optimize=True) - (effect @ mean) ** 2, 0)
+        mean_square = np.einsum("nd,de,ne->n", effect, gram, effect, optimize=True)
+        variance = np.maximum(mean_square - (effect @ mean) ** 2, 0)
         candidates = np.argsort(-norm)[: max(1, int(largest * len(norm)))]
         for index in candidates[np.argsort(variance[candidates])][:count]:
             neuron = Neuron(

@@ -318,20 +318,21 @@ def layers_verdict(document: Document) -> Verdict:
     is_raised = after["ece"]["value"] > before["ece"]["value"]
     is_significant = is_higher(difference) if is_raised else is_lower(difference)
     change = f"{'raises' if is_raised else 'lowers'} the ECE of the held-out half"
-    line = f"edit chosen on one half {change}, {'' if is_significant else 'but not '}significantly"
+    line = f"edit chosen on one half {change}, " + ("significantly" if is_significant else "but not significantly")
     if is_raised or after["nll"] > before["nll"]:
-        return Verdict(f"the {line}{'' if is_raised else ', and raises its NLL'}: {figures}.", is_warning=True)
+        also = "" if is_raised else ", and raises its NLL"
+        return Verdict(f"the {line}{also}: {figures}.", is_warning=True)
     return Verdict(f"The {line}: {figures}.")
 
 
 def bounds_verdict(document: Document) -> str:
     models = document["models"]
     tightest = max(models, key=lambda model: model["bound"]["log_entropy"])
-    return (
-        f"{'The model with the tightest bound' if len(models) > 1 else 'The model'}, {tightest['model']}, cannot have "
-        f"an entropy below {scientific(tightest['bound']['log_entropy'])} nats, nor a confidence above 1 - "
-        f"{scientific(tightest['log_one_minus_confidence'])}, on any text."
-    )
+    subject = "The model with the tightest bound" if len(models) > 1 else "The model"
+    entropy = scientific(tightest["bound"]["log_entropy"])
+    confidence = f"1 - {scientific(tightest['log_one_minus_confidence'])}"
+    limits = f"cannot have an entropy below {entropy} nats, nor a confidence above {confidence}, on any text"
+    return f"{subject}, {tightest['model']}, {limits}."
 
 
 # --- warnings, conventions, limitations ---
@@ -377,12 +378,10 @@ def notes_of(document: Document) -> list[str]:
 
 
 def model_of(run: Row) -> str:
-    """The short name of the model of a run."""
     return _short(run.get("model")) or ("small decoder" if run.get("command") == "quickstart" else "")
 
 
 def data_of(run: Row) -> str:
-    """The short name of the data of a run."""
     keys = ("tasks",) if run.get("tasks") else ("data", "table")
     names = ", ".join(filter(None, [_short(run.get(key)) for key in keys]))
     return names or ("a synthetic language" if run.get("command") == "quickstart" else "")

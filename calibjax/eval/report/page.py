@@ -1,6 +1,6 @@
 """The report as one self-contained page: `page.html` with page.css and page.js; no request leaves it.
 
-The template escapes all that is filled in. Only this module makes markup, and no data can become code.
+The template escapes every value that it fills in. Only this module builds `Markup`, and it escapes a run's data first.
 """
 
 import base64
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ARROWS = {"lower": "↓", "higher": "↑", "": ""}
-_MAIN = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
-_REST = tuple(dict.fromkeys(column.key for column in tables.COLUMNS if column.key not in _MAIN))
-_BETTER = {column.key: column.better for column in tables.COLUMNS if column.better}
+_MAIN_FIGURES = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
+_OTHER_FIGURES = tuple(dict.fromkeys(column.key for column in tables.COLUMNS if column.key not in _MAIN_FIGURES))
+_BETTER_DIRECTION = {column.key: column.better for column in tables.COLUMNS if column.better}
 """Figure -> whether "lower" or "higher" is better."""
 _MINUS = "\N{MINUS SIGN}"
-_FIRST = 6  # rows of a set that are shown at once; the others are folded
+_SHOWN_ROWS = 6  # rows of a set that are shown at once; the others are folded
 
 
 class Run(NamedTuple):
@@ -87,7 +87,7 @@ def page(runs: Sequence[Run]) -> str:
     )
     values = {"runs": runs, "policy": policy, "style": Markup(style), "script": Markup(script)}
     try:
-        text = template.render({**_CALLED, **values})
+        text = template.render({**_GLOBALS, **values})
     except jinja2.UndefinedError as error:
         raise LookupError(str(error)) from error
     return text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, has no encoding
@@ -147,7 +147,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
     """
     methods, before = results["methods"], pair_of(results)[0]
     value, other = figure_of(methods[name], key), figure_of(methods[before], key)
-    if value is None or other is None or key not in _BETTER:
+    if value is None or other is None or key not in _BETTER_DIRECTION:
         return None
     digits = f"{abs(value - other):.4f}"
     if float(digits) == 0:
@@ -161,7 +161,7 @@ def change_of(results: Row, name: str, key: str) -> Change | None:
         return Change(text, "", "")
     if not differs(against):
         return Change(text, "", "within noise")
-    word = "better" if (value < other) == (_BETTER[key] == "lower") else "worse"
+    word = "better" if (value < other) == (_BETTER_DIRECTION[key] == "lower") else "worse"
     return Change(text, word, word)
 
 
@@ -204,7 +204,9 @@ class Cell(NamedTuple):
 
 def cell_of(text: str | Cell) -> str | Cell:
     """The cell of a figure with an interval, whose ends stand in a line of their own; anything else is unchanged."""
-    return _split_interval(text) if isinstance(text, str) and re.search(r"\d \[.*\]", text) else text
+    if isinstance(text, str) and re.search(r"\d \[.*\]", text):
+        return _split_interval(text)
+    return text
 
 
 def _split_interval(text: str, **fields: Any) -> Cell:
@@ -217,15 +219,15 @@ def set_tables(results: Row) -> list[dict[str, Any]]:
     methods = results["methods"]
     names: list[str] = list(methods)
     shown = names
-    if len(names) > _FIRST + 2:
-        first = {*names[:_FIRST], pair_of(results)[0], results.get("reference")}
+    if len(names) > _SHOWN_ROWS + 2:
+        first = {*names[:_SHOWN_ROWS], pair_of(results)[0], results.get("reference")}
         shown = [name for name in names if name in first]
     others = [name for name in names if name not in shown]
-    parts = [_set_table("", results, shown, _MAIN)]
+    parts = [_set_table("", results, shown, _MAIN_FIGURES)]
     if others:
-        parts.append(_set_table(f"{len(others)} further methods", results, others, _MAIN))
-    if any(figure_of(row, key) is not None for row in methods.values() for key in _REST):
-        parts.append(_set_table("All figures", results, names, _REST))
+        parts.append(_set_table(f"{len(others)} further methods", results, others, _MAIN_FIGURES))
+    if any(figure_of(row, key) is not None for row in methods.values() for key in _OTHER_FIGURES):
+        parts.append(_set_table("All figures", results, names, _OTHER_FIGURES))
     return parts
 
 
@@ -250,13 +252,13 @@ def _set_table(title: str, results: Row, names: Sequence[str], keys: Sequence[st
 
 def best_of(methods: Row, key: str) -> set[str]:
     """The methods with the best figure; none where all are equal, or no direction is better."""
-    if key not in _BETTER:
+    if key not in _BETTER_DIRECTION:
         return set()
     values = {name: figure_of(row, key) for name, row in methods.items()}
     known = {value for value in values.values() if value is not None}
     if len(known) < 2:
         return set()
-    best = max(known) if _BETTER[key] == "higher" else min(known)
+    best = max(known) if _BETTER_DIRECTION[key] == "higher" else min(known)
     return {name for name, value in values.items() if value == best}
 
 
@@ -338,8 +340,8 @@ def token_data(sample: Mapping[str, Any]) -> Markup:
     for token in itertools.chain.from_iterable(sample["sequences"]):
         figures = {key: value for key, value in token.items() if key != "scored"}
         detail.append(figures if token["scored"] else None)
-    text = json.dumps(json.loads(json.dumps(detail), parse_constant=lambda _: None))
-    return Markup(text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
+    without_nan = json.loads(json.dumps(detail), parse_constant=lambda _: None)
+    return Markup(json.dumps(without_nan).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}))
 
 
 def colours_of(sample: Mapping[str, Any]) -> Iterator[tuple[list[Span], list[Span]]]:
@@ -393,5 +395,5 @@ def image_of(figure: "Figure") -> str:
 
 _FUNCTIONS = (subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of)
 _FUNCTIONS += (conventions_of, token_data, colours_of, image_of, figures_of, pair_of, title_of)
-_CALLED = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
+_GLOBALS = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
 """What the template calls, by name."""

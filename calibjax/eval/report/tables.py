@@ -87,7 +87,6 @@ def differs(against: Row) -> bool:
 
 
 def title_of(name: str) -> str:
-    """The displayed name of a method."""
     return _TITLES.get(name, name)
 
 
@@ -102,12 +101,10 @@ def binning(closed: str) -> str:
 
 
 def unit_of(results: Row) -> str:
-    """The name of the predictions of a set."""
     return results.get("unit", "tokens")
 
 
 def counted(results: Row) -> str:
-    """The number of predictions of a set."""
     return f"{results['tokens']:,} {unit_of(results)}"
 
 
@@ -147,9 +144,9 @@ def winner(results: Row) -> str:
     for name, row in rows.items():
         test = row.get("against", {}).get("log_loss")
         beats = bool(test) and is_lower(test) and test.get("holm_p", math.nan) < 0.05
-        if name not in results.get("not_converged", ()) and (beats or not has_loss):
+        is_usable = row["log_loss"] is not None and name not in results.get("not_converged", ())
+        if is_usable and (beats or not has_loss):
             losses[name] = row["log_loss"]
-    losses = {name: loss for name, loss in losses.items() if loss is not None}
     fallback = reference if reference in rows else "uncalibrated"
     return min(losses, key=losses.__getitem__, default=fallback)
 
@@ -593,8 +590,8 @@ def plan_table(document: Document) -> TextTable:
             rows.append(["stored from the frozen pass, each host", readable_size(run["stored_bytes"])])
         low, high = run["utilisation"]
         least, most = run["seconds"]
-        units = ((86400, "d"), (3600, "h"), (60, "min"), (0, "s"))
-        unit, name = next((max(seconds, 1), name) for seconds, name in units if most >= 2 * seconds)
+        units = ((86400, "d"), (3600, "h"), (60, "min"))
+        unit, name = next(((seconds, name) for seconds, name in units if most >= 2 * seconds), (1, "s"))
         duration = f"{least / unit:,.1f} to {most / unit:,.1f} {name}"
         rows.append([f"run at {low:.0%} to {high:.0%}", duration])
     return TextTable(f"mesh {document['mesh']}", ["per device", ""], rows)

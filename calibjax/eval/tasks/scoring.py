@@ -1,6 +1,5 @@
 """Log-probabilities of given continuations under the base model and under heads, from one forward pass."""
 
-import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +26,12 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows, take_states
 
-_READS = 64  # positions whose logits are computed at a time
-_GROWTH = 4  # most tokens of a row that several requests share, as a multiple of the tokens of its first
+_POSITIONS_AT_A_TIME = 64  # positions whose logits are computed at a time
+_MAX_GROWTH = 4  # most tokens of a row that several requests share, as a multiple of the tokens of its first
 _WIDE = 512
 """Tokens of a row beyond which a step has fewer rows, so that few long rows do not pad many."""
-_FILLED = 0.8  # least part of a step after a prefix that holds tokens, where it has more than one row
-_PREFIX = 128  # fewest tokens of a prefix that is run once, and whose keys and values are kept
+_MIN_FILLED = 0.8  # least part of a step after a prefix that holds tokens, where it has more than one row
+_MIN_PREFIX = 128  # fewest tokens of a prefix that is run once, and whose keys and values are kept
 _FULL = 256  # columns of a row after a prefix; more where one request has more
 _OPEN_ROWS = 16  # rows after a prefix that a request can still join
 
@@ -62,8 +61,8 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The tokens that requests read, a tree in depth-first order: token and depth of each column, and the first column
-    after its branch. `columns`: number of a request -> the columns that predict its tokens."""
+    """A tree of the tokens that requests read, in depth-first order. A column has a token, its position, and `until`:
+    the first column after its branch. `columns`: number of a request -> the columns that predict its tokens."""
 
     tokens: list[int]
     positions: list[int]
@@ -72,7 +71,7 @@ class _Row(NamedTuple):
 
 
 _Branch = tuple[tuple[int, ...], Mapping[int, int]]
-"""Tokens that are read, and the number of each request that reads them -> how many tokens it scores at their end."""
+"""A path of the tree: its tokens, and for each request that reads them (by number) how many at the end it scores."""
 
 
 class _Group(NamedTuple):
@@ -195,7 +194,10 @@ class Scorer:
         width = widest // 4 if 4 * longest <= widest else widest  # one more program, for short last rows
         fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
         step = min(fitting_rows, 2 ** max(map(len, left)).bit_length())
-        while step > 1 and max(sum(len(row.tokens) for row in rows[:step]) for rows in left) < _FILLED * step * width:
+        while step > 1:
+            most_tokens = max(sum(len(row.tokens) for row in rows[:step]) for rows in left)
+            if most_tokens >= _MIN_FILLED * step * width:
+                break
             step //= 2
         return step, width
 
@@ -210,7 +212,7 @@ class Scorer:
         groups, others = [], []
         for prefix, group in _by_prefix(reads) if self._keeps_prefixes else [(0, reads)]:
             rest = [(read[prefix:], numbers) for read, numbers in group]
-            if prefix < _PREFIX or sum(len(read) for read, _ in rest) <= prefix:
+            if prefix < _MIN_PREFIX or sum(len(read) for read, _ in rest) <= prefix:
                 others += group
             else:
                 rows = self._full_rows(rest, prefix)
@@ -237,7 +239,7 @@ class Scorer:
         new_tokens = request_tokens - shared_tokens
         columns_alone = request_tokens**2 / 2  # attended to in a row of its own
         more_columns = row_tokens * new_tokens + new_tokens**2 / 2 - columns_alone
-        fits = row_tokens + new_tokens <= min(self.max_length, _GROWTH * first_request_tokens)
+        fits = row_tokens + new_tokens <= min(self.max_length, _MAX_GROWTH * first_request_tokens)
         return self._shares and fits and shared_tokens * self.lm.config.hidden_size >= more_columns
 
     def _batch(
@@ -272,11 +274,11 @@ class Scorer:
         lm = self.lm
         kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
         hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, caches)
-        padded = np.zeros((round_up(len(coordinates), _READS), 3), np.int32)
+        padded = np.zeros((round_up(len(coordinates), _POSITIONS_AT_A_TIME), 3), np.int32)
         padded[: len(coordinates)] = coordinates
         pieces = [
-            _read(*kinds, top_k, *arrays, hidden, log_scales, padded[start : start + _READS])
-            for start in range(0, len(padded), _READS)
+            _token_scores(*kinds, top_k, *arrays, hidden, log_scales, padded[start : start + _POSITIONS_AT_A_TIME])
+            for start in range(0, len(padded), _POSITIONS_AT_A_TIME)
         ]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
         log_probs, greedy, distributions = parts
@@ -289,10 +291,12 @@ class Scorer:
             start = scored.stop
 
 
-def _common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
     """How many tokens two sequences begin with in common."""
-    shorter = min(len(one), len(two))
-    return bisect.bisect_left(range(shorter), True, key=lambda end: one[: end + 1] != two[: end + 1])
+    for length, (a, b) in enumerate(zip(one, two, strict=False)):
+        if a != b:
+            return length
+    return min(len(one), len(two))
 
 
 def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
@@ -305,8 +309,8 @@ def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
         unscored = len(read) - max(numbers.values())
         if groups:
             prefix, group = groups[-1]
-            common = min(prefix, unscored, _common(group[-1][0], read))
-            if common >= max(_PREFIX, prefix // 2):
+            common = min(prefix, unscored, _common_length(group[-1][0], read))
+            if common >= max(_MIN_PREFIX, prefix // 2):
                 groups[-1] = common, [*group, (read, numbers)]
                 continue
         groups.append((unscored, [(read, numbers)]))
@@ -323,17 +327,16 @@ def _in_rows(
     rows: list[list[_Branch]] = []
     sizes: list[int] = []
     for read, numbers in reads:
-        best = None
+        candidates = []
         for index in range(max(len(rows) - open_rows, 0), len(rows)):
-            shared = _common(rows[index][-1][0], read)
+            shared = _common_length(rows[index][-1][0], read)
             if joins(shared, len(read), sizes[index], len(rows[index][0][0])):
-                candidate = 2 * shared >= len(read), sizes[index], shared, index
-                best = max(best, candidate) if best else candidate
-        if best is None:
+                candidates.append((2 * shared >= len(read), sizes[index], shared, index))
+        if not candidates:
             rows.append([(read, numbers)])
             sizes.append(len(read))
         else:
-            *_, shared, index = best
+            *_, shared, index = max(candidates)
             rows[index].append((read, numbers))
             sizes[index] += len(read) - shared
     return [_lay_out(row, position) for row in rows]
@@ -343,7 +346,7 @@ def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
     """The row of reads in lexical order."""
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
-        common = _common(before, read)
+        common = _common_length(before, read)
         for column in path[common:]:
             row.until[column] = len(row.tokens)
         end = len(row.tokens) + len(read) - common
@@ -413,7 +416,7 @@ def _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch):
 
 
 @jax.jit(static_argnums=(0, 1, 2, 3))
-def _read(model_config, dtype, head_configs, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
+def _token_scores(model_config, dtype, head_configs, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
     """log p `[M, R]`, whether the token is the most likely `[R]`, and distributions `[M, 1 + top_k, R]`."""
     row, position, token = coordinates.T
     states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)

@@ -170,6 +170,5 @@ def choose(
         small = itemsize == 2 or max(blocks.tokens, blocks.columns) <= 512
         if small and needs <= limit:
             return blocks._replace(tokens=min(blocks.tokens, round_up(tokens, LANES)))
-    raise NotImplementedError(
-        f"the TPU kernel {kernel!r} needs {needs / 2**20:.0f} MiB on chip at D = {width}, of {limit / 2**20:.0f} MiB"
-    )
+    memory = f"{needs / 2**20:.0f} MiB on chip at D = {width}, of {limit / 2**20:.0f} MiB"
+    raise NotImplementedError(f"the TPU kernel {kernel!r} needs {memory}")
