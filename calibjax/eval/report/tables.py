@@ -343,7 +343,7 @@ def parts_of(document: Document) -> list[Part]:
     if "layers" in document:
         parts.append(Part("Layers", layer_findings(document), ("layers", "sweep", "subjects"), layer_tables(document)))
     if "texts" in document:
-        parts.append(Part("Texts", text_findings(document), ("diversity",), [text_table(document)]))
+        parts.append(Part("Texts", [], ("diversity",), [text_table(document)]))
     for name, results in document.get("tasks", {}).items():
         if results["subjects"]:
             figures = (subjects_name(document, name),)
@@ -496,21 +496,6 @@ def subject_table(task: str, results: Row) -> TextTable:
         columns,
         order=(2, *range(4, 4 + 2 * len(methods), 2), 1),
     )
-
-
-def text_findings(document: Document) -> list[str]:
-    """A sentence for each model but the pretrained one, at the first myopic temperature."""
-    texts, methods = document["texts"], document["held_out"]["methods"]
-    temperature = next(iter(texts["pretrained"]))
-    base = texts["pretrained"][temperature]
-    return [
-        f"{name} at myopic temperature {temperature}: log p of a token {row[temperature]['log_prob']:.3f} against "
-        f"{base['log_prob']:.3f} of the pretrained model, distinct-2 {row[temperature]['distinct_2']:.3f} against "
-        f"{base['distinct_2']:.3f}; NLL of held-out text {methods[name]['nll']:.4f} against "
-        f"{methods['pretrained']['nll']:.4f}."
-        for name, row in texts.items()
-        if name != "pretrained"
-    ]
 
 
 def text_table(document: Document) -> TextTable:

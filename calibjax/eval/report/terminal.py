@@ -59,7 +59,7 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
         print_result("", more=() if files else further)
         notes = [*tables.layer_findings(document), conventions(document["held_out"])]
     elif "texts" in document:
-        table, notes = tables.text_table(document), tables.text_findings(document)
+        table, notes = tables.text_table(document), []
     else:
         table, notes = tables.held_out_table(document), notes_of(document)
     if more and not subjects:
