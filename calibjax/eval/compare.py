@@ -214,6 +214,12 @@ def comparison_json(
             "reliability": reliability_json(metrics.total_sums(sums[name]), drawn["bins"]),
             "curve": curve_json(curve),
         }
+    _add_differences(rows, sums, draws, reference, seed)
+    return _best_first(rows, sort, not_converged(results))
+
+
+def _add_differences(rows: dict[str, Any], sums: Mapping, draws: Mapping, reference: str, seed: int) -> None:
+    """Adds `against` and `against_uncalibrated` to the rows."""
     for name, row in rows.items():
         for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
             if other not in rows:
@@ -228,7 +234,6 @@ def comparison_json(
         p_values = {name: x["p_value"] for name, x in differences.items() if x is not None}
         for name, corrected in metrics.holm(p_values).items():
             differences[name]["holm_p"] = corrected
-    return _best_first(rows, sort, not_converged(results))
 
 
 def _best_first(rows: dict[str, dict[str, Any]], sort: SortKey, unconverged: list[str]) -> dict[str, dict[str, Any]]:
