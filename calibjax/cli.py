@@ -95,13 +95,12 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 1
     except KeyboardInterrupt:
-        report("Ctrl-C")
-        code = signals.INTERRUPTED
+        name, code = "Ctrl-C", signals.INTERRUPTED
     except signals.Terminated:
-        report("SIGTERM")
-        code = signals.TERMINATED
+        name, code = "SIGTERM", signals.TERMINATED
     finally:
         command_line.reset(typed)
+    report(name)  # after progress bars, which end with the exception
     if "calibjax.runtime.distributed" in sys.modules:  # otherwise the signal came while the command was imported
         import jax
 

@@ -56,6 +56,9 @@ SWALLOW = """while True:
 IN_CALLBACK = """import gc
     gc.callbacks.append(lambda *of: time.sleep(0.05))
     while True: gc.collect(), time.sleep(0.02)"""
+BAR = """from calibjax.runtime.progress import progress_bar
+    bar = progress_bar(None, title="bar", unit="step", disable=False, total=9)
+    bar.update(), time.sleep(60)"""
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
@@ -67,16 +70,16 @@ LOADING, WORKING = "cli.importlib.import_module", "cli._execute"
     [
         (LOADING, "time.sleep(60)", signal.SIGINT),
         (LOADING, IN_CALLBACK, signal.SIGTERM),
-        (WORKING, "time.sleep(60)", signal.SIGTERM),
+        (WORKING, BAR, signal.SIGTERM),
         (WORKING, IN_C, signal.SIGTERM),
         (WORKING, SWALLOW, signal.SIGINT),
         (WORKING, IN_C, signal.SIGINT),
         (WORKING, IN_CALLBACK, signal.SIGINT),
     ],
-    ids=lambda x: {LOADING: "loading", SWALLOW: "swallowed", IN_CALLBACK: "callback", IN_C: "C"}.get(x, str(x)),
+    ids=lambda x: {LOADING: "loading", SWALLOW: "swallowed", IN_CALLBACK: "callback", IN_C: "C", BAR: "bar"}.get(x),
 )
 def test_signals_before_training(replaced, work, number):
-    """While the command is imported and while it runs, also where the exception is swallowed or C does not return."""
+    """While the command is imported or runs, also where the signal is swallowed, C does not return or a bar ends."""
     work = re.sub("; (while|import)", r"\n    \1", f"cli.signals.PATIENCE = 0.1; {work}")
     with start(script=STARTED.format(work=work, replaced=replaced)) as process:
         assert process.stdout.readline() == "working\n"
@@ -84,7 +87,7 @@ def test_signals_before_training(replaced, work, number):
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
     name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-    assert error == f"\nstopped by {name}; to resume: calibjax convert --model 'a b' --out c\n"
+    assert re.fullmatch(rf"(bar: .*\n)*\nstopped by {name}; to resume: calibjax convert --model 'a b' --out c\n", error)
     assert process.returncode == 128 + number
 
 
