@@ -69,32 +69,46 @@ class Attached:
         What follows an end or a stop string has no score, like padding. `inputs` are token ids `[B, T]` with
         padding on the left, where `attention_mask` `[B, T]` is 0.
         """
+        from transformers.generation import stopping_criteria as stopping
+
+        criteria: Any = stopping.StoppingCriteriaList(self._criteria(options))
+        answers: list[Tensor] = []  # which rows end at each token
+        last = inputs
+
+        def record(tokens: Tensor, scores: Any, **more: Any) -> Tensor:
+            nonlocal last
+            last = tokens
+            answers.append(criteria(tokens, scores, **more))
+            return answers[-1]
+
         mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
-        sequences = self.model.generate(inputs, attention_mask=mask, **options)
-        beams = len(sequences) // len(inputs)
-        new = self._until_end(sequences, inputs.shape[1], options)
-        mask = torch.cat([mask.repeat_interleave(beams, 0), new.to(mask.dtype)], dim=1)
+        options["stopping_criteria"] = stopping.StoppingCriteriaList([record])
+        output = self.model.generate(inputs, attention_mask=mask, **options)
+        sequences = getattr(output, "sequences", output)
+        lengths = range(inputs.shape[1] + 1, sequences.shape[1] + 1)
+        if len(answers) != len(lengths) or not torch.equal(last, sequences):
+            # Beam search asks about other rows, pads with -1 without an end token, and a limit on the time ends all.
+            lasting = [one for one in criteria if not isinstance(one, stopping.MaxTimeCriteria)]
+            prefixes = (sequences[:, :length].clamp(min=0) for length in lengths)
+            answers = [stopping.StoppingCriteriaList(lasting)(prefix, None) for prefix in prefixes]
+        ends = torch.stack(answers, dim=1).long()
+        new = ends.cumsum(1) == ends  # up to the first end
+        mask = torch.cat([mask.repeat_interleave(len(sequences) // len(inputs), 0), new.to(mask.dtype)], dim=1)
         return Generated(sequences, self.score(sequences, mask))
 
-    def _until_end(self, sequences: Tensor, prompt: int, options: dict[str, Any]) -> Tensor:
-        """Tokens after the prompt up to the one at which `generate` ended their row: bool `[B, T - prompt]`."""
+    def _criteria(self, options: dict[str, Any]) -> list[Any]:
+        """The criteria by which `generate` ends a row: those given, the end tokens and the stop strings."""
         from transformers.generation import stopping_criteria as stopping
 
         configs = [self.model.generation_config, options.get("generation_config")]
         known = (config.to_dict().items() for config in configs if config is not None)
         settings = {name: value for items in known for name, value in items if value is not None} | options
-        # A limit on the time ends all rows at once.
-        given = settings.get("stopping_criteria") or ()
-        criteria: Any = [one for one in given if not isinstance(one, stopping.MaxTimeCriteria)]
+        criteria = [*(settings.get("stopping_criteria") or ())]
         if (end := settings.get("eos_token_id")) is not None:
             criteria.append(stopping.EosTokenCriteria(end))
         if strings := settings.get("stop_strings"):
             criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
-        criteria = stopping.StoppingCriteriaList(criteria)
-        tokens = sequences.clamp(min=0)  # beam search pads with -1 where no end token is given
-        ends = [criteria(tokens[:, : length + 1], None) for length in range(prompt, tokens.shape[1])]
-        ends = torch.stack(ends, dim=1).long()
-        return ends.cumsum(1) == ends
+        return criteria
 
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]
