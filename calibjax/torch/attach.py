@@ -71,7 +71,14 @@ class Attached:
         """
         from transformers.generation import stopping_criteria as stopping
 
-        criteria: Any = stopping.StoppingCriteriaList(self._criteria(options))
+        configs = [self.model.generation_config, options.get("generation_config")]
+        known = (config.to_dict().items() for config in configs if config is not None)
+        settings = {name: value for items in known for name, value in items if value is not None} | options
+        criteria: Any = stopping.StoppingCriteriaList(settings.get("stopping_criteria") or ())
+        if (end := settings.get("eos_token_id")) is not None:
+            criteria.append(stopping.EosTokenCriteria(end))
+        if strings := settings.get("stop_strings"):
+            criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
         answers: list[Tensor] = []  # which rows end at each token
         last = inputs
 
@@ -95,20 +102,6 @@ class Attached:
         new = ends.cumsum(1) == ends  # up to the first end
         mask = torch.cat([mask.repeat_interleave(len(sequences) // len(inputs), 0), new.to(mask.dtype)], dim=1)
         return Generated(sequences, self.score(sequences, mask))
-
-    def _criteria(self, options: dict[str, Any]) -> list[Any]:
-        """The criteria by which `generate` ends a row: those given, the end tokens and the stop strings."""
-        from transformers.generation import stopping_criteria as stopping
-
-        configs = [self.model.generation_config, options.get("generation_config")]
-        known = (config.to_dict().items() for config in configs if config is not None)
-        settings = {name: value for items in known for name, value in items if value is not None} | options
-        criteria = [*(settings.get("stopping_criteria") or ())]
-        if (end := settings.get("eos_token_id")) is not None:
-            criteria.append(stopping.EosTokenCriteria(end))
-        if strings := settings.get("stop_strings"):
-            criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
-        return criteria
 
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]

@@ -156,7 +156,7 @@ def token_curves(
     for name in _FIELDS:
         if (x := getattr(curves, name)) is not None:
             shapes[name] = jax.ShapeDtypeStruct((count, length, *x.shape[2:]), x.dtype)
-    size = sum(map(_bytes, shapes.values()))
+    size = sum(x.size * x.dtype.itemsize for x in shapes.values())
     tokens = int(sequences.where.sum())
     identity = {
         "model": lm.fingerprint,
@@ -265,10 +265,6 @@ def frozen_batch(
     return stored, jax.lax.map(block, number)
 
 
-def _bytes(array: jax.ShapeDtypeStruct) -> int:
-    return array.size * array.dtype.itemsize
-
-
 class _Store:
     """Arrays in memory; or in files, which the first process writes, with a record of the progress of their pass."""
 
@@ -287,7 +283,7 @@ class _Store:
     def _begin(self) -> int:
         """The number of sequences of this pass that the files hold; makes new files if they are of another pass."""
         assert self._directory is not None
-        sizes = {name: max(_bytes(x), 1) for name, x in self._shapes.items()}
+        sizes = {name: max(x.size * x.dtype.itemsize, 1) for name, x in self._shapes.items()}
         with contextlib.suppress(ValueError, OSError):
             note = read_json(self._progress_file)
             is_same_pass = isinstance(note, dict) and note.get("identity") == self._identity

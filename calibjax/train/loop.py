@@ -85,13 +85,10 @@ class TrainLog:
 
 
 class Validation(NamedTuple):
-    """Scalars of the parameters, logged after every `every` steps and after the last one; never if `every` is 0."""
+    """Scalars of the parameters, logged after every `every` steps and after the last one."""
 
     scalars_of: Callable[[Any], dict[str, float]]
     every: int
-
-
-NO_VALIDATION = Validation(lambda params: {}, every=0)
 
 
 @dataclasses.dataclass
@@ -139,7 +136,7 @@ def train(
     context: RunContext,
     identity: dict[str, Any],
     checkpoint_every: int = 200,
-    validation: Validation = NO_VALIDATION,
+    validation: Validation | None = None,
 ) -> TrainState:
     """Trains up to step `steps`, from the newest checkpoint in `context.directory` if there is one.
 
@@ -182,11 +179,11 @@ def train(
             delayed.pending = (step, metrics)
             stops = stop_requested(step)
             saves = step == steps or stops or step % checkpoint_every == 0
-            validates = validation.every > 0 and (step == steps or step % validation.every == 0)
-            if validates or saves:
+            due = validation if validation and (step == steps or step % validation.every == 0) else None
+            if due or saves:
                 delayed.settle()
-            if validates:
-                scalars = validation.scalars_of(state.params)
+            if due:
+                scalars = due.scalars_of(state.params)
                 log.write(step, scalars)
                 text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scalars.items())
                 if context.shows_progress:
