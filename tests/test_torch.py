@@ -1,7 +1,6 @@
 """Exported heads: read back by JAX to the same bits, and in PyTorch equal to JAX for every head and family."""
 
 import hashlib
-import itertools
 import json
 import re
 import subprocess
@@ -165,9 +164,9 @@ def test_padding_has_no_score_and_changes_none(tmp_path):
         generated = attached.generate(prompts, **GREEDY | options)
         lengths = [[*row[3:], end].index(end) + 1 for row in generated.sequences.tolist()]
         assert ((generated.scores.confidence > 0).sum(1) - 2).tolist() == np.minimum(lengths, 6).tolist()
-    calls = itertools.count(1)
-    fourth = {"stopping_criteria": [lambda tokens, scores: torch.full((len(tokens),), next(calls) >= 4)]}
-    generated = attached.generate(prompts, return_dict_in_generate=True, **GREEDY | fourth)
+    answers = iter([False, False, False, True])
+    criteria = [lambda tokens, scores: torch.full((len(tokens),), next(answers))]
+    generated = attached.generate(prompts, return_dict_in_generate=True, stopping_criteria=criteria, **GREEDY)
     assert (generated.scores.confidence > 0).sum(1).tolist() == [6, 6]
 
 

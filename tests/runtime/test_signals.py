@@ -44,6 +44,7 @@ def wait_for(process, condition, seconds=240):
 STARTED = """
 import hashlib, sys, time
 from calibjax import cli
+from calibjax.runtime.progress import progress_bar
 def work(*args):
     print("working", flush=True)
     {work}
@@ -56,9 +57,7 @@ SWALLOW = """while True:
 IN_CALLBACK = """import gc
     gc.callbacks.append(lambda *of: time.sleep(0.05))
     while True: gc.collect(), time.sleep(0.02)"""
-BAR = """from calibjax.runtime.progress import progress_bar
-    bar = progress_bar(None, title="bar", unit="step", disable=False, total=9)
-    bar.update(), time.sleep(60)"""
+BAR = "bar = progress_bar(None, title='bar', unit='step', disable=False, total=9); bar.update(); time.sleep(60)"
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
