@@ -241,5 +241,6 @@ def class_count(data: Predictions) -> int:
 
 
 def parameter_count(state: Any) -> int:
-    """The number of fitted numbers in a state, without its report."""
-    return sum(np.size(leaf) for leaf in jax.tree.leaves(state._replace(report=())))
+    """The number of fitted numbers in a state; the reports of its fits do not count."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, FitReport))
+    return sum(np.size(leaf) for leaf in leaves if not isinstance(leaf, FitReport))

@@ -492,7 +492,8 @@ def test_laws(name):
         assert same.all() or not method.keeps_argmax
     elif name in ("confidence_temperature", "platt", "beta", "isotonic", "venn_abers", "scaling_binning"):
         assert (np.diff(out[np.argsort(data.confidence)]) >= -2 * EPS).all()
-    assert parameter_count(state) >= 1
+    sizes = {jax.tree_util.keystr(path): np.size(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    assert parameter_count(state) == sum(size for path, size in sizes.items() if "report" not in path) >= 1
     assert isinstance(state.report, FitReport)
 
     # Rows masked out count for nothing, whatever they hold; ten rows are enough.
