@@ -79,7 +79,8 @@ def load_sequences(
     if counts["rows cut"] and layout != "full":
         fraction = counts["targets cut"] / counts["targets"]
         description += f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens"
-        description += f": {fraction:.1%} of the tokens to predict are left out; a larger --seq-len reads them"
+        description += f": {fraction:.1%} of the tokens to predict are left out; a larger --seq-len, up to the model's "
+        description += "context, reads more of them"
     return sequences, description
 
 
