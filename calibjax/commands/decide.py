@@ -138,7 +138,7 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
         line = f"no threshold is guaranteed to keep at most {options.risk} of the answers wrong: {reason}."
         return Verdict(line, is_warning=True)
     if options.by_category:
-        left = f"; {none} categories are not answered" if none else ""
+        left = f"; in {none} of {len(decided)} categories none is answered" if none else ""
         return Verdict(f"{answered:.1%} of the questions are answered, and in each category {limit}{left}.")
     if threshold is None:
         return Verdict(f"All questions can be answered: {limit}.")
