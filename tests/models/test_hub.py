@@ -171,6 +171,8 @@ def test_card(named):
     found["held_out"]["methods"]["ats"]["intervals"] = {"nll": {"low": 1.5, "high": 2.5}}
     assert "| NLL [95% interval] |" in model_card(found, subject)
     assert f"{found['held_out']['methods']['ats']['nll']:.4f} [1.5000, 2.5000]" in model_card(found, subject)
+    found["run"]["fit"] = {"candidate": "temperature scaling"}
+    assert "| Loss | cross-entropy |" in model_card(found, subject)
     pinned = subject._replace(base="org/base", revision="12ab")
     assert "load_model('org/base@12ab')" in model_card(found, pinned)
 

@@ -442,13 +442,15 @@ def model_card(document: Document, subject: Subject) -> str:
         metadata |= {"base_model": subject.base, "base_model_relation": "adapter"}
     name = _markdown_text(subject.base or subject.name)
     base = name + (f" at revision {subject.revision}" if subject.revision else "")
-    methods = {"ats": "Adaptive Temperature Scaling (arXiv 2409.19817)", "temperature": "temperature scaling"}
+    method, loss = "Adaptive Temperature Scaling (arXiv 2409.19817)", fit_of(document).get("candidate", "")
+    if subject.method == "temperature" or loss == "temperature scaling":  # which no head beat
+        method, loss = "temperature scaling", "cross-entropy"
     facts = {
         "Base model": f"{base}; frozen",
         "Fingerprint": f"`{subject.fingerprint}`",
         "Data": _markdown_text(data_of(document.get("run", {}))),
-        "Method": f"{methods[subject.method]}: {_markdown_text(subject.head)}",
-        "Loss": _markdown_text(fit_of(document).get("candidate", "")) if subject.method == "ats" else "cross-entropy",
+        "Method": f"{method}: {_markdown_text(subject.head)}",
+        "Loss": _markdown_text(loss),
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }
