@@ -47,7 +47,7 @@ class CompareOptions(
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
         out: directory for metrics.json, report.html and reliability.png; without it only the table is printed.
-        save: directory for the fitted winner, or else temperature scaling, for `calibjax apply`; an earlier one goes.
+        save: directory for the winner, or else temperature scaling, for `calibjax apply`; an earlier one is replaced.
         fit_fraction: fraction of the data to fit on; of a table, rows (or groups) drawn at random.
         max_tokens: largest number of predictions in each part of a text, whole sequences drawn at random.
         sort: figure that the rows are ordered by, best first.
