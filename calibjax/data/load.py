@@ -78,9 +78,8 @@ def load_sequences(
         description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
     if counts["rows cut"] and layout != "full":
         fraction = counts["targets cut"] / counts["targets"]
-        description += f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens"
-        description += f": {fraction:.1%} of the tokens to predict are left out; a larger --seq-len, up to the model's "
-        description += "context, reads more of them"
+        description += f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of "
+        description += "the tokens to predict are left out; a larger --seq-len, up to the model's context, reads more"
     return sequences, description
 
 

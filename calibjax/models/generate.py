@@ -102,7 +102,7 @@ class Sampling:
         if self.top_p is not None and not 0 < np.float32(self.top_p) <= 1:
             raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
         if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
-            raise UserError("top_k, top_p and calibrated need a temperature above 0.")
+            raise UserError("top_k, top_p and calibrated (--sample-calibrated) need a temperature above 0.")
         count = self.num_samples
         if count < 1 or (count > 1 and not self.temperature):
             raise UserError(f"num_samples: expected 1, or more than one with a temperature above 0, got {count}.")

@@ -418,8 +418,7 @@ def limitations(document: Document) -> list[str]:
 
 
 class Subject(NamedTuple):
-    """What a card is about: the repository of the head, its base model (id on the Hub or None, revision or None, name,
-    fingerprint), its method ("ats" or "temperature"), and a line on the head."""
+    """What a card is about: a head, its repository and method ("ats" or "temperature"), and its base model."""
 
     repository: str
     base: str | None
@@ -431,8 +430,7 @@ class Subject(NamedTuple):
 
 
 def model_card(document: Document, subject: Subject) -> str:
-    """The README.md of a repository of the Hub: its metadata as YAML, then base model, data and method, the
-    table of results with intervals, the reliability diagram reliability.png, code, and limitations."""
+    """The README.md of a repository of the Hub: metadata as YAML, facts, results, diagram, code and limitations."""
     metadata = {
         "library_name": "calibjax",
         "tags": ["calibration", "temperature-scaling", "uncertainty"],
