@@ -238,7 +238,7 @@ def main(tokens: int = 600, width: int = 128, vocab_size: int = 1500, label_smoo
 
     def mean_and_gradients(loss: Any, *options: Any) -> Any:
         grad_fn = jax.value_and_grad(lambda h, w: jnp.mean(loss(h, w, targets, label_smoothing, *options)), (0, 1))
-        return grad_fn(hidden, unembedding)
+        return jax.jit(grad_fn)(hidden, unembedding)
 
     value, gradients = mean_and_gradients(cross_entropy, interpret)
     expected_value, expected_gradients = mean_and_gradients(dense)

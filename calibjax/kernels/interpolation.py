@@ -29,6 +29,7 @@ class Jet(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@jax.jit(static_argnums=0, inline=True)
 def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
     """Value, slope and curvature of the interpolant at `scale`, [...] each.
 

@@ -77,25 +77,26 @@ def make(case):
     return hidden, unembedding, bias, scale, jnp.asarray(targets, jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.value_and_grad, argnums=(1, 2, 3, 4), has_aux=True)
+def dense(case, hidden, unembedding, bias, scale, targets):
+    """The sum of the loss by the dense formula; the loss itself, and the largest scaled logit."""
+    z = hidden @ unembedding.T + (0.0 if bias is None else bias[None, :])
+    z = z if case.softcap is None else case.softcap * jnp.tanh(z / case.softcap)
+    lse, log_p = jax.nn.logsumexp(scale[:, None] * z, axis=1), jax.nn.log_softmax(scale[:, None] * z)
+    target = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    losses = case.smoothing * (target - log_p.mean(axis=1)) - target + case.z_loss * lse**2
+    losses = jnp.where(targets >= 0, losses, 0.0)
+    count = jnp.maximum((targets >= 0).sum(), 1) if case.reduction == "mean" else 1
+    values = losses if case.reduction == "none" else losses.sum() / count
+    return values.sum(), (values, jnp.abs(scale[:, None] * z).max())
+
+
 def expected(case, inputs, targets):
-    """The loss by the dense formula and its gradients, in float64, and the relative error that rounding may leave."""
+    """`dense` and its gradients, in float64, and the relative error that rounding may leave."""
     with jax.enable_x64(True):
-        hidden, unembedding, bias, scale = (None if x is None else jnp.asarray(f64(x)) for x in inputs)
-        targets = jnp.asarray(targets)
-
-        def loss(hidden, unembedding, bias, scale):
-            z = hidden @ unembedding.T + (0.0 if bias is None else bias[None, :])
-            z = z if case.softcap is None else case.softcap * jnp.tanh(z / case.softcap)
-            lse, log_p = jax.nn.logsumexp(scale[:, None] * z, axis=1), jax.nn.log_softmax(scale[:, None] * z)
-            target = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-            losses = case.smoothing * (target - log_p.mean(axis=1)) - target + case.z_loss * lse**2
-            losses = jnp.where(targets >= 0, losses, 0.0)
-            count = jnp.maximum((targets >= 0).sum(), 1) if case.reduction == "mean" else 1
-            values = losses if case.reduction == "none" else losses.sum() / count
-            return values.sum(), (values, jnp.abs(scale[:, None] * z).max())
-
-        run = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
-        (_, (values, largest)), gradients = run(hidden, unembedding, bias, scale)
+        wide = (None if x is None else f64(x) for x in inputs)
+        (_, (values, largest)), gradients = dense(case, *wide, np.asarray(targets))
         error = EPS * (20 + 8 * largest) + (2.0**-7 if case.dtype == "bfloat16" else 0.0)
         return f64(values), [f64(x) for x in gradients], float(error)
 
@@ -226,7 +227,7 @@ def test_settings_of_jax(reduction):
         options = {**BASE.options, "reduction": reduction}
         return linear_cross_entropy(h, w, targets, bias=b, scale=s, **options).sum()
 
-    expected = jax.value_and_grad(loss, (0, 1, 2, 3))(*inputs)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*inputs)
     with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
         chex.assert_trees_all_close(jax.value_and_grad(loss, (0, 1, 2, 3))(*inputs), expected, rtol=1e-5)
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 NODES = tuple(2.0 ** (k / 2) for k in range(-4, 4))  # four octaves of two
 DENSE = (0.3, 0.5, 1.3, 2.0)  # no octaves
 tpu = interpreted.tpu
+STATIC = ("scales", "top_k", "softcap", "implementation", "chunk_size")
+compiled_curves = jax.jit(vocab_curves, static_argnames=STATIC)
 
 
 def rows_of_logits(vocab):
@@ -80,7 +82,7 @@ def test_the_sums_at_the_nodes_match_float64(implementation, nodes, vocab):
     z = rows_of_logits(vocab)
     options = {"chunk_size": 50} if implementation == "chunked" else {}
     targets = jnp.asarray(np.arange(len(z)) % vocab, jnp.int32)
-    curves = vocab_curves(
+    curves = compiled_curves(
         z, np.eye(vocab, dtype=np.float32), targets, scales=nodes, implementation=implementation, **options
     )
     assert_nodes(curves, z, nodes)
@@ -191,18 +193,20 @@ def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
     scales = DOUBLED_SCALES if LOSSES[name].doubled else SCALES
     loss, scale = LOSSES[name], jnp.geomspace(0.15, min(10.0, scales[-1]), len(hidden))
     options = {"bias": bias, "softcap": softcap}
-    curves = vocab_curves(hidden, unembedding, targets, scales=scales, top_k=5, **options)
+    curves = compiled_curves(hidden, unembedding, targets, scales=scales, top_k=5, **options)
 
     def by_curves(scale):
-        return jnp.sum(curve_loss(loss, curves, scale)[0])
+        losses = curve_loss(loss, curves, scale)[0]
+        return jnp.sum(losses), losses
 
     def by_logits(scale):
-        return jnp.sum(linear_loss(loss, hidden, unembedding, targets, scale=scale, **options)[0])
+        losses = linear_loss(loss, hidden, unembedding, targets, scale=scale, **options)[0]
+        return jnp.sum(losses), losses
 
-    np.testing.assert_allclose(curve_loss(loss, curves, scale)[0][::5], 0.0)
-    got, want = (jax.jit(jax.value_and_grad(f))(scale) for f in (by_curves, by_logits))
+    got, want = (jax.jit(jax.value_and_grad(f, has_aux=True))(scale) for f in (by_curves, by_logits))
+    np.testing.assert_allclose(got[0][1][::5], 0.0)
     # Logits of about 10: sums over 33 tokens of terms of some units, each to ε of s·max; slopes to h⁵ of the law.
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-3, atol=1e-4)
     np.testing.assert_array_equal(got[1][::5], 0.0)
 
@@ -210,7 +214,7 @@ def test_every_loss_and_its_gradient_in_the_scale(name, softcap):
 def test_gradients_are_those_of_the_interpolated_function():
     """Also of second order, as Newton's method takes them; constant in what the curves are made of."""
     hidden, unembedding, targets, bias = problem()
-    curves = vocab_curves(hidden, unembedding, targets, bias=bias, scales=NODES)
+    curves = compiled_curves(hidden, unembedding, targets, bias=bias, scales=NODES)
     scale = jnp.geomspace(0.1, 20.0, len(hidden))
     slopes = jax.grad(lambda s: jnp.sum(curves.at(s).log_normalizer))
     np.testing.assert_array_equal(slopes(scale), curves.at(scale).expected_logit)
@@ -227,13 +231,13 @@ def test_gradients_are_those_of_the_interpolated_function():
     def value(hidden):
         return jnp.sum(vocab_curves(hidden, unembedding, targets, scales=NODES).at(scale).log_normalizer)
 
-    np.testing.assert_array_equal(jax.grad(value)(hidden), 0.0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(value))(hidden), 0.0)
 
 
 def test_masked_tokens_and_a_pytree():
     hidden, unembedding, targets, bias = problem()
     where = jnp.arange(len(hidden)) % 3 > 0
-    run = functools.partial(vocab_curves, unembedding=unembedding, bias=bias, scales=NODES, top_k=3, where=where)
+    run = functools.partial(compiled_curves, unembedding=unembedding, bias=bias, scales=NODES, top_k=3, where=where)
     clean = run(hidden, targets=targets)
     counted = np.asarray(where & (targets >= 0))
     dirty = run(jnp.where(counted[:, None], hidden, jnp.nan), targets=targets)
@@ -282,14 +286,14 @@ def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
     bias = bias.at[7].set(-jnp.inf if softcap is None else 0.0)
     dirty = jnp.where(targets[:, None] < 0, jnp.nan, hidden)
     options = {"bias": bias, "softcap": softcap, "scales": nodes}
-    got = vocab_curves(dirty, unembedding, targets, implementation=tpu, **options)
+    got = compiled_curves(dirty, unembedding, targets, implementation=tpu, **options)
     z = f64(hidden) @ f64(unembedding).T + f64(bias)
     z = z if softcap is None else softcap * np.tanh(z / softcap)
     kept = np.delete(z, 7, axis=1) if softcap is None else z
     counted = np.asarray(targets) >= 0
     # Products of 16 terms, and the soft-cap, round the logits a few times more than those at hand.
     assert_nodes(got, kept, nodes, counted, factor=8)
-    want = vocab_curves(hidden, unembedding, targets, implementation="reference", **options)
+    want = compiled_curves(hidden, unembedding, targets, implementation="reference", **options)
     for name in ("target_logit", "mean_logit", "max_logit"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
     for name in ("argmax", "correct", "valid"):

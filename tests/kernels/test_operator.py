@@ -347,6 +347,7 @@ def test_dw_of_blocks_of_tokens_with_and_without_masked_ones(tokens):
     targets = rng.integers(0, 300, tokens)
     masked = np.arange(tokens) % 7 == 0 if tokens == 100 else np.arange(tokens) > 240
 
+    @functools.partial(jax.jit, static_argnums=2)
     def of_unembedding(hidden, targets, implementation):
         return jax.grad(
             lambda w: linear_cross_entropy(hidden, w, targets, reduction="none", implementation=implementation).sum()
