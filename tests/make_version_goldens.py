@@ -5,6 +5,7 @@
 They are written once for each version of the formats, below `goldens/saved`, and are never replaced.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def head(kind: str) -> FittedHead:
 
 def log_scale(fitted: FittedHead) -> np.ndarray:
     features = np.random.RandomState(2).standard_normal((2, 5, 8)).astype(np.float32)
-    return np.asarray(head_log_scale(fitted, features, jax.numpy.zeros((3, 8))))
+    return np.asarray(jax.jit(functools.partial(head_log_scale, fitted))(features, np.zeros((3, 8), np.float32)))
 
 
 def state() -> TrainState:

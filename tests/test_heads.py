@@ -189,10 +189,10 @@ def test_features_against_dense_logits(dtype, with_bias):
     # hᵀCh cancels less than the sum of its terms: (|h| |W|)² / Var is at most some hundred here.
     assert_within(got[..., D + 5], np.log(z.std(axis=-1, ddof=1)), 200 * EPS, "log_std_logits")
     np.testing.assert_array_equal(got[..., D + 6 :], oracle.f64(unembedding)[z.argmax(axis=-1)])
-    dense = run(hidden, unembedding, bias=bias, stats=dense_stats(jnp.asarray(z, jnp.float32)))
+    dense = run(hidden, unembedding, bias=bias, stats=jax.jit(dense_stats)(z.astype(np.float32)))
     assert_within(dense, got, 40 * EPS * (1 + np.abs(got)), "from logits")
     # max_logit is after the soft-cap, the standard deviation before it.
-    capped = np.asarray(heads.head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))
+    capped = np.asarray(jax.jit(lambda: heads.head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))())
     assert_within(capped[..., D + 4], 3 * np.tanh(largest / 3), 20 * EPS * 3, "max_logit under a soft-cap")
     assert_within(capped[..., D + 5], got[..., D + 5], 10 * EPS, "log_std_logits under a soft-cap")
 

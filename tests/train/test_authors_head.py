@@ -1,7 +1,9 @@
 """Heads in the files of the authors of arXiv 2409.19817 give their formulas, computed by PyTorch and transformers."""
 
+import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +61,8 @@ def test_their_formula(kind, tmp_path):
     head = calibjax.load_head(written(tmp_path, kind, tensors), LM)
     hidden = np.random.default_rng(0).normal(size=(2, 9, WIDTH)).astype(np.float32)
     want = run(torch.tensor(hidden))[..., 0].detach().numpy()
-    got = head_log_scale(head, hidden, LM.unembedding, segment_ids=jnp.ones((2, 9), jnp.int32))
+    run = jax.jit(functools.partial(head_log_scale, head))
+    got = run(hidden, LM.unembedding, segment_ids=jnp.ones((2, 9), jnp.int32))
     np.testing.assert_allclose(got, np.minimum(want, np.log(10)), atol=2e-5)
     assert calibjax.calibrated_confidence(LM, head, np.ones((1, 5), np.int32)).confidence.shape == (1, 5)
 

@@ -17,6 +17,8 @@ from calibjax.train.curves import curves_of, features_of, token_curves
 LM = make_lm()
 SEQUENCES = ragged(make_sequences(21))
 HEAD = HeadConfig(kind="linear", hidden_size=16, features=tuple(FEATURES))
+compiled_features = jax.jit(features_of, static_argnums=(0, 2))
+compiled_head_features = jax.jit(head_features, static_argnums=0)
 
 
 def run(directory, keep="disk", lm=LM, sequences=SEQUENCES, **options):
@@ -35,7 +37,7 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     where = SEQUENCES.where
     np.testing.assert_array_equal(tokens.counted, where)
     assert tokens.hash.startswith(f"{lm.fingerprint}-{jnp.dtype(dtype).name}-")
-    stats = curves_of({name: jnp.asarray(x) for name, x in tokens.arrays.items()}, tokens.scales).at(0.7)
+    stats = jax.jit(lambda arrays: curves_of(arrays, tokens.scales).at(0.7))({**tokens.arrays})
     expected = np.take_along_axis(dense_log_probs(lm, SEQUENCES, np.log(0.7)), SEQUENCES.targets[..., None], -1)[..., 0]
     tolerance = {"float32": 2e-5, "bfloat16": 0.2}[jnp.dtype(dtype).name]
     np.testing.assert_allclose(np.asarray(stats.log_prob())[where], expected[where], atol=tolerance)
@@ -43,8 +45,8 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     hidden = lm.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
     assert tokens.arrays["hidden_states"].dtype == hidden.dtype
     assert tokens.arrays["top_logits"].shape == (*where.shape, 5)
-    features = features_of(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
-    whole = head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
+    features = compiled_features(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
+    whole = compiled_head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
     np.testing.assert_allclose(features, np.asarray(whole)[where], rtol=tolerance, atol=tolerance)
     assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences; it is kept ")
     assert ("in memory" in lines[0]) == (keep == "memory")
@@ -54,10 +56,10 @@ def test_a_head_that_attends_reads_tokens_that_do_not_count(tmp_path):
     head = HeadConfig(kind="transformer", hidden_size=16, num_heads=2, features=("logit_statistics", "max_logit"))
     tokens = token_curves(LM, SEQUENCES, [head], batch_size=4, context=silent(tmp_path))
     hidden = LM.hidden_states(SEQUENCES.tokens, segment_ids=SEQUENCES.segment_ids, positions=SEQUENCES.positions)
-    whole = head_features(head.features, hidden, LM.unembedding)
+    whole = compiled_head_features(head.features, hidden, LM.unembedding)
     real = SEQUENCES.segment_ids > 0
     assert (real & ~SEQUENCES.where).any()
-    got = features_of(head, tokens.arrays, tokens.scales)
+    got = compiled_features(head, {**tokens.arrays}, tokens.scales)
     np.testing.assert_allclose(np.asarray(got)[real], np.asarray(whole)[real], rtol=2e-5, atol=2e-5)
 
 

@@ -79,7 +79,8 @@ def test_features_are_standardised_and_the_head_reads_them_as_they_are(tokens):
     assert design.decayed.tolist() == [False] * 4 + [True] * 16
     x = np.random.default_rng(0).normal(size=21) * 0.1
     params = solve.head_params(design, x)
-    features = np.asarray(features_of(head, tokens.flat([*tokens.arrays]), tokens.scales))
+    run = jax.jit(features_of, static_argnums=(0, 2))
+    features = np.asarray(run(head, tokens.flat([*tokens.arrays]), tokens.scales))
     got = head.build().apply({"params": FittedHead(head, params, "").params}, features[None])[0]
     np.testing.assert_allclose(got, solve.predict(design, x), atol=1e-5)
 

@@ -33,7 +33,8 @@ def setting():
 def batch_of(lm, sequences, top_k=0):
     batch = {name: jnp.asarray(value) for name, value in sequences._asdict().items() if name != "source"}
     hidden = lm.hidden_states(batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-    curves = vocab_curves(hidden, lm.unembedding, batch["targets"], where=batch["where"], top_k=top_k)
+    run = jax.jit(vocab_curves, static_argnames="top_k")
+    curves = run(hidden, lm.unembedding, batch["targets"], where=batch["where"], top_k=top_k)
     fields = {name: x for name, x in vars(curves).items() if name != "scales" and x is not None}
     return {**batch, "hidden_states": hidden, **fields}
 
