@@ -27,7 +27,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"  # also below the settings of pytest
 MODES = ("once", "full", "read-only")
 
 

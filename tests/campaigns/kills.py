@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "compiled"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"  # also below the settings of pytest
 
 from ports import free_port
 from tiny import WORDS, write_model, write_questions, write_text

@@ -41,10 +41,9 @@ class Job:
         coordinator = "slurm" if slurm else f"127.0.0.1:{port}"
         environment = {
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time goes into compiling
         }
         if slurm:  # JAX takes the port from the id of the job
             environment |= {"SLURM_JOB_ID": str(port - 61440), "SLURM_STEP_NODELIST": "localhost"}
