@@ -229,8 +229,11 @@ def test_mutations_fit_the_sources():
 
 
 WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
-HEAVY = ("calibjax.train", "calibjax.eval", "calibjax.metrics.scores", "calibjax.nn")
-"""Rooms whose examples train or compile for seconds."""
+HEAVY = (
+    *("calibjax.train", "calibjax.eval", "calibjax.nn", "calibjax.models", "calibjax.kernels"),
+    *("calibjax.metrics.scores", "calibjax.losses.long_horizon"),
+)
+"""Rooms and modules whose examples train or compile for seconds."""
 
 
 @pytest.mark.parametrize(

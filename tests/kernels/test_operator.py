@@ -470,7 +470,7 @@ def test_gradients_at_a_scale_of_1e30_are_finite(implementation):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "vocab", "width"), [("chunked", 40, 2304), (TPU, 40, 2304), (TPU, 125, 2312)]
+    ("implementation", "vocab", "width"), [("chunked", 40, 2304), slow(TPU, 40, 2304), (TPU, 125, 2312)]
 )
 def test_wide_hidden_states_of_many_tokens(implementation, vocab, width):
     """Above 512 tokens the closed forms of dh go block by block, the last one ragged; at 2,312 W is transposed."""

@@ -152,7 +152,7 @@ def test_in_double_precision_of_jax():
         np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("head", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_samples_of_one_prompt(head):
     """K a prompt, one after the other; what is drawn for a number does not depend on the prompts beside it."""
     lm = the_lm()
