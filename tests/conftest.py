@@ -41,14 +41,6 @@ def survivors_are_not_walked_again():
     gc.freeze()
 
 
-@pytest.fixture
-def quick_compile():
-    """Compiles without LLVM's optimisations: small programs run once take less time than they save."""
-    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 TESTS = Path(__file__).parent
 FAST = (
     *("data", "losses/test_bounds.py", "losses/test_long_horizon.py"),

@@ -19,8 +19,6 @@ from calibjax import losses
 from calibjax.heads import MAX_LOG_FACTOR, MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig
 from calibjax.kernels import vocab_stats
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 N, SIZES = 4, (1, 5)
 TINY = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)

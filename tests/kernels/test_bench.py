@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "kernels"
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SMALL = ["--tokens", "32", "--width", "16", "--vocab", "131", "--repeats", "1"]
 
 

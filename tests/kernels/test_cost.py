@@ -15,7 +15,6 @@ from calibjax.runtime.hlo import executions
 
 N, D, V, CHUNK, BLOCK = 96, 16, 1500, 256, 40  # a ragged chunk of 220 columns, a ragged block of 16 tokens
 tpu = interpreted.tpu
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 WHOLE = ("log_normalizer", "target_logit", "mean_logit", "max_logit", "argmax", "expected_logit")
 SMOOTHING = ("log_normalizer", "target_logit", "mean_logit")

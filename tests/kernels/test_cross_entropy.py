@@ -16,7 +16,7 @@ from calibjax.kernels import cross_entropy, linear_cross_entropy
 from calibjax.kernels.platforms import Platform
 
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
-pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
+pytestmark = pytest.mark.usefixtures("tpu", "gpu")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAMES = ("hidden", "unembedding", "bias", "scale")
 

@@ -15,7 +15,6 @@ from calibjax.kernels.stats import octaves
 from calibjax.losses import LOSSES, curve_loss, linear_loss
 from calibjax.runtime.sharding import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NODES = tuple(2.0 ** (k / 2) for k in range(-4, 4))  # four octaves of two
 DENSE = (0.3, 0.5, 1.3, 2.0)  # no octaves
 tpu = interpreted.tpu

@@ -20,7 +20,6 @@ from calibjax.kernels.pallas_gpu.schedule import Blocks
 from calibjax.runtime.sharding import make_mesh
 
 gpu = interpreted_gpu.gpu
-pytestmark = pytest.mark.usefixtures("quick_compile")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 STATS = "vocab_stats pallas_gpu"
 FOLDER = str(Path(__file__).parents[2] / "kernels")

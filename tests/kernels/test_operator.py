@@ -19,7 +19,7 @@ from calibjax.kernels import STATISTICS, linear_cross_entropy, stats, vocab_stat
 tpu, gpu = interpreted.tpu, interpreted_gpu.gpu
 TPU, TPU_BLOCKS, APART = interpreted.NAME, interpreted.WITH_ITS_BLOCKS, interpreted.APART
 GPU, GPU_BLOCKS = interpreted_gpu.NAME, interpreted_gpu.WITH_ITS_BLOCKS
-pytestmark = pytest.mark.usefixtures("tpu", "gpu", "quick_compile")
+pytestmark = pytest.mark.usefixtures("tpu", "gpu")
 
 ALL = (*FLOATS, "argmax", "logit_variance", "correct")
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of gradients to the dtype of the inputs

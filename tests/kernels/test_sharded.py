@@ -31,7 +31,6 @@ SHARDINGS = {
     "tokens alone, stored along D": lambda: sharding((2, 4, 1), vocab=(), width=("fsdp", "data")),
 }
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.fixture(autouse=True)

@@ -270,7 +270,6 @@ def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):
     assert config_from_hf(tmp_path).max_positions == 16
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f == "mixtral" else pytest.mark.slow) for f in parity.VARIANTS]
 )

@@ -24,7 +24,6 @@ from calibjax.nn.attention import AttentionMask
 from calibjax.runtime.compilers import with_compiler
 from calibjax.runtime.sharding import AXES, make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TIME = 256  # two blocks of 128
 WINDOW = 100
 SIZES = {"vocab_size": 50, "num_layers": 3, "max_positions": 4096, "hidden_size": 32, "intermediate_size": 48}

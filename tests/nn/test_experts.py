@@ -16,7 +16,6 @@ from calibjax.nn.experts import Mixture, mix, route, use_ragged_dot
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import make_mesh, param_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 N, D, F, E = 40, 6, 5, 7
 
 
