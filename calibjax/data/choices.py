@@ -55,16 +55,14 @@ def choice_sequences(
     texts, places, subjects, skipped = [], [], [], Skipped()
     for place, named in rows.placed(skipped):
         row = with_names(named, _COLUMNS)
-        choices = _choices(row, place)
-        answer = row.get("answer")
-        if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
-            expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
-            raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-        lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-        text = "\n".join([str(row.get("question")), *lines, cue + string.ascii_uppercase[answer]])
-        if not is_text(text):
-            raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
-        texts.append(text)
+        try:
+            text, answer = _question(row, place, count)
+        except UserError as error:
+            if not rows.skip_broken:
+                raise
+            skipped.add(error)
+            continue
+        texts.append(text + cue + string.ascii_uppercase[answer])
         places.append((place, letters[answer]))
         subjects.append(str(row.get("subject", "")))
     encoded: Any = tokenizer(texts, verbose=False)
@@ -90,11 +88,26 @@ def choice_sequences(
     return Choices(sequences, letters, cue, chosen_subjects, len(ids) - len(short), len(ids), skipped)
 
 
-def _choices(row: Row, place: str) -> Sequence[str]:
+def _choices(row: Row, place: str) -> Sequence[Any]:
     choices = row.get("choices")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")
     return choices
+
+
+def _question(row: Row, place: str, count: int) -> tuple[str, int]:
+    """The text up to the cue, and the index of the right choice."""
+    question, choices, answer = row.get("question"), _choices(row, place), row.get("answer")
+    if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
+        expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
+        raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
+    if not all(isinstance(part, str | int | float) for part in (question, *choices)):
+        raise UserError(f"{place}: expected text in question and choices, got {str([question, *choices])[:60]}.")
+    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
+    text = "\n".join([str(question), *lines, ""])
+    if not is_text(text):
+        raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
+    return text, answer
 
 
 def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:

@@ -69,9 +69,13 @@ def test_what_is_no_question():
         ({"choices": "abc"}, "column 'choices': expected a list of 2 to 26"),
         ({"answer": 3}, "row 1 .*: expected 3 choices.* answer from 0 to 2; got 3 and 3"),
         ({"choices": ["x", "y"]}, "got 2 and 1"),
+        ({"Question": None}, "row 1 .*: expected text .* got .None"),
+        ({"choices": ["x", {"text": "y"}, "z"]}, "expected text .* got .*'text'"),
     ):
         rows = Rows([QUESTIONS[0], {**QUESTIONS[2], **changes}], "made")
         with pytest.raises(UserError, match=message):
             choice_sequences(rows, tokenizer, 200)
+        skipping = Rows(rows.every, "made", skip_broken=True)
+        assert choice_sequences(skipping, tokenizer, 200).skipped.count == 1
     with pytest.raises(UserError, match="does not write A, B, C after 'Answer:' as one token each"):
         choice_sequences(ROWS, character_tokenizer(characters=string.ascii_lowercase), 200)
