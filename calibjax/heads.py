@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -243,11 +243,6 @@ HEADS: dict[str, HeadEntry] = {
 }
 """Kind of head -> how it is built, and what it reads of its configuration."""
 
-if TYPE_CHECKING:
-    HeadKind = str
-else:
-    HeadKind = Literal[tuple(HEADS)]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
@@ -265,7 +260,7 @@ class HeadConfig:
         min_scale: smallest inverse temperature, `NO_MIN_SCALE` to 1; the authors set no lower limit.
     """
 
-    kind: HeadKind
+    kind: str
     hidden_size: int
     features: tuple[str, ...] = ("hidden_states",)
     pooling: Literal["token", "sequence"] = "token"
@@ -278,6 +273,8 @@ class HeadConfig:
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
         check_options(self)
+        if self.kind not in HEADS:
+            raise UserError(f"kind: expected one of {', '.join(HEADS)}; got {self.kind!r}.")
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
             raise UserError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
@@ -315,7 +312,10 @@ class HeadConfig:
 
     def init(self, key: Array) -> Any:
         """Random parameters, a pytree of float32 arrays."""
-        return self.build().init(key, jnp.zeros((1, 1, self.width), jnp.float32))["params"]
+        params = self.build().init(key, jnp.zeros((1, 1, self.width), jnp.float32))["params"]
+        if not params.keys() & {"output", "log_scale"}:  # which `shrink_head` moves
+            raise UserError(f"head {self.kind}: expected a last layer named output, got {', '.join(params)}.")
+        return params
 
 
 def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] | None = None) -> Float[Array, "E E"]:

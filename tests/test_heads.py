@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import linen as nn
 from flax import traverse_util
 from oracle import EPS, assert_within
 from tiny import make_lm
@@ -225,6 +226,15 @@ def test_log_factors_that_no_fit_gives():
 def test_attention_heads_divide_the_width():
     widths = {8: 4, 64: 8, 4096: 32, 100: 5, 2: 1}
     assert {d: heads.HeadConfig(kind="transformer", hidden_size=d).build().block.num_heads for d in widths} == widths
+
+
+def test_a_head_of_another_package(monkeypatch):
+    monkeypatch.setitem(heads.HEADS, "theirs", heads.HEADS["linear"])
+    theirs, linear = (heads.HeadConfig(kind=kind, hidden_size=D).build() for kind in ("theirs", "linear"))
+    assert theirs == linear
+    monkeypatch.setitem(heads.HEADS, "other", heads.HeadEntry(lambda config: nn.Dense(1), ()))
+    with pytest.raises(UserError, match="last layer named output, got kernel"):
+        heads.HeadConfig(kind="other", hidden_size=D).init(jax.random.key(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,6 @@ from calibjax.eval.report.notes import plan_verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import plan_table
 from calibjax.eval.report.terminal import print_result
-from calibjax.heads import HeadKind
 from calibjax.models import LanguageModel, abstract_params
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import init_adapters
@@ -39,7 +38,7 @@ from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
 from calibjax.train.curves import frozen_batch, stored_features
-from calibjax.train.options import RECIPES, AtsOptions, AtsPlan, make_plan
+from calibjax.train.options import RECIPES, AtsOptions, AtsPlan, HeadKind, make_plan
 from calibjax.train.sft import SftObjective, SftOptions
 from calibjax.train.step import make_train_step
 from calibjax.train.tuning import first_state

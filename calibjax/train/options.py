@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
-from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig, HeadKind
+from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
@@ -17,8 +17,9 @@ from calibjax.train.curves import Keep
 from calibjax.train.step import OptimizerConfig
 
 if TYPE_CHECKING:
-    LossName = str
+    HeadKind = LossName = str
 else:
+    HeadKind = Literal[tuple(HEADS)]
     LossName = Literal[("auto", *LOSSES)]
 
 AUTO = ("cross-entropy", "joint")  # the losses that `--loss auto` tries: proper scores
@@ -267,7 +268,7 @@ def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...],
         raise UserError(f"{', '.join(given)}: a linear head is solved at once, not in steps; leave it out.")
 
 
-def _check_head_options(options: AtsOptions, kind: HeadKind) -> None:
+def _check_head_options(options: AtsOptions, kind: str) -> None:
     """Raises `UserError` where an option is given that this kind of head does not read."""
     names = {"features", "pooling", "identity_start", "normalize"} - {*HEADS[kind].options}
     unread = sorted(name for name in names if getattr(options, name) != getattr(AtsOptions, name))
