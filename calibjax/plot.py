@@ -260,7 +260,6 @@ def _colour_of(method: str) -> str:
 
 
 def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
-    """(name, row) of a method."""
     results = _set(results)
     if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")

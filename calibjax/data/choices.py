@@ -50,21 +50,24 @@ def choice_sequences(
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
     """
-    count = len(_choices(with_names(rows.first, _COLUMNS), rows.name))
-    cue, letters = _letter_ids(tokenizer, count)
-    texts, places, subjects, skipped = [], [], [], Skipped()
+    texts, answers, places, subjects, skipped, count = [], [], [], [], Skipped(), 0
     for place, named in rows.placed(skipped):
         row = with_names(named, _COLUMNS)
         try:
-            text, answer = _question(row, place, count)
+            text, answer, count = _question(row, place, count)
         except UserError as error:
             if not rows.skip_broken:
                 raise
             skipped.add(error)
             continue
-        texts.append(text + cue + string.ascii_uppercase[answer])
-        places.append((place, letters[answer]))
+        texts.append(text)
+        answers.append(answer)
+        places.append(place)
         subjects.append(str(row.get("subject", "")))
+    if not texts:
+        raise UserError(f"{rows.name}: no row can be read; the first: {skipped.first}")
+    cue, letters = _letter_ids(tokenizer, count)
+    texts = [text + cue + string.ascii_uppercase[answer] for text, answer in zip(texts, answers, strict=True)]
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
@@ -78,9 +81,8 @@ def choice_sequences(
     examples = []
     for number in chosen:
         tokens = ids[number]
-        place, letter = places[number]
-        if tokens[-1] != letter:
-            raise UserError(f"{place}: the last token of the question is not the letter.")
+        if tokens[-1] != letters[answers[number]]:
+            raise UserError(f"{places[number]}: the last token of the question is not the letter.")
         is_last = np.arange(len(tokens)) == len(tokens) - 1
         examples.append(Example(tokens, is_last, int(number)))
     sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")
@@ -88,26 +90,20 @@ def choice_sequences(
     return Choices(sequences, letters, cue, chosen_subjects, len(ids) - len(short), len(ids), skipped)
 
 
-def _choices(row: Row, place: str) -> Sequence[Any]:
-    choices = row.get("choices")
+def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
+    """The text up to the cue, the index of the right choice and the number of choices: `count`, unless it is 0."""
+    choices, answer = row.get("choices"), row.get("answer")
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")
-    return choices
-
-
-def _question(row: Row, place: str, count: int) -> tuple[str, int]:
-    """The text up to the cue, and the index of the right choice."""
-    question, choices, answer = row.get("question"), _choices(row, place), row.get("answer")
+    count = count or len(choices)
     if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
         expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
         raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-    if not all(isinstance(part, str | int | float) for part in (question, *choices)):
-        raise UserError(f"{place}: expected text in question and choices, got {str([question, *choices])[:60]}.")
+    parts = [row.get("question"), *choices]
+    if not all(isinstance(part, str | int | float) and is_text(str(part)) for part in parts):
+        raise UserError(f"{place}: expected Unicode text in question and choices, got {ascii(parts)[:60]}.")
     lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
-    text = "\n".join([str(question), *lines, ""])
-    if not is_text(text):
-        raise UserError(f"{place}: expected Unicode text, got half of a surrogate pair.")
-    return text, answer
+    return "\n".join([str(parts[0]), *lines, ""]), answer, count
 
 
 def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:

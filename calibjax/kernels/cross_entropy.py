@@ -115,7 +115,6 @@ def linear_cross_entropy(
 
 
 def _from_statistics(loss: _Loss, arrays: api.Arrays, scale: Array) -> Array:
-    """The loss from the statistics of `vocab_stats`."""
     stats, valid = api.run_call(loss.dispatch, arrays, scale, loss.ignore_index)
     values = jnp.where(valid, loss.per_token(stats, scale), 0.0)
     return values if loss.reduction == "none" else jnp.sum(values) / loss.count(valid)

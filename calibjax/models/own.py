@@ -177,7 +177,6 @@ def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:
 
 
 def _digest(tree: Any) -> str:
-    """A hash of the paths and the numbers of a tree."""
     return array_hash({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)})
 
 

@@ -162,7 +162,6 @@ def load(directory: str | Path) -> Recalibrator:
 
 
 def _state_type(name: str) -> Any:
-    """The class that `fit` of a method returns."""
     return typing.get_type_hints(METHODS[name].fit_arrays)["return"]
 
 

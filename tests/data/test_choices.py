@@ -69,8 +69,8 @@ def test_what_is_no_question():
         ({"choices": "abc"}, "column 'choices': expected a list of 2 to 26"),
         ({"answer": 3}, "row 1 .*: expected 3 choices.* answer from 0 to 2; got 3 and 3"),
         ({"choices": ["x", "y"]}, "got 2 and 1"),
-        ({"Question": None}, "row 1 .*: expected text .* got .None"),
-        ({"choices": ["x", {"text": "y"}, "z"]}, "expected text .* got .*'text'"),
+        ({"Question": None}, "row 1 .*: expected Unicode text .* got .None"),
+        ({"choices": ["x", {"text": "y"}, "z"]}, "expected Unicode text .* got .*text"),
     ):
         rows = Rows([QUESTIONS[0], {**QUESTIONS[2], **changes}], "made")
         with pytest.raises(UserError, match=message):

@@ -207,7 +207,7 @@ def test_paired_differences_decide(document, against, start):
 
 def test_verdict_of_a_given_loss(document):
     bad = worse(document, ece=1.9)
-    for auto, kept in ((False, " The head is kept because of --loss joint: "), (True, "")):
+    for auto, kept in ((False, " The head is kept because the loss is fixed (joint): "), (True, "")):
         bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "may_keep_temperature": auto}}
         assert kept in run_verdict(bad).text
         assert str(run_verdict(bad)).startswith(str(verdict(bad["held_out"])))
@@ -223,7 +223,7 @@ def test_verdict_of_a_choice():
     scaling = compared("temperature scaling")
     for kept, chosen, expected in (
         ("joint-4", [scaling, compared("joint-4", beats=True)], "Chosen: joint-4"),
-        ("joint-4", [scaling, compared("joint-4")], "Kept because of --loss: joint-4"),
+        ("joint-4", [scaling, compared("joint-4")], "Kept, as the loss is fixed: joint-4"),
         ("temperature scaling", [], "No loss beats temperature scaling beyond noise"),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}

@@ -69,7 +69,7 @@ def _given_loss(document: Document) -> str:
     if plan.get("may_keep_temperature", True):
         return ""
     losses = ", ".join(str(loss) for loss, *_ in plan["trials"])
-    return f" The head is kept because of --loss {losses}: auto keeps temperature scaling where no head beats it."
+    return f" The head is kept because the loss is fixed ({losses}): auto keeps temperature scaling where no head wins."
 
 
 def set_verdict(results: Row) -> Verdict:
@@ -263,7 +263,7 @@ def choice_verdict(comparison: Row) -> str:
         return f"No loss beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
     scaled, best = comparison["chosen"]
     if not best["beats_temperature"]:
-        return f"Kept because of --loss: {best['candidate']}, which does not beat temperature scaling. {measured}."
+        return f"Kept, as the loss is fixed: {best['candidate']}, which does not beat temperature scaling. {measured}."
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
     return (
         f"Chosen: {best['candidate']}, by the calibration error ({figures}) of the losses whose NLL is within noise of "

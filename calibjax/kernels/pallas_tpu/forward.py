@@ -104,7 +104,6 @@ def moments(
 def _scratch(
     kind: str, needed: frozenset[str], blocks: Blocks, w_block: tuple[int, int], dtype: Any, target: bool, nodes: int
 ) -> dict[str, Any]:
-    """Memory on chip of a kernel."""
     block, columns, unit = blocks
     names = statistics.running(needed)
     state = (block, LANES) if kind == "expected_row" else (8, block)
