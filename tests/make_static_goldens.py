@@ -57,7 +57,6 @@ def _loss(differentiated, mesh, options):
 
 
 def _compile(chip, shape, differentiated, options):
-    """The compiled program of one problem."""
     import jax
     import jax.numpy as jnp
     import numpy as np

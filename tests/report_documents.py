@@ -10,7 +10,6 @@ def figures(*names, value=0.3):
 
 
 def row(nll: float, closed: str):
-    """The figures of a method."""
     ends = {"accuracy": 0.0, "low": -0.1, "high": 0.1}
     return {
         "nll": nll,
@@ -37,7 +36,6 @@ def row(nll: float, closed: str):
 
 
 def results(*methods: str, named: Callable[[str], str] = str):
-    """The figures of a set."""
     rows = {name: row(2.0 + 0.1 * number, named("right")) for number, name in enumerate(methods)}
     if "ats" in rows:
         rows["ats"]["temperatures"] = {"edges": [0.5, 1.0, 2.0], "count": [10, 30]}
@@ -136,7 +134,6 @@ def sample(named: Callable[[str], str] = str):
 
 
 def documents():
-    """One document of each kind."""
     whole, methods = document(), ("uncalibrated", "temperature", "ats")
     base = {"schema": 1, "run": {"command": "train ats", "seed": 0}}
     text, parts = whole["texts"]["pretrained"], ("layers", "direction", "sweep", "neurons", "ablation", "subjects")

@@ -81,7 +81,6 @@ def test_what_does_not_fit_is_one_line(capsys, tmp_path, made, missing, options,
 
 @pytest.fixture(scope="module")
 def done(made, tmp_path_factory):
-    """A finished run, and what it printed."""
     out = tmp_path_factory.mktemp("done") / "run"
     stdout, stderr = StringIO(), StringIO()
     with redirect_stdout(stdout), redirect_stderr(stderr), pytest.MonkeyPatch.context() as patch:

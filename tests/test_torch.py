@@ -49,7 +49,6 @@ def test_an_export_is_read_back_to_the_same_bits(tmp_path, kind):
 
 
 def padded(tokens, fills=(3, 0)):
-    """Left-padded rows, and their mask."""
     mask = np.stack([np.arange(tokens.shape[1]) >= fill for fill in fills]).astype(np.int64)
     return np.where(mask, tokens, 0), mask
 

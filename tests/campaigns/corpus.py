@@ -27,7 +27,6 @@ CASES = Path(__file__).parents[1] / "data" / "cases"
 
 
 def make_corpus(directory: Path) -> None:
-    """Writes the corpus below a new directory."""
     for name in ("adapter", "answers", "configs", "gguf", "sharded", "rows", "tables", "reports"):
         (directory / name).mkdir(parents=True)
     _write_models(directory)

@@ -91,7 +91,6 @@ class Job:
         self.codes = {}
 
     def ended(self):
-        """Whether all have ended."""
         for child, number in list(self.running.items()):
             found, status = os.waitpid(child, os.WNOHANG)
             if found:

@@ -103,7 +103,6 @@ def expected(case, inputs, targets):
 
 @pytest.fixture
 def block_size(monkeypatch):
-    """Sets the tokens a block."""
     return lambda tokens: monkeypatch.setattr(cross_entropy, "choose_block_size", lambda *_: tokens)
 
 

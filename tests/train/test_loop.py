@@ -93,7 +93,6 @@ def saved(directory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
     state = run(directory)
     assert int(state.step) == STEPS
