@@ -50,7 +50,7 @@ def choice_sequences(
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
     """
-    texts, answers, places, subjects, skipped, count = [], [], [], [], Skipped(), 0
+    questions, subjects, skipped, count = [], [], Skipped(), 0
     for place, named in rows.placed(skipped):
         row = with_names(named, _COLUMNS)
         try:
@@ -60,14 +60,12 @@ def choice_sequences(
                 raise
             skipped.add(error)
             continue
-        texts.append(text)
-        answers.append(answer)
-        places.append(place)
+        questions.append((place, text, answer))
         subjects.append(str(row.get("subject", "")))
-    if not texts:
+    if not questions:
         raise UserError(f"{rows.name}: no row can be read; the first: {skipped.first}")
     cue, letters = _letter_ids(tokenizer, count)
-    texts = [text + cue + string.ascii_uppercase[answer] for text, answer in zip(texts, answers, strict=True)]
+    texts = [text + cue + string.ascii_uppercase[answer] for _, text, answer in questions]
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
@@ -81,8 +79,9 @@ def choice_sequences(
     examples = []
     for number in chosen:
         tokens = ids[number]
-        if tokens[-1] != letters[answers[number]]:
-            raise UserError(f"{places[number]}: the last token of the question is not the letter.")
+        place, _, answer = questions[number]
+        if tokens[-1] != letters[answer]:
+            raise UserError(f"{place}: the last token of the question is not the letter.")
         is_last = np.arange(len(tokens)) == len(tokens) - 1
         examples.append(Example(tokens, is_last, int(number)))
     sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")

@@ -304,7 +304,6 @@ def _ends(embedding: str = "embed_tokens", norm: str = "norm", unembedding: str 
 
 
 def _norms(layer: str = "layers.{}", **targets: str) -> tuple[Rule, ...]:
-    """Rules of the norms of a layer, by their names in files."""
     return tuple(rule for name, target in targets.items() for rule in _norm(f"{layer}.{name}", f"layers.{target}"))
 
 

@@ -141,9 +141,7 @@ def sampling_logits(
     return logits
 
 
-class _Program(NamedTuple):
-    """The static arguments of `_decode`."""
-
+class _Program(NamedTuple):  # static arguments of `_decode`
     config: DecoderConfig
     head: HeadConfig
     dtype: DTypeLike
