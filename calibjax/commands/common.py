@@ -173,10 +173,8 @@ class ColumnOptions:
     tokens: bool = False
     truth: Path | None = None
 
-    def read_table(self, file: Path, log: Log, **options: Any) -> "PredictionTable":
-        """Reads the table in a file and logs the notes on it; further options as in `data.table.read_table`."""
-        from calibjax.data.table import read_table
-
+    def named_columns(self) -> dict[str, str]:
+        """Role -> column, of --columns."""
         columns = {}
         for argument in self.columns:
             for pair in re.split(r",(?=\w+=)", argument.strip(", ")):
@@ -185,6 +183,13 @@ class ColumnOptions:
                 role, name = pair.split("=", 1)
                 if columns.setdefault(role, name) != name:
                     raise UserError(f"--columns: expected one column as {role}, got {columns[role]} and {name}.")
+        return columns
+
+    def read_table(self, file: Path, log: Log, **options: Any) -> "PredictionTable":
+        """Reads the table in a file and logs the notes on it; further options as in `data.table.read_table`."""
+        from calibjax.data.table import read_table
+
+        columns = self.named_columns()
         with about("--table"):
             table = read_table(file, columns=columns, tokens=self.tokens, truth=self.truth, **options)
         for note in table.notes:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibjax.commands import common
-from calibjax.data.table import PredictionTable, read_table, split_table
+from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.eval.compare import Comparison, ComparisonInputs, SortKey, prediction_inputs, run_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_comparison
@@ -42,7 +42,7 @@ class CompareOptions(
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
-        base_table: the rows and options of --table, with logits of the base model that the model was post-trained from:
+        base_table: the rows, options and --columns of --table, with logits of the base model that it was trained from:
             adds daca to the comparison, whose temperature needs no labels (docs/recalibration.md).
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.
@@ -158,8 +158,11 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
 
 def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:
     """The logits of the base model on the rows that are fitted on."""
+    named = options.named_columns()
     with about("--base-table"):
-        base = read_table(path, outcomes=False)
+        present = table_rows(path).first if named else {}  # the base table may lack them, such as the label
+        columns = {role: name for role, name in named.items() if name in present}
+        base = read_table(path, outcomes=False, columns=columns)
     expected, got = (np.shape(np.asarray(data.predictions.logits)) for data in (table, base))
     if not expected or expected != got:
         shape = f"{list(expected)}, as --table has them"
