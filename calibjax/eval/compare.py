@@ -365,6 +365,8 @@ def prediction_inputs(
     include_large: bool,
 ) -> ComparisonInputs:
     """The inputs of a comparison of methods on predictions; `include_large`: see `contenders`."""
+    if fit.logits is None:  # confidences are compared, also where `held_out` has logits too
+        held_out = held_out._replace(logits=None, labels=None)
     base, reference = uncalibrated(held_out), "confidence_temperature"
     if held_out.logits is not None:
         reference, outcome = "temperature", uncalibrated(fit)

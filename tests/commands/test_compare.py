@@ -143,17 +143,18 @@ def test_split_keeps_groups_whole_and_no_part_empty(files):
 
 def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):
     """The base model is calibrated, the one in the table 2.5 times as confident: daca finds that without labels."""
-    z, label, _ = made()
-    np.savez(tmp_path / "base.npz", logits=z / TRUE_TEMPERATURE)
-    table, saved = ["--table", files / "logits.npz", "--methods", "temperature"], tmp_path / "saved"
+    z, label, group = made()
+    np.savez(tmp_path / "base.npz", scores=z / TRUE_TEMPERATURE)
+    np.savez(tmp_path / "table.npz", scores=z, gold=label, group=group)
+    table = ["--table", tmp_path / "table.npz", "--columns", "logits=scores,label=gold", "--methods", "temperature"]
     base = ["--base-table", tmp_path / "base.npz"]
-    code, document, _ = compare(capsys, *table, *base, "--save", saved)
+    code, document, _ = compare(capsys, *table, *base, "--save", tmp_path / "saved")
     assert code == 0
     methods = document["held_out"]["methods"]
     assert set(methods) == {"uncalibrated", "temperature", "daca"}
     assert methods["daca"]["nll"] == pytest.approx(methods["temperature"]["nll"], abs=2e-3)
     assert abs(methods["daca"]["nll"] - methods["uncalibrated"]["nll"]) > 0.1
-    assert load(saved).name == "temperature"
+    assert load(tmp_path / "saved").name == "temperature"
     np.savez(tmp_path / "other.npz", logits=z[:, :4])
     _, _, error = compare(capsys, *table, "--base-table", tmp_path / "other.npz")
     assert "--base-table" in error
@@ -422,13 +423,6 @@ def test_a_model_and_text(capsys, tmp_path, monkeypatch):
     }
 
 
-def test_one_group_gives_no_intervals():
-    logits, labels, _ = made()
-    halves = [Predictions(logits=logits[part], labels=labels[part]) for part in (slice(0, 2000), slice(2000, None))]
-    with pytest.raises(UserError, match="held out: expected at least two groups, got one"):
-        comparison_of(*halves, methods=["temperature"], groups=np.zeros(2000))
-
-
 def test_options_of_text_are_refused_with_a_table(files, capsys):
     code, _, error = compare(capsys, "--table", files / "binary.csv", "--split", "test", "--max-rows", "5")
     assert code == 2
@@ -485,7 +479,10 @@ def test_predictions_that_do_not_fit_each_other():
     for data, groups, message in (
         (good._replace(labels=np.arange(20) % 4), None, "labels: row 3 holds 3"),
         (confidence, None, "this method needs logits"),
+        (good, np.zeros(20), "held out: expected at least two groups, got one"),
         (good, np.arange(7), r"groups: expected one label for each of 20 .* got \(7,\)"),
     ):
         with pytest.raises(UserError, match=message):
             comparison_of(good, data, ["temperature"], groups=groups)
+    both = good._replace(confidence=np.full(20, 0.5), correct=np.arange(20) % 2)
+    assert "confidence_temperature" in comparison_of(both._replace(logits=None, labels=None), both, ["platt"]).states
