@@ -55,7 +55,7 @@ def reliability(
     """
     ax = _axes(ax)
     if correct is None:
-        name, row = _row(confidence, method)
+        name, row = _row(confidence, method, "reliability")
         points, curve = row["reliability"], row.get("curve")
     else:
         name, (points, curve) = method or "", _from_points(confidence, correct, bins)
@@ -89,17 +89,15 @@ def temperature_histogram(
     """
     ax = _axes(ax)
     if isinstance(_set(temperatures), Mapping):
-        row = _row(temperatures, method)[1]
-        if "temperatures" not in row:
-            raise UserError(f"temperature_histogram: expected results with temperatures, {method} has none.")
+        row = _row(temperatures, method, "temperatures")[1]
         if fitted is None and isinstance(temperatures, Mapping):
             fitted = temperatures.get("run", {}).get("fit", {}).get("temperature")
         edges, count = (np.asarray(row["temperatures"][key]) for key in ("edges", "count"))
     else:
         values = as_array(temperatures).astype(np.float64).ravel()
         values = values[values > 0]
-        if not len(values):
-            raise UserError("temperature_histogram: expected at least one temperature above 0, got none.")
+        if not len(values) or np.isinf(values).any():
+            raise UserError("temperature_histogram: expected finite temperatures, at least one above 0.")
         count, edges = np.histogram(np.log(values), 40)
         edges = np.exp(edges)
     ax.stairs(count, edges, fill=True, color=_GREEN, alpha=0.8)
@@ -167,7 +165,7 @@ def risk_coverage(
     """
     ax = _axes(ax)
     if correct is None:
-        name, row = _row(confidence, method)
+        name, row = _row(confidence, method, "reliability")
         count, accuracy = (_numbers(row["reliability"][key])[::-1] for key in ("count", "accuracy"))
         full = count > 0
         count, right = count[full], (count * accuracy)[full]
@@ -259,7 +257,8 @@ def _colour_of(method: str) -> str:
     return _COLOURS.get(method.partition("-")[0], _BLUE)
 
 
-def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
+def _row(results: Any, method: str | None, figure: str) -> tuple[str, Mapping[str, Any]]:
+    """(name, row) of a method that has the figure."""
     results = _set(results)
     if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
@@ -267,6 +266,8 @@ def _row(results: Any, method: str | None) -> tuple[str, Mapping[str, Any]]:
     name = list(rows)[-1] if method is None else method
     if name not in rows:
         raise UserError(f"method: expected one of {', '.join(rows)}, got {name!r}.")
+    if figure not in rows[name]:
+        raise UserError(f"expected results with {figure}, {name or 'this row'} has none.")
     return name, rows[name]
 
 

@@ -75,8 +75,8 @@ def test_reliability(ax, points):
     np.testing.assert_array_equal(ax.containers[3].lines[0].get_ydata(), [0.25, 0.75])
     with pytest.raises(UserError, match="method: expected one of uncalibrated, temperature, ats"):
         plot.reliability(results, method="platt", ax=ax)
-    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1])):
-        with pytest.raises(UserError, match="expected confidence and correct"):
+    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1]), ({"methods": {"mine": {}}},)):
+        with pytest.raises(UserError, match=r"expected confidence and correct|reliability, mine has none"):
             plot.reliability(*wrong, ax=ax)
 
 
@@ -85,7 +85,7 @@ def test_temperatures(ax):
     assert [line.get_xdata()[0] for line in ax.lines] == [1.0, 1.5]
     values = np.array([[0.5, 2.0], [0.0, 2.0]])
     assert plot.temperature_histogram(values, 1.2, ax=Figure().subplots()).patches[0].get_data().values.sum() == 3
-    for wrong, message in (([0.0], "at least one temperature"), (document() | {"run": {"fit": True}}, "mine has none")):
+    for wrong, message in (([0.0], "above 0"), ([np.inf], "finite"), (document() | {"run": {"fit": True}}, "mine has")):
         with pytest.raises(UserError, match=message):
             plot.temperature_histogram(wrong, method="mine", ax=ax)
 
