@@ -137,14 +137,14 @@ def test_confidence_in_an_answer(how):
     rng = np.random.default_rng(0)
     values = rng.uniform(-9, -0.1, (50, 6)).astype(np.float32)
     values[rng.random(values.shape) < 0.3] = -np.inf  # nothing there
-    values[0] = -np.inf
+    values[:2] = [[-np.inf], [1e-3]]  # and rounded beyond a probability of 1
     kept = [row[row > -np.inf].astype(np.float64) for row in values]
     if how in OF_SHARES:
         values = rng.integers(0, 4, values.shape)
         values[1] = 3
         kept = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
     got = np.asarray(jax.jit(confidence.answer_confidence, static_argnums=0)(how, values))
-    want = [(OF_TOKENS | OF_SHARES)[how](row) if len(row) else 0.0 for row in kept]
+    want = [min((OF_TOKENS | OF_SHARES)[how](row), 1.0) if len(row) else 0.0 for row in kept]
     np.testing.assert_allclose(got, want, atol=1e-6)
     with pytest.raises(ValueError, match="expected one of options, options_per_token"):
         confidence.answer_confidence("mean", values)  # pyright: ignore[reportArgumentType]

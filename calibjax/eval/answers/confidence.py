@@ -76,7 +76,7 @@ def answer_confidence(
     exists = jnp.any(is_value, axis=-1)
     count = jnp.maximum(jnp.sum(is_value, axis=-1), 1)
     if method == "arithmetic_mean":
-        return jnp.sum(jnp.exp(log_probs), axis=-1) / count
+        return jnp.minimum(jnp.sum(jnp.exp(log_probs), axis=-1) / count, 1.0)
     if method in ("margin", "negentropy"):
         p = jax.nn.softmax(log_probs, axis=-1)
         if method == "margin":
