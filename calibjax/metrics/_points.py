@@ -60,7 +60,9 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
     weight = weights_of(where, confidence.shape)
     known = _inside(confidence) & _inside(correct)
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
-    confidence, correct = (jnp.where(known, _clipped(x), 0.0) for x in (confidence, correct))
+    confidence, correct = (jnp.where(known, x, 0.0) for x in (confidence, correct))
+    # At 0 and 1 the gradient passes whole, of which `jnp.clip` takes half.
+    confidence, correct = (jnp.where(x > 1, 1.0, jnp.where(x < 0, 0.0, x)) for x in (confidence, correct))
     weights_are_valid = jnp.all(_allowed(weight, counts))
     some_unknown = jnp.any((weight > 0) & ~known)
     usable = jnp.any(weight > 0) & weights_are_valid & ~some_unknown
@@ -76,11 +78,6 @@ def _allowed(weight: Any, counts: bool) -> Any:
 def _inside(values: Any) -> Any:
     """Whether values are in [0, 1] up to the rounding of a softmax; False for NaN."""
     return (values >= -_ROUNDING) & (values <= 1 + _ROUNDING)
-
-
-def _clipped(values: Array) -> Array:
-    """Values in [0, 1]; at 0 and 1 the gradient passes whole, of which `jnp.clip` takes half."""
-    return jnp.where(values > 1, 1.0, jnp.where(values < 0, 0.0, values))
 
 
 def metric(

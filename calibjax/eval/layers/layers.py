@@ -269,8 +269,7 @@ def interval_figures(sums: CalibrationSums, names: Sequence[str], seed: int = 0)
     figures = {}
     for name in names:
         if name in ("ece", "mce"):
-            error = metrics.error_interval(sums, norm="l1" if name == "ece" else "max", seed=seed)
-            low, high = error.low, error.high
+            _, low, high, _ = metrics.error_interval(sums, norm="l1" if name == "ece" else "max", seed=seed)
         else:
             low, high = metrics.percentile_interval(drawn[name])
         figures[name] = {"value": values[name], "low": low, "high": high}

@@ -456,7 +456,9 @@ def model_card(document: Document, subject: Subject) -> str:
     groups = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
     path = subject.base or "path/to/base-model"
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"cell": _markdown_cell, "repr": repr}
+    # A cell is on one line, without characters that end it or begin a tag.
+    environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    environment.filters["repr"] = repr
     template = resources.files("calibjax.eval.report").joinpath("card.md.jinja").read_text("utf-8")
     return environment.from_string(template).render(
         subject=subject,
@@ -471,11 +473,6 @@ def model_card(document: Document, subject: Subject) -> str:
         pinned=f"{path}@{subject.revision}" if subject.revision else path,
         limitations=limitations(document),
     )
-
-
-def _markdown_cell(text: str) -> str:
-    """A text on one line, without characters that end a cell or begin a tag."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _markdown_text(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from calibjax.eval.answers.clusters import clusters_of, exact_clusters, find_clustering
 from calibjax.eval.answers.confidence import semantic_confidence, trace_confidence
@@ -127,7 +127,9 @@ class WrittenAnswers:
             numbers = np.array([[values for _, *values in row] for row in samples], np.float32)
             evidence |= {"clusters": clusters, "answer": answer}
             evidence |= {"sample_log_probs": numbers[..., 0], "traces": numbers[..., 1:]}
-            evidence["distinct"] = _is_new(*clusters_of(exact_clusters, written.questions, texts, sampled))
+            exact, first = clusters_of(exact_clusters, written.questions, texts, sampled)
+            before = np.maximum.accumulate(np.column_stack([first, exact[:, :-1]]), axis=1)
+            evidence["distinct"] = exact > before  # numbered by first appearance: a new one has a larger number
         features = self._features(written, {PROBES[name].feature for name in self.questions.probe_names})
         rows = []
         for name in self.options.further_confidences:
@@ -247,12 +249,3 @@ def _harness_results(task: Any, documents: Sequence[Any], texts: Sequence[str]) 
             results = task.process_results(answer.doc, [answer.filtered_resps[ensemble.name]])
             row |= {metric + name: value for metric, value in results.items()}
     return rows
-
-
-def _is_new(clusters: Int[np.ndarray, "N K"], answer: Int[np.ndarray, " N"]) -> np.ndarray:
-    """Whether a sample differs from the answer and from all samples before it, bool `[N, K]`.
-
-    Clusters are numbered by first appearance, so that a new one has a larger number than all before it.
-    """
-    before = np.maximum.accumulate(np.column_stack([answer, clusters[:, :-1]]), axis=1)
-    return clusters > before
