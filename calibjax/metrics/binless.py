@@ -77,7 +77,8 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
 
     if bandwidth is None:
         _, bandwidth = jax.lax.fori_loop(0, 10, bisect, (jnp.float32(0), jnp.float32(1)))
-    return data.nan_unless_usable(_smoothed_error(waves, jnp.asarray(bandwidth)))
+    width = jnp.minimum(jnp.asarray(bandwidth), 8.0)  # there only the mean is left; infinity would make 0 · inf of it
+    return data.nan_unless_usable(_smoothed_error(waves, width))
 
 
 @metric()
@@ -186,7 +187,10 @@ def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
     error = float(smooth_ece(jnp.asarray(nodes), jnp.asarray(np.clip(accuracy, 0, 1)), where=jnp.asarray(count)))
     bandwidth = float(np.clip(error, *_BANDWIDTHS))
     confidence = np.arange(101) / 100
-    kernel = _kernel(confidence[:, None], nodes[None, :], bandwidth)  # [101, NODES + 1]
+    # The Gaussian kernel reflected at 0 and 1, [101, NODES + 1]; further images are negligible for σ <= 1/2.
+    t, x = confidence[:, None], nodes[None, :]
+    images = [np.exp(-np.square(d / bandwidth) / 2) for d in (t - x - 2, t - x, t - x + 2, t + x - 2, t + x)]
+    kernel = sum(images) / (bandwidth * np.sqrt(2 * np.pi))
     weight = kernel @ count
     shown = weight / kernel.max(axis=1) >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
@@ -207,10 +211,3 @@ def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
         density=weight / count.sum(),
         bandwidth=bandwidth,
     )
-
-
-def _kernel(t: np.ndarray, x: np.ndarray, bandwidth: float) -> np.ndarray:
-    """The Gaussian kernel reflected at 0 and 1; further images are negligible for σ <= 1/2."""
-    distances = (t - x - 2, t - x, t - x + 2, t + x - 2, t + x)
-    total = sum(np.exp(-np.square(distance / bandwidth) / 2) for distance in distances)
-    return total / (bandwidth * np.sqrt(2 * np.pi))

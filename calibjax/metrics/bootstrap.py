@@ -173,8 +173,7 @@ def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> t
     counts = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
     if not counts.any():
         raise ValueError("expected at least one point that counts, got none.")
-    if groups is not None:
-        groups = np.asarray(groups)[counts]
+    groups = None if groups is None else np.asarray(groups)[counts]
     return as_array(confidence)[counts], as_array(correct)[counts], groups
 
 
@@ -246,9 +245,9 @@ def metric_interval(
     """A one-call metric of arrays with its interval, which always contains the value.
 
     ECE, adaptive ECE, RMSCE and MCE have the interval of `error_interval`, other metrics percentiles of resamples. The
-    small-sample bias of `smooth_ece` and `debiased_calibration_error` is not corrected. A resample with an infinite
-    value (the NLL of a wrong answer with confidence 1) is infinite. For the arguments see `resample_metric`; `level` is
-    the coverage.
+    small-sample bias of `smooth_ece` and `debiased_calibration_error` is not corrected; percentiles of 30 points cover
+    91% to 95% at `level` 95%. A resample with an infinite value (the NLL of a wrong answer with confidence 1) is
+    infinite. For the arguments see `resample_metric`; `level` is the coverage.
 
     Example:
         >>> from calibjax.metrics import brier_score

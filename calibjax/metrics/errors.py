@@ -41,8 +41,8 @@ def mce_from_sums(sums: CalibrationSums):
 
 def rmsce_from_sums(sums: CalibrationSums):
     """Root-mean-square calibration error (Σ_b (n_b/n) (conf_b − acc_b)²)^½; shape `[...]`, in [0, 1]."""
-    xp, gap, fraction = _gaps(sums)
-    return xp.sqrt((gap * gap * fraction).sum(axis=-1))
+    _, gap, fraction = _gaps(sums)
+    return _root((gap * gap * fraction).sum(axis=-1))
 
 
 def debiased_from_sums(sums: CalibrationSums):
@@ -55,8 +55,14 @@ def debiased_from_sums(sums: CalibrationSums):
     xp, gap, fraction = _gaps(sums)
     variance = variance_of_mean(sums.count, sums.correct, sums.correct_squared)
     square = xp.where(sums.count > 1, gap * gap - variance, 0) * fraction
-    error = xp.sqrt(xp.maximum(square.sum(axis=-1), 0))
+    error = _root(xp.maximum(square.sum(axis=-1), 0))
     return xp.where((sums.count % 1 == 0).all(axis=-1), error, xp.nan)
+
+
+def _root(square):
+    """The square root, with gradient 0 at 0; NaN of NaN."""
+    xp = array_namespace(square)
+    return xp.where(square > 0, xp.sqrt(xp.where(square > 0, square, 1.0)), square)
 
 
 def variance_of_mean(count, total, squares):

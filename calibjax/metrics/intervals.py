@@ -105,14 +105,16 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
     With m p-values in ascending order, the corrected p₍ᵢ₎ is max over j <= i of min(1, (m − j + 1) p₍ⱼ₎). Rejecting
     those below a level bounds the probability of any false rejection by that level, even if the tests are dependent.
-    NaN stays NaN and does not count.
+    NaN stays NaN and does not count; ValueError for a p-value outside [0, 1].
 
     Example:
         >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
         {'a': 0.03, 'b': 0.06, 'c': 0.06}
     """
-    known = [name for name, p in p_values.items() if not np.isnan(p)]
-    known.sort(key=lambda name: p_values[name])
+    for name, p in p_values.items():
+        if p < 0 or p > 1:
+            raise ValueError(f"{name}: expected a p-value in [0, 1], got {p}.")
+    known = sorted((name for name, p in p_values.items() if not np.isnan(p)), key=p_values.__getitem__)
     corrected, largest = dict(p_values), 0.0
     for rank, name in enumerate(known):
         largest = max(largest, min(1.0, (len(known) - rank) * p_values[name]))

@@ -36,15 +36,15 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     | "none" | (lo, hi) | no bin | no bin |
 
     Args:
-        confidence: in [0, 1], any shape and float dtype.
+        confidence: in [0, 1], any shape and float dtype; not checked: NaN is in the last bin.
         bins: number of bins >= 1; the edges are the float32 numbers k/bins.
         closed: edge convention; ValueError for another one, as for no bin.
 
     Returns:
         int32, same shape: 0 to bins − 1, or `bins` for a confidence in no bin.
     """
-    if bins < 1:
-        raise ValueError(f"bins: expected at least 1, got {bins}.")
+    if bins < 1 or bins % 1:
+        raise ValueError(f"bins: expected a whole number, at least 1, got {bins}.")
     if closed not in get_args(Closed):
         raise ValueError(f'closed: expected "right", "left" or "none", got {closed!r}.')
     # Confidences are compared with float32 edges because floor(confidence·bins) misplaces some of them. NumPy computes
@@ -68,8 +68,8 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     together in the lower run, so the bins do not depend on the order of the points. Confidences are finite, also where
     the weight is 0. Weights are whole numbers >= 0: how often each point counts.
     """
-    if bins < 1:
-        raise ValueError(f"bins: expected at least 1, got {bins}.")
+    if bins < 1 or bins % 1:
+        raise ValueError(f"bins: expected a whole number, at least 1, got {bins}.")
     confidence, weight = jnp.asarray(confidence), jnp.asarray(weight).astype(jnp.float32)
     order = jnp.argsort(confidence)
     below = jnp.cumsum(weight[order])

@@ -237,6 +237,7 @@ def test_holm_is_the_closed_test():
         assert list(got) == list(p)
         np.testing.assert_allclose(list(got.values()), list(wanted.values()), rtol=1e-12)
     got = metrics.holm({"a": 0.02, "b": float("nan"), "c": 0.01})
-    assert np.isnan(got["b"])
-    assert (got["a"], got["c"]) == (0.02, 0.02)
+    np.testing.assert_equal(got, {"a": 0.02, "b": np.nan, "c": 0.02})
     assert metrics.holm({}) == {}
+    with pytest.raises(ValueError, match="c: expected a p-value"):
+        metrics.holm({"b": 1.0, "c": 1.01})

@@ -236,6 +236,7 @@ def test_nothing_to_say():
 def test_options():
     for name, option in (
         ("local_calibration_error", {"bandwidth": -1.0}),
+        ("local_calibration_error", {"bins": 1.5}),
         ("smooth_ece", {"bandwidth": 0.0}),
         ("adaptive_calibration_error", {"bins": 0}),
         ("expected_calibration_error", {"bins": 0}),
@@ -265,6 +266,7 @@ def test_local_calibration_error_between_its_limits():
     assert_within(wide, oracle.binned(c64, y, index, "l1"), 5e-6, "wide")
     narrow = metrics.local_calibration_error(c, y, x, bandwidth=1e-6)
     assert_within(narrow, np.abs(c64 - y).mean(), 20 * EPS, "narrow")
+    assert_within(metrics.smooth_ece(c, y, bandwidth=np.inf), abs((c64 - y).mean()), 20 * EPS, "smooth ECE, wide")
 
 
 def test_grouping_loss_is_found_and_not_invented():
@@ -336,6 +338,8 @@ def test_inputs_of_other_precision():
     assert float(metrics.negative_log_likelihood(near, np.array([1, 1]))) == 0.0
     slopes = jax.grad(metrics.negative_log_likelihood)(jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0]))
     np.testing.assert_array_equal(slopes, [-0.5, 0.5])
+    for error in (metrics.root_mean_square_calibration_error, metrics.debiased_calibration_error):
+        np.testing.assert_array_equal(jax.grad(error)(jnp.array([0.5, 0.5]), jnp.array([1.0, 0.0])), [0, 0])
     index = metrics.equal_mass_index(np.linspace(0, 1, 200), np.full(200, 7, np.uint8), 10)  # the sum exceeds 255
     np.testing.assert_array_equal(np.bincount(index), np.full(10, 20))
 
