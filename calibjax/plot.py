@@ -126,6 +126,8 @@ def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, a
     """
     ax = _axes(ax)
     phase, last = None, 0
+    if "schema" in curves and "layers" not in curves:
+        raise UserError("layers: expected the metrics.json of eval layers, got that of another command.")
     if "layers" in curves:
         rows, phase = curves["layers"]["curves"], curves["layers"]["phase"]
         figures = figures or ("accuracy", "confidence")

@@ -94,8 +94,9 @@ def test_layers(ax):
     plot.layers({"ece": [[0.3, 0.2, 0.4], [0.1, 0.0, 0.2]]}, ax=ax)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0.3, 0.1])
     assert plot.layers(document(), ax=Figure().subplots()).lines[0].get_ydata().tolist() == [0.3, 0.3]
-    for curves, name in (({"ece": [0.1]}, "mce"), (document(), "agreement")):
-        with pytest.raises(UserError, match=f"expected some of .*, got {name}"):
+    other = {"schema": 1, "held_out": {}}
+    for curves, name in (({"ece": [0.1]}, "mce"), (document(), "agreement"), (other, "that of another")):
+        with pytest.raises(UserError, match=f"expected .*, got {name}"):
             plot.layers(curves, (name,), ax=ax)
 
 

@@ -39,7 +39,6 @@ class ConvertOptions(JsonOptions):
 
 
 def run(options: ConvertOptions, log: Log = print) -> Document:
-    """Runs the command; returns what was written."""
     model = Path(options.model)
     if model.exists():
         source, out = (Path(os.path.realpath(path)) for path in (model, options.out))

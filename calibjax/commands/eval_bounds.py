@@ -31,7 +31,6 @@ class EvalBoundsOptions(JsonOptions):
 
 
 def run(options: EvalBoundsOptions, log: Log = print) -> Document:
-    """Runs the command; returns the figures."""
     if not options.model:
         raise UserError("--model: expected at least one directory or hub id, got none.")
     if options.out is not None:

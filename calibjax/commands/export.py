@@ -60,7 +60,6 @@ class ExportOptions(HeadOptions):
 
 
 def run(options: ExportOptions, log: Log = print) -> Document:
-    """Runs the command; returns what was written."""
     if is_recalibrator(options.run):
         return _recalibrator(options, log)
     _check_programs(options.also)

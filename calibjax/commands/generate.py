@@ -50,7 +50,6 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
 
 
 def run(options: GenerateOptions, log: Log = print) -> Document:
-    """Runs the command; returns texts and tokens."""
     if not options.prompt:
         raise UserError("--prompt: expected at least one text to continue, got none.")
     if options.sample_calibrated and options.head is None:

@@ -37,7 +37,6 @@ class PushOptions(HeadOptions):
 
 
 def run(options: PushOptions, log: Log = print) -> Document:
-    """Runs the command; returns what was uploaded."""
     base = None if options.base is None else repository_of(options.base)
     if options.base is not None and base is None:
         raise UserError(f"--base {options.base}: expected org/name or org/name@revision.")

@@ -38,7 +38,6 @@ _PROBE, _PROBE_TOKENS = "probe.", 16
 
 
 def _description(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The contents of head.json."""
     return {
         "schema": _SCHEMA,
         "head": dataclasses.asdict(head.config),

@@ -174,10 +174,13 @@ def test_lhts_verdict(log_prob, error, expected):
 def test_verdict_of_confidences_in_answers():
     rows = {"uncalibrated": (0.2, 0.7), "minimum": (0.15, 0.75), "p_true": (0.3, None), "product": (0.16, 0.8)}
     methods = {name: {"brier": brier, "auroc": auroc, "accuracy": 0.25} for name, (brier, auroc) in rows.items()}
-    assert set_verdict({"methods": methods, "unit": "questions"}).text == (
+    results = {"methods": methods, "unit": "questions"}
+    assert set_verdict(results).text == (
         "Of 4 confidences in the answers (accuracy 0.2500) minimum has the lowest Brier score, 0.1500 (uncalibrated "
         "0.2000), and product the highest AUROC, 0.8000 (uncalibrated 0.7000); the differences are not tested."
     )
+    methods["uncalibrated"]["auroc"] = 0.9
+    assert "and uncalibrated the highest AUROC, 0.9000; the" in set_verdict(results).text
 
 
 def test_held_out_parts_are_no_transfer():

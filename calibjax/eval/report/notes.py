@@ -156,16 +156,20 @@ def _base_verdict(base: Row) -> Verdict:
 
 def _confidences_verdict(methods: Row) -> Verdict:
     base = methods["uncalibrated"]
+
+    def figure(name: str, field: str) -> str:
+        return f"{methods[name][field]:.4f}" + ("" if name == "uncalibrated" else f" (uncalibrated {base[field]:.4f})")
+
     lowest = min(methods, key=lambda name: methods[name]["brier"])
     line = (
         f"Of {len(methods)} confidences in the answers (accuracy {base['accuracy']:.4f}) {title_of(lowest)} has the "
-        f"lowest Brier score, {methods[lowest]['brier']:.4f} (uncalibrated {base['brier']:.4f})"
+        f"lowest Brier score, {figure(lowest, 'brier')}"
     )
     ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
     if ranked and base["auroc"] is not None:
         highest = max(ranked, key=lambda name: ranked[name])
         subject = "" if highest == lowest else f"{title_of(highest)} "
-        line += f", and {subject}the highest AUROC, {ranked[highest]:.4f} (uncalibrated {base['auroc']:.4f})"
+        line += f", and {subject}the highest AUROC, {figure(highest, 'auroc')}"
     return Verdict(f"{line}; the differences are not tested.")
 
 
