@@ -177,14 +177,14 @@ class TransformerHead(_Head):
         cache: Cache | None = None,
         keep: bool = False,
     ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
-        features = features.astype(self.dtype)
+        if segment_ids is None:
+            segment_ids = jnp.ones(features.shape[:2], jnp.int32)
+        features = jnp.where(segment_ids[..., None] > 0, features, 0.0).astype(self.dtype)  # padding may hold NaN
         init: dict[str, Any] = {} if self.identity_start else {"kernel_init": _torch_kernel_init}
         if features.shape[-1] != self.block.hidden_size:
             width = self.block.hidden_size
             features = Dense(width, use_bias=False, dtype=self.dtype, name="project", **init)(features)
         block = Block(self.block, dtype=self.dtype, name="block", **init)
-        if segment_ids is None:
-            segment_ids = jnp.ones(features.shape[:2], jnp.int32)
         if cache is None:
             context = sequence_context(self.block, segment_positions(segment_ids), segment_ids)
             mixed, new = block(features, context)

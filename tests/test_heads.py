@@ -136,7 +136,7 @@ def test_a_token_sees_neither_later_tokens_nor_other_segments(kind, features):
     changed = hidden.at[0, 2].set(-3.0 * hidden[0, 2] + 1)  # the last of segment 1 in row 0
     got = np.asarray(log_scale(config, params, changed, unembedding, WHERE, SEGMENTS))
     assert {*zip(*np.nonzero(got != base), strict=True)} == (set() if kind == "constant" else {(0, 2)})
-    changed = hidden.at[0, 0].set(5.0).at[0, 5].set(-7.0)  # the first token of row 0, and its padding
+    changed = hidden.at[0, 0].set(5.0).at[0, 5].set(jnp.nan)  # the first token of row 0, and its padding
     got = np.asarray(log_scale(config, params, changed, unembedding, WHERE, SEGMENTS))
     np.testing.assert_array_equal(got[0, 3:5], base[0, 3:5])
     np.testing.assert_array_equal(got[1], base[1])
