@@ -115,7 +115,6 @@ class LanguageModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model has a tokenizer."""
         return self._tokenizer is not None
 
     @property

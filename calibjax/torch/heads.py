@@ -83,8 +83,8 @@ class TemperatureHead(nn.Module):
         log_scale = (hidden @ self._get("output.kernel"))[..., 0] + self._get("output.bias")
         if self.pooling == "sequence":
             counts = torch.ones_like(log_scale) if mask is None else mask.to(log_scale.dtype)
-            mean = (log_scale * counts).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
-            log_scale = mean.expand(log_scale.shape)
+            total = torch.where(counts > 0, log_scale, 0.0).sum(1, keepdim=True)
+            log_scale = (total / counts.sum(1, keepdim=True).clamp(min=1)).expand(log_scale.shape)
         return log_scale.clamp(low, high) + self.log_factor
 
     def _get(self, name: str) -> Tensor:
@@ -98,6 +98,7 @@ class TemperatureHead(nn.Module):
         if past is not None and mask is None:
             total += past[0].layers[past[1]].get_seq_length()
         seen = hidden.new_ones(batch, total, dtype=torch.bool) if mask is None else mask.to(torch.bool)
+        hidden = torch.where(seen[:, -length:, None], hidden, 0.0)  # padding may hold NaN
         positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
 
         def norm(x: Tensor, name: str) -> Tensor:
