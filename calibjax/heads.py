@@ -37,6 +37,8 @@ Segments = Int[Array, "B T"] | None
 
 
 class Feature(NamedTuple):
+    """One entry of `FEATURES`."""
+
     width: int | None  # numbers per token; None: D, the width of the hidden states
     statistics: tuple[str, ...] = ()  # fields of `vocab_stats` at s = 1 that it is computed from
     # Computes the feature from these statistics; None: `head_features` computes it from h or W.
@@ -429,6 +431,7 @@ class FittedHead:
 
     @property
     def arrays(self) -> HeadArrays:
+        """Its parameters and its factor."""
         return HeadArrays(self.params, np.float32(self.log_factor))
 
     def __repr__(self) -> str:

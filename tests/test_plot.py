@@ -75,8 +75,10 @@ def test_reliability(ax, points):
     np.testing.assert_array_equal(ax.containers[3].lines[0].get_ydata(), [0.25, 0.75])
     with pytest.raises(UserError, match="method: expected one of uncalibrated, temperature, ats"):
         plot.reliability(results, method="platt", ax=ax)
-    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1]), ({"methods": {"mine": {}}},)):
-        with pytest.raises(UserError, match=r"expected confidence and correct|reliability, mine has none"):
+    with pytest.raises(UserError, match="expected results with reliability, mine has none"):
+        plot.reliability({"methods": {"mine": {}}}, ax=ax)
+    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1])):
+        with pytest.raises(UserError, match="expected confidence and correct"):
             plot.reliability(*wrong, ax=ax)
 
 
@@ -94,9 +96,10 @@ def test_layers(ax):
     plot.layers({"ece": [[0.3, 0.2, 0.4], [0.1, 0.0, 0.2]]}, ax=ax)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0.3, 0.1])
     assert plot.layers(document(), ax=Figure().subplots()).lines[0].get_ydata().tolist() == [0.3, 0.3]
-    other = {"schema": 1, "held_out": {}}
-    for curves, name in (({"ece": [0.1]}, "mce"), (document(), "agreement"), (other, "that of another")):
-        with pytest.raises(UserError, match=f"expected .*, got {name}"):
+    with pytest.raises(UserError, match="got that of another command"):
+        plot.layers({"schema": 1, "held_out": {}}, ax=ax)
+    for curves, name in (({"ece": [0.1]}, "mce"), (document(), "agreement")):
+        with pytest.raises(UserError, match=f"expected some of .*, got {name}"):
             plot.layers(curves, (name,), ax=ax)
 
 

@@ -42,7 +42,7 @@ class CompareOptions(
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
         table: file of predictions, in place of --model and --data.
-        base_table: the rows, options and --columns of --table, with logits of the base model that it was trained from:
+        base_table: the rows, options and --columns of --table, with logits of the model before its post-training:
             adds daca to the comparison, whose temperature needs no labels (docs/recalibration.md).
         methods: names (docs/recalibration.md), or all but those with more parameters for pairs of classes than there
             are predictions; the base model and temperature scaling are always shown.

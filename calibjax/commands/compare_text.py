@@ -52,7 +52,6 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     log(f"split: {counts[0]} tokens to fit on, {counts[1]} held out, of {counts[2]} and {counts[3]}{note}")
 
     def outcome_of(head: FittedHead, sequences: Sequences) -> Outcome:
-        """The predictions of the scored tokens under a head."""
         with jax.set_mesh(mesh):
             results = evaluate_tokens(
                 lm, sequences, {"head": head}, batch_size=batch_size, keep_tokens=True, context=context.silent()

@@ -45,6 +45,7 @@ class Sequences(NamedTuple):
         return {name: field for name, field in self._asdict().items() if name != "source"}
 
     def take(self, indices: Int[np.ndarray, " n"] | slice) -> "Sequences":
+        """The sequences at `indices`."""
         return Sequences(*(field[indices] for field in self))
 
 

@@ -35,7 +35,6 @@ class _Loss(NamedTuple):
     dispatch: api.Dispatch
 
     def per_token(self, stats: Mapping[str, Any], scale: Array) -> Array:
-        """The loss of valid tokens."""
         log_normalizer, target_logit = stats["log_normalizer"], stats["target_logit"]
         loss = log_normalizer - scale * target_logit
         if self.label_smoothing:

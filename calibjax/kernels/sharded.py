@@ -113,7 +113,6 @@ class VocabSharding:
             )
 
     def describe(self, tokens: int, vocab_size: int) -> str:
-        """A line for `explain`."""
         parts = []
         if self.tokens:
             shards = self.count(self.tokens)

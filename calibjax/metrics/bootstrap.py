@@ -173,7 +173,8 @@ def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> t
     counts = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
     if not counts.any():
         raise ValueError("expected at least one point that counts, got none.")
-    groups = None if groups is None else np.asarray(groups)[counts]
+    if groups is not None:
+        groups = np.asarray(groups)[counts]
     return as_array(confidence)[counts], as_array(correct)[counts], groups
 
 

@@ -86,7 +86,6 @@ def frozen_features(
     dtype: DTypeLike,
     stats: VocabStats | None = None,
 ) -> Float[Array, "B T F"]:
-    """`head_features` of a frozen model."""
     if frozen.unembedding is None:
         return join_features(names, {"hidden_states": hidden}, dense_stats(hidden) if stats is None else stats)
     return head_features(

@@ -115,6 +115,7 @@ class LanguageModel:
 
     @property
     def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer."""
         return self._tokenizer is not None
 
     @property

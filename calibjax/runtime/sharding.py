@@ -254,5 +254,4 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Sharding with the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -219,7 +219,6 @@ def _forward(config, dtype, features, frozen, batch):
 
 
 def _block(config, dtype, losses, frozen, hidden, targets, row, position):
-    """The curves of some tokens of a batch."""
     hidden = take_states(hidden, row, position)
     scales = DOUBLED_SCALES if any(LOSSES[name].doubled for name in losses) else SCALES
     top_k = max((LOSSES[name].top_k for name in losses), default=0)

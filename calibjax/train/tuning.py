@@ -86,7 +86,6 @@ def check_dense(config: DecoderConfig, remedy: str) -> None:
 
 
 def batch_states(model: DecoderConfig, params: Any, batch: step.Batch, **options: Any) -> Float[Array, "B T D"]:
-    """`decoder.hidden_states` of a batch."""
     layout = {name: batch[name] for name in ("segment_ids", "positions")}
     return decoder.hidden_states(model, params, batch["tokens"], **layout, **options)
 

@@ -269,7 +269,8 @@ def interval_figures(sums: CalibrationSums, names: Sequence[str], seed: int = 0)
     figures = {}
     for name in names:
         if name in ("ece", "mce"):
-            _, low, high, _ = metrics.error_interval(sums, norm="l1" if name == "ece" else "max", seed=seed)
+            error = metrics.error_interval(sums, norm="l1" if name == "ece" else "max", seed=seed)
+            low, high = error.low, error.high
         else:
             low, high = metrics.percentile_interval(drawn[name])
         figures[name] = {"value": values[name], "low": low, "high": high}

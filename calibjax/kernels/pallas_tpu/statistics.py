@@ -35,7 +35,6 @@ def running(needed: frozenset[str]) -> tuple[str, ...]:
 
 
 def dtype(name: str) -> Any:
-    """The dtype of a running value."""
     return jnp.int32 if name == "argmax" else jnp.float32
 
 
