@@ -193,7 +193,7 @@ def _execute(options: Any, run: Run) -> int:
     """
     import jax
 
-    from calibjax.commands.common import removing_empty_out
+    from calibjax.commands.run_directory import removing_empty_out
     from calibjax.runtime import locks
     from calibjax.runtime.distributed import is_first
     from calibjax.runtime.errors import DENIED, NonFiniteLossError, UserError, printable, storage_failure

@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibjax.commands.common import SCHEMA
 from calibjax.commands.parser import parse_script
 from calibjax.data import Sequences, eval_batches
 from calibjax.data.synthetic import as_sequences
 from calibjax.eval.layers.layers import layer_outputs, make_readout
 from calibjax.eval.report.page import write_report
+from calibjax.eval.report.schema import SCHEMA
 from calibjax.eval.tokens import evaluate_tokens, results_json
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import DecoderConfig, LanguageModel, init_params, load_model

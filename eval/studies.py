@@ -20,8 +20,9 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.cli import execute
-from calibjax.commands.common import DataOptions, claim_directory
+from calibjax.commands.groups import DataOptions
 from calibjax.commands.parser import parse_script
+from calibjax.commands.run_directory import claim_directory
 from calibjax.data import Sequences, read_source, split_sequences
 from calibjax.eval.report.tables import short
 from calibjax.eval.tokens import evaluate_tokens

@@ -16,7 +16,7 @@ from tiny import write_model, write_text
 from calibjax import __version__, load_head, load_model
 from calibjax.cli import main
 from calibjax.commands import quickstart
-from calibjax.commands.common import _set_name
+from calibjax.commands.groups import _set_name
 from calibjax.train import options as ats_options
 
 ROOT = Path(__file__).parents[1]

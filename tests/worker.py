@@ -14,7 +14,7 @@ from tiny import make_sequences, ragged, silent
 from calibjax import fit_ats
 from calibjax.cli import execute
 from calibjax.commands import compare, compare_text, eval_bounds, eval_layers, eval_tasks, generate, train_ats
-from calibjax.commands.common import DataOptions
+from calibjax.commands.groups import DataOptions
 from calibjax.data import batches
 from calibjax.eval.tokens import evaluate_tokens
 from calibjax.models import load_model

@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import calibjax
 from calibjax.cli import execute
-from calibjax.commands.common import claim_directory
 from calibjax.commands.parser import parse_script
+from calibjax.commands.run_directory import claim_directory
 from calibjax.data import read_source
 from calibjax.data.load import load_text
 from calibjax.models import init_params, load_model

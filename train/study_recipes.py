@@ -25,8 +25,8 @@ from pretrain import main as pretrain
 
 from calibjax.cli import execute
 from calibjax.commands import train_sft
-from calibjax.commands.common import claim_directory
 from calibjax.commands.parser import parse_script
+from calibjax.commands.run_directory import claim_directory
 from calibjax.runtime.errors import require_directory
 from calibjax.runtime.files import write_file
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from calibjax import metrics
-from calibjax.commands.common import JsonOptions, TableOptions
+from calibjax.commands.groups import JsonOptions, TableOptions
 from calibjax.data.table import PredictionTable, table_rows
 from calibjax.data.write import WRITABLE, write_rows
 from calibjax.eval.answers.decide import allocate

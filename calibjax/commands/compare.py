@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.data.table import PredictionTable, read_table, split_table, table_rows
 from calibjax.eval.compare import Comparison, ComparisonInputs, SortKey, prediction_inputs, run_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
@@ -27,7 +27,7 @@ _DACA = "daca"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareOptions(
-    common.BinningOptions, common.OutputOptions, common.ColumnOptions, common.TextOptions, common.ModelOptions
+    groups.BinningOptions, groups.OutputOptions, groups.ColumnOptions, groups.TextOptions, groups.ModelOptions
 ):
     """Fits every recalibration method on one part of the data and compares them on the other.
 
@@ -58,10 +58,10 @@ class CompareOptions(
     table: Path | None = None
     base_table: Path | None = None
     methods: tuple[str, ...] = ("all",)
-    out: Path | None = common.presentation(None)
+    out: Path | None = groups.presentation(None)
     max_tokens: Count = 10_000
-    sort: SortKey = common.presentation("log_loss")
-    save: Path | None = common.presentation(None)
+    sort: SortKey = groups.presentation("log_loss")
+    save: Path | None = groups.presentation(None)
 
     def check(self) -> None:
         """Raises `UserError` unless there is a model with its text, or else a table."""
@@ -85,7 +85,7 @@ class CompareOptions(
 
 def run(options: CompareOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    chosen = common.split_names(options.methods)
+    chosen = groups.split_names(options.methods)
     # On text the heads of `train ats` take the place of an MLP that reads one prediction at a time.
     known = ["ats" if name == "mlp_temperature" and options.table is None else name for name in METHODS]
     unknown = [name for name in chosen if name not in (*known, "all", "uncalibrated")]
@@ -93,7 +93,7 @@ def run(options: CompareOptions, log: Log = print) -> Document:
         raise UserError(f"--methods: {', '.join(unknown) or 'nothing'}: expected all, or some of {', '.join(known)}.")
     named = "all" not in chosen
     names = tuple(name for name in known if not named or name in chosen)
-    context = common.begin("compare", options, log)
+    context = run_directory.begin("compare", options, log)
     with contextlib.ExitStack() as directory:
         if options.table is not None:
             inputs = _from_table(options, names, log, include_large=named)
@@ -107,7 +107,7 @@ def run(options: CompareOptions, log: Log = print) -> Document:
     document: Document = {"schema": SCHEMA, "held_out": comparison.document, "run": run_identity("compare", options)}
     files = []
     if options.out is not None and is_first():
-        common.write_results(document, options.out)
+        run_directory.write_results(document, options.out)
         files.append(f"results in {options.out}: report.html, metrics.json, reliability.png")
     if options.save is not None:
         files.append(_save_winner(options.save, comparison, inputs))

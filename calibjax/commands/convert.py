@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 
-from calibjax.commands.common import JsonOptions
+from calibjax.commands.groups import JsonOptions
 from calibjax.eval.report.schema import Document
 from calibjax.models import load_model
 from calibjax.models.hf_export import save_model, settings_files

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibjax.commands.common import JsonOptions, TableOptions, presentation
+from calibjax.commands.groups import JsonOptions, TableOptions, presentation
 from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import SET_SCORES, TITLES, decide
 from calibjax.eval.report.notes import Verdict

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from calibjax.commands.common import JsonOptions, load_placed, presentation
+from calibjax.commands.groups import JsonOptions, load_placed, presentation
 from calibjax.eval.layers.bounds import head_bound
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_bounds

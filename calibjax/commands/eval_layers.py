@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
 from calibjax.eval.layers.analysis import LayersOptions, evaluate_layers
 from calibjax.eval.report.schema import Document
@@ -18,7 +18,7 @@ from calibjax.runtime.sharding import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOptions, common.ModelOptions):
+class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOptions, groups.ModelOptions):
     """Evaluates what each layer of a model would predict, and what changes its confidence (arXiv 2511.00280).
 
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
@@ -35,14 +35,14 @@ class EvalLayersOptions(LayersOptions, common.OutputOptions, common.SourceOption
         text: how text becomes sequences; of questions, --max-sequences are drawn at random.
     """
 
-    out: Path | None = common.presentation(None)
+    out: Path | None = groups.presentation(None)
     letters_only: bool = True
-    subjects: bool = common.presentation(False)
+    subjects: bool = groups.presentation(False)
 
 
 def run(options: EvalLayersOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = common.begin("eval layers", options, log)
+    context = run_directory.begin("eval layers", options, log)
     check_batch(context.mesh, options.batch_size)
     lm = options.load(context.mesh, log)
     edits = 1 + len(options.swept(lm.config.num_layers)) * len(options.strengths)
@@ -57,7 +57,7 @@ def run(options: EvalLayersOptions, log: Log = print) -> Document:
     document["held_out"]["unit"] = unit
     document["run"] |= run_identity("eval layers", options)
     figures = "layers.png, sweep.png" + (", subjects.png" if document["subjects"] else "")
-    common.finish(document, options, holds=figures)
+    run_directory.finish(document, options, holds=figures)
     return document
 
 
@@ -70,7 +70,7 @@ def _read(
         if not options.letters_only:
             raise UserError("--no-letters-only: --data is text, not multiple choice; leave it out.")
         sequences = options.text.read(options.data, lm, log, split=options.split)
-        return common.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
+        return groups.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):
         raise UserError(f"{', '.join(unread)}: not read with multiple choice; leave out, or give --text-column.")
     longest, limit = lm.config.max_positions, options.text.max_sequences
@@ -83,7 +83,7 @@ def _read(
     if skipped := questions.skipped.count:
         log(f"data: {skipped:,} broken rows skipped, the first: {questions.skipped.first}")
     # Questions of one subject stand together in most files: the halves should be alike.
-    halves = common.split_text(questions.sequences, 0.5, log, order="shuffled", seed=options.seed)
+    halves = groups.split_text(questions.sequences, 0.5, log, order="shuffled", seed=options.seed)
     letters = questions.letters if options.letters_only else None
     subject_of_row = dict(zip(questions.sequences.source.tolist(), questions.subjects, strict=True))
     subjects = tuple(subject_of_row[row] for half in halves for row in half.source.tolist())

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.eval.report.schema import Document
 from calibjax.eval.tasks.benchmark import evaluate_tasks
 from calibjax.eval.tasks.local_data import assets_folder, check_tasks, load_tasks
@@ -23,7 +23,7 @@ from calibjax.train.probes import fit_probe, load_probe, save_probe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, common.ModelOptions):
+class EvalTasksOptions(TasksOptions, groups.OutputOptions, groups.ChatOptions, groups.ModelOptions):
     """Evaluates accuracy and calibration on benchmarks, through lm-eval.
 
     Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
@@ -46,15 +46,15 @@ class EvalTasksOptions(TasksOptions, common.OutputOptions, common.ChatOptions, c
     tasks: tuple[str, ...]
     head: Path | None = None
     temperature: Positive | None = None
-    out: Path | None = common.presentation(None)
-    subjects: bool = common.presentation(False)
+    out: Path | None = groups.presentation(None)
+    subjects: bool = groups.presentation(False)
 
 
 def run(options: EvalTasksOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
     if options.fit and options.temperature is not None:
         raise UserError("--temperature: --fit fits the temperature; leave one of them out.")
-    names = common.split_names(options.tasks)
+    names = groups.split_names(options.tasks)
     assets = assets_folder(options.assets)
     if options.assets is not None:
         with about("--assets"):
@@ -62,20 +62,20 @@ def run(options: EvalTasksOptions, log: Log = print) -> Document:
     if options.head is not None:
         with about("--head"):
             head_notes(options.head)
-    further = common.split_names(options.further_confidences)
+    further = groups.split_names(options.further_confidences)
     options = dataclasses.replace(options, tasks=names, further_confidences=further, assets=assets)
     options.check_methods(options.head is not None)
     manager = together(functools.partial(check_tasks, names, assets))
     from calibjax.eval.tasks.harness import Chat  # needs lm-eval, which `check_tasks` has found
 
-    context = common.begin("eval tasks", options, log)
+    context = run_directory.begin("eval tasks", options, log)
     tasks = together(functools.partial(load_tasks, names, manager, assets, log))
     lm = options.load(context.mesh, log)
     chat = Chat(options.system) if options.applies(lm, log) else None
     heads = _heads(options, lm, log)
     document = evaluate_tasks(lm, tasks, heads, options, context, chat=chat, probes=with_probes)
     document["run"] = {**run_identity("eval tasks", options), "base_fingerprint": lm.fingerprint}
-    common.finish(document, options, holds="answers/ (every question)")
+    run_directory.finish(document, options, holds="answers/ (every question)")
     return document
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from calibjax.commands.common import JsonOptions
+from calibjax.commands.groups import JsonOptions
 from calibjax.eval.report.schema import Document
 from calibjax.heads import FittedHead
 from calibjax.models import LanguageModel, load_model

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from calibjax.commands.common import ChatOptions, JsonOptions, ModelOptions
+from calibjax.commands.groups import ChatOptions, JsonOptions, ModelOptions
 from calibjax.data.chat_template import render_chat
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import TextTable

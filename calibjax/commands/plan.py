@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType
 
-from calibjax.commands.common import JsonOptions
+from calibjax.commands.groups import JsonOptions
 from calibjax.data import check_context
 from calibjax.eval.report.notes import plan_verdict
 from calibjax.eval.report.schema import Document

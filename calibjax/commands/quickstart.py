@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.commands.train_ats import evaluate_fit
 from calibjax.data import Sequences, batches
 from calibjax.data.synthetic import TopicLanguage, as_sequences, make_language, sample
@@ -36,7 +36,7 @@ _BATCH_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuickstartOptions(common.OutputOptions):
+class QuickstartOptions(groups.OutputOptions):
     """Shows the whole of calibjax in a minute or two on a CPU: nothing is downloaded.
 
     Makes a small language whose next-token probabilities are known, trains a small decoder on too little of it until it
@@ -46,13 +46,13 @@ class QuickstartOptions(common.OutputOptions):
         epochs: passes of the decoder over its few sequences; more make it more overconfident.
     """
 
-    out: Path = common.presentation(Path("runs/quickstart"))
+    out: Path = groups.presentation(Path("runs/quickstart"))
     epochs: Count = 30
 
 
 def run(options: QuickstartOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
-    context = common.begin("quickstart", options, log)
+    context = run_directory.begin("quickstart", options, log)
     language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)
     language = make_language(language_key)
     train_set, fit_set, held_out = (
@@ -66,7 +66,7 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
     fitted = fit_ats(lm, fit_set, AtsOptions(batch_size=_BATCH_SIZE), context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)
     identity = run_identity("quickstart", options)
-    settings = {"batch_size": _BATCH_SIZE, "binning": common.BinningOptions(), "keep_tokens": True}
+    settings = {"batch_size": _BATCH_SIZE, "binning": groups.BinningOptions(), "keep_tokens": True}
     document, results = evaluate_fit(identity, lm, {"held_out": held_out}, fitted, context, **settings)
     truth = true_probabilities(language, jnp.asarray(held_out.tokens))
     for name, method in results["held_out"].items():
@@ -74,7 +74,7 @@ def run(options: QuickstartOptions, log: Log = print) -> Document:
         exact = np.take_along_axis(np.asarray(truth), method.tokens.argmax[..., None], axis=-1)[..., 0]
         error = np.abs(method.tokens.confidence - exact)
         document["held_out"]["methods"][name]["exact_error"] = float(error.mean(dtype=np.float64))
-    common.finish(document, options)
+    run_directory.finish(document, options)
     return document
 
 

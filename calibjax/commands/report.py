@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from calibjax.commands.common import JsonOptions
+from calibjax.commands.groups import JsonOptions
 from calibjax.commands.parser import made_by
 from calibjax.eval.report.page import Run, save_report
 from calibjax.eval.report.schema import Document, as_user_error, read_metrics, read_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.data import Sequences, concatenate
 from calibjax.data.sequences import check_resamples
 from calibjax.eval.report.schema import Document
@@ -25,7 +25,7 @@ from calibjax.train.saved import save_head
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainAtsOptions(
-    common.BinningOptions, common.TrainingOutputOptions, common.EvalDataOptions, common.TextOptions, common.ModelOptions
+    groups.BinningOptions, groups.TrainingOutputOptions, groups.EvalDataOptions, groups.TextOptions, groups.ModelOptions
 ):
     """Fits Adaptive Temperature Scaling to a frozen language model and evaluates it on held-out text.
 
@@ -46,7 +46,7 @@ class TrainAtsOptions(
 
 def run(options: TrainAtsOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = common.begin("train ats", options, log)
+    context = run_directory.begin("train ats", options, log)
     lm = options.load(context.mesh, log)
     plan = make_plan(options.ats, lm.config.hidden_size)
 
@@ -57,11 +57,11 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     held_out = concatenate([part for _, part in parts.values()])
     log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
     if len(parts) > 1:
-        common.warn_of_repeats(all_fit, held_out, "the held-out parts of all sets", log)
+        groups.warn_of_repeats(all_fit, held_out, "the held-out parts of all sets", log)
     # Every set is read before training starts: a wrong path must not cost the run.
     further = options.text.read_all(options.eval_data, lm, log, split=options.eval_split)
     for name, part in further.items():
-        common.warn_of_repeats(all_fit, part, name, log)
+        groups.warn_of_repeats(all_fit, part, name, log)
     sets = {"held_out": held_out, **further}
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
@@ -74,7 +74,7 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
 
     identity = run_identity("train ats", options)
     document, _ = evaluate_fit(identity, lm, sets, fitted, context, batch_size=plan.batch_size, binning=options)
-    common.finish(document, options)
+    run_directory.finish(document, options)
     return document
 
 
@@ -86,7 +86,7 @@ def evaluate_fit(
     context: RunContext,
     *,
     batch_size: int,
-    binning: common.BinningOptions,
+    binning: groups.BinningOptions,
     keep_tokens: bool = False,
 ) -> tuple[Document, dict[str, dict[str, MethodResult]]]:
     """Evaluates the base model, temperature scaling and ATS on every set, and writes tokens.json.
@@ -104,5 +104,5 @@ def evaluate_fit(
     if is_first():
         write_file(context.require_directory() / "tokens.json", json.dumps(sample) + "\n")
     run = {**identity, "fit": fitted.report, "base_fingerprint": lm.fingerprint}
-    document = common.make_document(results, run, closed=binning.closed, seed=context.seed)
+    document = run_directory.make_document(results, run, closed=binning.closed, seed=context.seed)
     return document | ({} if fitted.comparison is None else {"comparison": fitted.comparison}), results

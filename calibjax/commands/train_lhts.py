@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.data import is_hub_id
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.text import evaluate_analogies, evaluate_text, load_analogies, load_bleu, read_analogies
@@ -20,7 +20,7 @@ from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.ModelOptions):
+class TrainLhtsOptions(groups.TrainingOutputOptions, groups.TextOptions, groups.ModelOptions):
     """Fine-tunes a language model to a long-horizon temperature and compares it with other ways to sharpen text.
 
     The model is its own frozen scorer. Prints, for the base model, the baseline `partition` and every long-horizon
@@ -45,13 +45,13 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
 
     fit_fraction: Fraction = 0.9
     partition: bool = True
-    myopic: tuple[NonNegative, ...] = common.presentation((1.0, 0.5, 0.0))
-    texts: Annotated[int, Range(2, INT_MAX)] = common.presentation(64)
-    text_prompt_tokens: Count = common.presentation(8)
-    self_bleu: bool = common.presentation(False)
-    analogies: str | None = common.presentation(None)
-    analogy_rows: Count = common.presentation(1000)
-    text: common.DataOptions = common.DataOptions(full_sequences=True)
+    myopic: tuple[NonNegative, ...] = groups.presentation((1.0, 0.5, 0.0))
+    texts: Annotated[int, Range(2, INT_MAX)] = groups.presentation(64)
+    text_prompt_tokens: Count = groups.presentation(8)
+    self_bleu: bool = groups.presentation(False)
+    analogies: str | None = groups.presentation(None)
+    analogy_rows: Count = groups.presentation(1000)
+    text: groups.DataOptions = groups.DataOptions(full_sequences=True)
     lhts: LhtsOptions = LhtsOptions()
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class TrainLhtsOptions(common.TrainingOutputOptions, common.TextOptions, common.
 
 def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = common.begin("train lhts", options, log)
+    context = run_directory.begin("train lhts", options, log)
     base = options.load(context.mesh, log, stored=jnp.float32)
     assert base.path is not None
     settings_files(base.path)  # raises before the training what `save_model` would raise after it
@@ -108,7 +108,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
             for name, params in fitted.params.items():
                 directory = options.out / "models" / name
                 save_model(directory, base.config, params, like=base.path, replace=True)
-                models[name] = common.load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
+                models[name] = groups.load_placed(directory, context.mesh, base.dtype, stored=jnp.float32)
         for name, lm in models.items():
             heads, titled = {name: FittedHead.constant(lm)}, context.titled(f"evaluating {name}")
             results |= evaluate_tokens(lm, held_out, heads, batch_size=batch_size, context=titled)
@@ -124,5 +124,5 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     identity = {**run_identity("train lhts", options), "fit": fits, "base_fingerprint": base.fingerprint}
     document: Document = {"schema": SCHEMA, "texts": texts, "analogies": analogies, "run": identity}
     document["held_out"] = results_json(results, seed=options.seed)
-    common.finish(document, options, holds="diversity.png, models/ (for --model, or transformers)")
+    run_directory.finish(document, options, holds="diversity.png, models/ (for --model, or transformers)")
     return document

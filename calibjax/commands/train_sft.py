@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from calibjax.commands import common
+from calibjax.commands import groups, run_directory
 from calibjax.data import Sequences, validation_split
 from calibjax.data.sequences import check_resamples
 from calibjax.eval.report.schema import Document
@@ -23,7 +23,7 @@ from calibjax.train.sft import SftOptions, fit_sft
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSftOptions(
-    common.BinningOptions, common.TrainingOutputOptions, common.EvalDataOptions, common.TextOptions, common.ModelOptions
+    groups.BinningOptions, groups.TrainingOutputOptions, groups.EvalDataOptions, groups.TextOptions, groups.ModelOptions
 ):
     """Fine-tunes a language model with label smoothing and evaluates it on held-out text.
 
@@ -46,7 +46,7 @@ class TrainSftOptions(
 
 def run(options: TrainSftOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json. Raises `UserError` before any work is lost."""
-    context = common.begin("train sft", options, log)
+    context = run_directory.begin("train sft", options, log)
     adapters = options.sft.lora is not None
     stored = None if adapters else jnp.float32
     base = options.load(context.mesh, log, stored=stored)
@@ -61,7 +61,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
     further = options.text.read_all(options.eval_data, base, log, split=options.eval_split)
     for name, part in further.items():
         check_resamples(part, name)
-        common.warn_of_repeats(fit, part, name, log)
+        groups.warn_of_repeats(fit, part, name, log)
     sets = {"held_out": held_out, **further}
     train_rows, validation_rows = validation_split(fit, options.sft.validation_fraction, options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
@@ -75,7 +75,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint, config, report = base.fingerprint, fitted.config, fitted.report
         del base, fitted  # one model in memory at a time
-        tuned = common.load_placed(options.out / "model", context.mesh, compute)
+        tuned = groups.load_placed(options.out / "model", context.mesh, compute)
         if tuned.config != config:
             lost = f"the config.json of {config.family} has no soft-cap of {config.logit_softcap:g}"
             effect = "the figures are with it, and the logits of model/, wherever it is loaded, are without it"
@@ -84,8 +84,8 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
         for title, more in _evaluate(tuned, "fine_tuned", sets, validation, options, context).items():
             results[title] |= more
     identity = {**run_identity("train sft", options), "fit": report, "base_fingerprint": fingerprint}
-    document = common.make_document(results, identity, closed=options.closed, seed=options.seed)
-    common.finish(document, options, holds="model/ (for --model, or transformers)")
+    document = run_directory.make_document(results, identity, closed=options.closed, seed=options.seed)
+    run_directory.finish(document, options, holds="model/ (for --model, or transformers)")
     return document
 
 

@@ -61,7 +61,7 @@ class Files:
         (out / "head" / "params").write_text("old")
 
     def act(self, out, inputs):
-        from calibjax.commands.common import claim_directory
+        from calibjax.commands.run_directory import claim_directory
         from calibjax.runtime import locks
         from calibjax.runtime.errors import UserError, storage_failure
         from calibjax.runtime.files import new_directory, write_file

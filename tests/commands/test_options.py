@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from calibjax.cli import COMMANDS, load_command, main
-from calibjax.commands.common import begin, split_names
+from calibjax.commands.groups import split_names
 from calibjax.commands.parser import list_options, parse
+from calibjax.commands.run_directory import begin
 from calibjax.eval.layers.analysis import LayersOptions
 from calibjax.eval.tasks.options import TasksOptions
 from calibjax.models.generate import generate

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibjax.commands.common import claim_directory
+from calibjax.commands.run_directory import claim_directory
 from calibjax.runtime import locks
 from calibjax.runtime.errors import UserError, user_path
 from calibjax.runtime.files import check_new_directory, new_directory, new_file, write_file

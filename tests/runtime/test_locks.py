@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from calibjax.cli import main
-from calibjax.commands.common import claim_directory
+from calibjax.commands.run_directory import claim_directory
 from calibjax.runtime import locks
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_directory

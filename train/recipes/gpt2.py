@@ -23,7 +23,7 @@ from pathlib import Path
 
 from calibjax.cli import execute
 from calibjax.commands import train_lhts
-from calibjax.commands.common import DataOptions
+from calibjax.commands.groups import DataOptions
 from calibjax.commands.parser import parse_script
 from calibjax.train.lhts import LhtsOptions
 

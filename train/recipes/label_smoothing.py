@@ -19,7 +19,7 @@ from pathlib import Path
 
 from calibjax.cli import execute
 from calibjax.commands import train_sft
-from calibjax.commands.common import DataOptions
+from calibjax.commands.groups import DataOptions
 from calibjax.commands.parser import parse_script
 from calibjax.train.sft import SftOptions
 

@@ -1,29 +1,18 @@
-"""What commands share: groups of options, the checks before a run, and what is written and printed at its end."""
+"""Groups of options that commands share, and what is read from them: models, tables and text."""
 
-import contextlib
 import dataclasses
-import functools
-import itertools
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from calibjax.commands.parser import CONFIG, write_config
-from calibjax.eval.report.schema import SCHEMA, Document
-from calibjax.eval.report.terminal import print_report
-from calibjax.runtime.context import Log, RunContext
-from calibjax.runtime.distributed import DeviceOptions, is_first, on_first
+from calibjax.runtime.context import Log
+from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import check_orbax_path, is_temporary, json_text, read_json, write_file, writing
-from calibjax.runtime.locks import RUN_LOCK, lock_run
 from calibjax.runtime.options import (
     INT_MAX,
     NOT_IDENTITY,
@@ -34,18 +23,14 @@ from calibjax.runtime.options import (
     Fraction,
     Range,
     Seed,
-    check_options,
     flag_of,
-    run_identity,
 )
-from calibjax.runtime.sharding import make_mesh
-from calibjax.runtime.tracking import TrackerName, check_tracker
+from calibjax.runtime.tracking import TrackerName
 
 if TYPE_CHECKING:
     from calibjax.data import Format, Rows, Sequences
     from calibjax.data.sequences import SplitOrder
     from calibjax.data.table import PredictionTable
-    from calibjax.eval.tokens import MethodResult
     from calibjax.models import LanguageModel
 
 # Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
@@ -384,28 +369,6 @@ def load_placed(
     return lm
 
 
-def begin(command: str, options: Any, log: Log) -> RunContext:
-    """Checks the options of a command, makes its mesh, opens its data and claims its output directory.
-
-    It reads the first row of local data, so that a wrong path or column is found before the model is loaded.
-    """
-    check_options(options)
-    options.check()
-    track: TrackerName = getattr(options, "track", "tensorboard")
-    check_tracker(track)
-    mesh = options.devices.make_mesh() if hasattr(options, "devices") else make_mesh(devices=jax.devices()[:1])
-    for group in vars(options).values():
-        if hasattr(group, "check"):  # of training: whether batches divide among the devices
-            group.check(mesh)
-    check_sources(options)
-    if options.out is not None:
-        claim_directory(options.out, run_identity(command, options))
-        on_first(functools.partial(write_config, options.out, command, options))
-    return RunContext(
-        directory=options.out, mesh=mesh, seed=options.seed, log=log, progress=not options.quiet, track=track
-    )
-
-
 def split_text(
     sequences: "Sequences", fit_fraction: float, log: Log, *, order: "SplitOrder", seed: int = 0
 ) -> tuple["Sequences", "Sequences"]:
@@ -456,75 +419,6 @@ def check_sources(options: Any) -> None:
                     options.text.recognise(rows, column_optional=column_optional)
 
 
-@contextlib.contextmanager
-def removing_empty_out(out: Path | None) -> Iterator[None]:
-    """If a run ends by a `UserError` before it has results, removes the directories, run.json and run.yaml it made."""
-    if out is None:
-        yield
-        return
-    made = [path for path in (out, *out.parents) if not path.exists()]
-    is_new = bool(made) or (out.is_dir() and not any(out.iterdir()))
-    try:
-        yield
-    except UserError:
-        if is_new and is_first():
-            with contextlib.suppress(OSError):  # of a directory that is not empty, or was not made
-                if {entry.name for entry in out.iterdir()} <= {"run.json", CONFIG}:
-                    for entry in out.iterdir():
-                        entry.unlink()
-                for path in made:
-                    path.rmdir()
-        raise
-
-
-def claim_directory(out: Path, identity: dict[str, Any]) -> None:
-    """Makes `out` the directory of the run that `identity` describes, unless it already is, and locks it."""
-
-    def claim() -> None:
-        content = json.loads(json.dumps(identity))
-        check_orbax_path(out)
-        _holds_run(out, content)  # before anything is made
-        with writing(f"--out {out}"):
-            out.mkdir(parents=True, exist_ok=True)
-            lock_run(out)
-            if not _holds_run(out, content):
-                write_file(out / "run.json", json_text(content))
-
-    on_first(claim)
-
-
-def _holds_run(out: Path, identity: dict[str, Any]) -> bool:
-    """Whether `out` is the directory of this run; if not, a run can begin in it."""
-    file = out / "run.json"
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: expected a directory, but this is a file.")
-    names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
-    names = {name for name in names if name != RUN_LOCK and not is_temporary(name, file.name)}  # a kill may leave them
-    if names <= {file.name, CONFIG} and names != {CONFIG}:
-        return False  # at most a run that ended before any work, by an invalid option
-    if file.name not in names:
-        raise UserError(f"--out {out} is not empty and holds no run of calibjax: choose another directory.")
-    try:
-        stored = read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is not readable ({error}): choose another --out, or remove this one.") from error
-    if stored != identity:
-        different = ", ".join(itertools.islice(_differences(stored, identity), 8))
-        hint = "Choose another directory, remove this one, or give the same options to resume it."
-        raise UserError(f"--out {out} holds another run (different: {different}). {hint}")
-    return True
-
-
-def _differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        has_same_options = a.get("command") == b.get("command")
-        keys = sorted(a.keys() | b.keys()) if has_same_options else ["command"]
-        for key in keys:
-            yield from _differences(a.get(key), b.get(key), f"{path}.{key}")
-    elif a != b:
-        yield f"{path.lstrip('.')} {a!r} there, {b!r} now"
-
-
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
     """A short name of a data set: the file's; with its folder's if the file's says little, or two files have it."""
 
@@ -546,49 +440,3 @@ def split_names(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The names in the arguments of an option, each once; a name may be an argument, or joined to others by commas."""
     names = map(str.strip, ",".join(arguments).split(","))
     return tuple(dict.fromkeys(filter(None, names)))
-
-
-def make_document(results: "Mapping[str, dict[str, MethodResult]]", run: Mapping[str, Any], **options: Any) -> Document:
-    """The contents of metrics.json: the figures of the set `held_out` and of others; options as `results_json`'s."""
-    from calibjax.eval.tokens import results_json
-
-    figures = {name: results_json(methods, **options) for name, methods in results.items()}
-    document: Document = {"schema": SCHEMA, "held_out": figures.pop("held_out"), "run": dict(run)}
-    if figures:
-        document["transfer"] = figures
-    return document
-
-
-def write_results(document: Document, out: Path) -> None:
-    """Writes metrics.json, with the curves of every train.jsonl but the folds', and what is drawn from it."""
-    from calibjax.eval.report.page import write_report
-
-    curves = {}
-    for file in sorted(out.glob("**/train.jsonl")):
-        if "folds" in file.relative_to(out).parts:
-            continue
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        curve: dict[str, list[Any]] = {}
-        for step, value in (("step", "loss"), ("validation_step", "validation_nll")):
-            logged = [row for row in rows if value in row]
-            curve |= {step: [row["step"] for row in logged], value: [row[value] for row in logged]}
-        curves[file.parent.relative_to(out).as_posix().removeprefix("fit/")] = curve
-    if curves:
-        document["training"] = curves
-    write_file(out / "metrics.json", json_text(document))
-    write_report(document, out)
-
-
-def finish(document: Document, options: Any, *, holds: str = "head/ (for calibjax.load_head)") -> None:
-    """In the first process, writes the results to --out, if it is given, and prints verdict, table and names of files.
-
-    `holds` names the further files that the run left in --out.
-    """
-    if not is_first():
-        return
-    files = ""
-    if options.out is not None:
-        write_results(document, options.out)
-        files = f"results in {options.out}: report.html, metrics.json, reliability.png, {holds}"
-    if not options.json:
-        print_report(document, files=files, subjects=getattr(options, "subjects", False))
