@@ -36,7 +36,8 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import write_file
 from calibjax.runtime.options import Positional
 from calibjax.train import AtsOptions, load_head, save_head
-from calibjax.train.ats import fit_ats, train_head
+from calibjax.train.ats import fit_ats
+from calibjax.train.candidates import train_head
 from calibjax.train.curves import token_curves
 from calibjax.train.options import make_plan
 from calibjax.train.solve import fit_token_temperature

@@ -1,7 +1,7 @@
 """Training: state, step, loop and checkpoints, and the objectives over them."""
 
 from calibjax.runtime.errors import NonFiniteLossError as NonFiniteLossError
-from calibjax.train.ats import AtsObjective as AtsObjective
+from calibjax.train.candidates import AtsObjective as AtsObjective
 from calibjax.train.options import AtsOptions as AtsOptions
 from calibjax.train.saved import head_notes as head_notes
 from calibjax.train.saved import load_head as load_head
