@@ -13,18 +13,7 @@ from jax.typing import DTypeLike
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import (
-    INT_MAX,
-    NOT_IDENTITY,
-    AnyText,
-    Bins,
-    Closed,
-    Count,
-    Fraction,
-    Range,
-    Seed,
-    flag_of,
-)
+from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, AnyText, Bins, Closed, Count, Fraction, Range, Seed, flag_of
 from calibjax.runtime.tracking import TrackerName
 
 if TYPE_CHECKING:

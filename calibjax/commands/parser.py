@@ -24,15 +24,7 @@ import yaml
 
 from calibjax.runtime.errors import UserError, first_line, printable, shortened, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import (
-    Positional,
-    command_line,
-    expected_value,
-    flag_of,
-    marks,
-    to_json,
-    unexpected,
-)
+from calibjax.runtime.options import Positional, command_line, expected_value, flag_of, marks, to_json, unexpected
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]

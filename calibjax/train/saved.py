@@ -19,13 +19,7 @@ from calibjax.models.calibrated import check_base, check_fingerprint
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.hub import download, repository_of
 from calibjax.models.own import FrozenModel
-from calibjax.runtime.checksums import (
-    array_digests,
-    different_names,
-    read_checksums,
-    write_checksums,
-    write_directory,
-)
+from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_checksums, write_directory
 from calibjax.runtime.distributed import on_first
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import check_orbax_path, check_plain_files, json_text, new_directory, read_json, write_file

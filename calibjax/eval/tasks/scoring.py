@@ -13,13 +13,7 @@ from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
-from calibjax.models.frozen import (
-    batch_hidden,
-    batch_log_scale,
-    extend_log_scale,
-    frozen_arrays,
-    vocab_options,
-)
+from calibjax.models.frozen import batch_hidden, batch_log_scale, extend_log_scale, frozen_arrays, vocab_options
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.distributed import to_host
