@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from calibjax.commands.groups import JsonOptions
 from calibjax.data import check_context
+from calibjax.eval.report.command_tables import plan_table
 from calibjax.eval.report.notes import plan_verdict
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import plan_table
 from calibjax.eval.report.terminal import print_result
 from calibjax.models import LanguageModel, abstract_params
 from calibjax.models.config import DecoderConfig

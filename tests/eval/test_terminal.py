@@ -6,8 +6,9 @@ import pytest
 import report_documents
 from rich.cells import cell_len
 
+from calibjax.eval.report.command_tables import layer_tables
 from calibjax.eval.report.notes import Verdict
-from calibjax.eval.report.tables import ABSENT, TextTable, held_out_table, layer_tables
+from calibjax.eval.report.tables import ABSENT, TextTable, held_out_table
 from calibjax.eval.report.terminal import print_report, print_result, result_text
 
 TABLE = TextTable(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
+from calibjax.eval.report.command_tables import subjects_name
 from calibjax.eval.report.notes import fit_of, kept_candidate
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import Row, interval, sets_of, subjects_name, title_of, unit_of
+from calibjax.eval.report.tables import Row, interval, sets_of, title_of, unit_of
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, style_axes, values_and_ends
 
 if TYPE_CHECKING:

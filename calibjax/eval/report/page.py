@@ -21,6 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from calibjax.eval.report import notes, tables
+from calibjax.eval.report.command_tables import parts_of
 from calibjax.eval.report.figures import Drawing, figures_of, overlay, png
 from calibjax.eval.report.schema import Document, read_tokens
 from calibjax.eval.report.tables import ABSENT, Row, differs, figure_of, interval, pair_of, title_of
@@ -53,7 +54,7 @@ class Run(NamedTuple):
 
 def write_report(document: Document, directory: Path) -> None:
     """Writes `report.html`, `reliability.png` of the held-out set, and as PNG the figures of the run's parts."""
-    names = {"reliability"}.union(*(part.figures for part in tables.parts_of(document)))
+    names = {"reliability"}.union(*(part.figures for part in parts_of(document)))
     for drawing in figures_of(document):
         if drawing.name in names:
             write_file(directory / f"{drawing.name}.png", png(drawing.figure()))
@@ -394,6 +395,6 @@ def image_of(figure: "Figure") -> str:
 
 
 _FUNCTIONS = (subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of)
-_FUNCTIONS += (conventions_of, token_data, colours_of, image_of, figures_of, pair_of, title_of)
+_FUNCTIONS += (conventions_of, token_data, colours_of, image_of, figures_of, pair_of, parts_of, title_of)
 _GLOBALS = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
 """What the template calls, by name."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from calibjax.eval.report import tables
+from calibjax.eval.report import command_tables, tables
 from calibjax.eval.report.notes import Verdict, bounds_verdict, comparison_verdict, conventions, notes_of, verdict
 from calibjax.eval.report.schema import Document
 
@@ -51,15 +51,15 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
     Where there are no files, nothing else would hold the other tables of a run over layers: they are printed first.
     """
     tasks = document.get("tasks", {}).items()
-    more = [tables.subject_table(name, results) for name, results in tasks if results["subjects"]]
+    more = [command_tables.subject_table(name, results) for name, results in tasks if results["subjects"]]
     if "layers" in document:
-        table, *further = tables.layer_tables(document)
+        table, *further = command_tables.layer_tables(document)
         if document["subjects"]:
             more.append(further.pop())
         print_result("", more=() if files else further)
-        notes = [*tables.layer_findings(document), conventions(document["held_out"])]
+        notes = [*command_tables.layer_findings(document), conventions(document["held_out"])]
     elif "texts" in document:
-        table, notes = tables.text_table(document), []
+        table, notes = command_tables.text_table(document), []
     else:
         table, notes = tables.held_out_table(document), notes_of(document)
     if more and not subjects:
@@ -88,7 +88,7 @@ def print_bounds(document: Document, *, files: str = "") -> None:
         "bound. Confidence can grow with D and is limited by V: a model with small D and large V cannot become "
         "very confident, so that label smoothing has less overconfidence to prevent (arXiv 2508.00264, section 4)."
     )
-    print_result(bounds_verdict(document), tables.bounds_table(document), notes=[note], files=files)
+    print_result(bounds_verdict(document), command_tables.bounds_table(document), notes=[note], files=files)
 
 
 def result_text(verdict: Verdict, table: tables.TextTable, *, width: int = 80) -> str:
