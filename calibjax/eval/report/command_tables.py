@@ -82,72 +82,13 @@ def layer_findings(document: Document) -> list[str]:
 
 def layer_tables(document: Document) -> list[TextTable]:
     """The layers; the direction after each block; the sweep on the held-out half; neurons, without them; subjects."""
-    direction, unit = document["direction"], unit_of(document["held_out"])
-    first, second = direction["counts"]
-    chosen = (direction["chosen"]["layer"], direction["chosen"]["strength"])
-    tables = [
-        layer_table(document),
-        table_of(
-            f"direction {direction['recipe']!r}: {first:,} against {second:,} {unit}; expected fraction of a random "
-            f"vector in the null space: {direction['expected_fraction']:.3f}",
-            direction["rows"],
-            {
-                "block": show("layer", form=""),
-                "gap / norm": lambda row: f"{row['gap'] / row['length']:.4f}",
-                "mean norm": show("length", form=".3f"),
-                "fraction in the null space": show("null_space_fraction", form=".3f"),
-            },
-        ),
-        table_of(
-            "sweep: c in mean norms of the residual, on the held-out half [95% interval]",
-            document["sweep"],
-            {
-                "block": lambda row: str(row["layer"]) if row["layer"] else "none",
-                "c": show("strength", form="+g"),
-                **{name: _figure("held_out", name.lower()) for name in ("ECE", "MCE", "accuracy", "confidence")},
-                "ECE, half that chooses": show("fit", "ece"),
-                "edit": lambda row: "chosen" if (row["layer"], row["strength"]) == chosen else "",
-            },
-        ),
-        table_of(
-            "entropy neurons: large norm, small direct effect on the logits",
-            document["neurons"],
-            {
-                "block": show("layer", form=""),
-                "neuron": show("index", form=""),
-                "norm": show("norm", form=".4g"),
-                "norm, percentile": lambda row: f"{row['norm_percentile']:.0f}%",
-                "logit variance": show("logit_variance", form=".2e"),
-                "percentile": lambda row: f"{row['logit_variance_percentile']:.0f}%",
-                "fraction in the null space": show("null_space_fraction", form=".3f"),
-            },
-        ),
-        table_of(
-            "the entropy neurons of the last block changed, beside others of equal norm; held-out half",
-            document["ablation"],
-            {
-                "change": show("name"),
-                **{name: show(name.lower()) for name in ("entropy", "confidence", "accuracy", "ECE", "NLL")},
-            },
-        ),
-    ]
+    drawn = [_curve_table, _direction_table, _sweep_table, _neuron_table, _ablation_table]
     if document["subjects"]:
-        subjects = table_of(
-            "subjects, at the last layer, the most overconfident first [95% interval, Wilson]",
-            document["subjects"],
-            {
-                "subject": show("subject"),
-                unit: show("questions", form=","),
-                "confidence": show("confidence", form=".3f"),
-                "accuracy": _figure("accuracy"),
-                "confidence - accuracy": show("gap", form="+.3f"),
-            },
-        )
-        tables.append(subjects)
-    return tables
+        drawn.append(_layer_subject_table)
+    return [table(document) for table in drawn]
 
 
-def layer_table(document: Document) -> TextTable:
+def _curve_table(document: Document) -> TextTable:
     """A row for each layer, the one at which the decision settles highlighted."""
     layers, unit = document["layers"], unit_of(document["held_out"])
     return table_of(
@@ -162,6 +103,68 @@ def layer_table(document: Document) -> TextTable:
         order=(3, 2, 7, 1, 5, 6, 4),
         best=(layers["phase"]["settled"],),
     )
+
+
+def _direction_table(document: Document) -> TextTable:
+    direction = document["direction"]
+    first, second = direction["counts"]
+    columns = {
+        "block": show("layer", form=""),
+        "gap / norm": lambda row: f"{row['gap'] / row['length']:.4f}",
+        "mean norm": show("length", form=".3f"),
+        "fraction in the null space": show("null_space_fraction", form=".3f"),
+    }
+    title = (
+        f"direction {direction['recipe']!r}: {first:,} against {second:,} {unit_of(document['held_out'])}; expected "
+        f"fraction of a random vector in the null space: {direction['expected_fraction']:.3f}"
+    )
+    return table_of(title, direction["rows"], columns)
+
+
+def _sweep_table(document: Document) -> TextTable:
+    chosen = document["direction"]["chosen"]
+    edit = chosen["layer"], chosen["strength"]
+    columns = {
+        "block": lambda row: str(row["layer"]) if row["layer"] else "none",
+        "c": show("strength", form="+g"),
+        **{name: _figure("held_out", name.lower()) for name in ("ECE", "MCE", "accuracy", "confidence")},
+        "ECE, half that chooses": show("fit", "ece"),
+        "edit": lambda row: "chosen" if (row["layer"], row["strength"]) == edit else "",
+    }
+    title = "sweep: c in mean norms of the residual, on the held-out half [95% interval]"
+    return table_of(title, document["sweep"], columns)
+
+
+def _neuron_table(document: Document) -> TextTable:
+    columns = {
+        "block": show("layer", form=""),
+        "neuron": show("index", form=""),
+        "norm": show("norm", form=".4g"),
+        "norm, percentile": lambda row: f"{row['norm_percentile']:.0f}%",
+        "logit variance": show("logit_variance", form=".2e"),
+        "percentile": lambda row: f"{row['logit_variance_percentile']:.0f}%",
+        "fraction in the null space": show("null_space_fraction", form=".3f"),
+    }
+    return table_of("entropy neurons: large norm, small direct effect on the logits", document["neurons"], columns)
+
+
+def _ablation_table(document: Document) -> TextTable:
+    figures = ("entropy", "confidence", "accuracy", "ECE", "NLL")
+    columns = {"change": show("name"), **{name: show(name.lower()) for name in figures}}
+    title = "the entropy neurons of the last block changed, beside others of equal norm; held-out half"
+    return table_of(title, document["ablation"], columns)
+
+
+def _layer_subject_table(document: Document) -> TextTable:
+    columns = {
+        "subject": show("subject"),
+        unit_of(document["held_out"]): show("questions", form=","),
+        "confidence": show("confidence", form=".3f"),
+        "accuracy": _figure("accuracy"),
+        "confidence - accuracy": show("gap", form="+.3f"),
+    }
+    title = "subjects, at the last layer, the most overconfident first [95% interval, Wilson]"
+    return table_of(title, document["subjects"], columns)
 
 
 def subjects_name(document: Document, task: str) -> str:
