@@ -15,8 +15,8 @@ from assets import load_script
 
 from calibjax import heads
 from calibjax.cli import COMMANDS, main
-from calibjax.commands.plan import CHIPS
 from calibjax.models.families import FAMILIES
+from calibjax.runtime.chips import CHIPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

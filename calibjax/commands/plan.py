@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType
 
 from calibjax.commands.groups import JsonOptions
@@ -31,9 +30,11 @@ from calibjax.models.shapes import SHAPES
 from calibjax.nn.experts import use_ragged_dot
 from calibjax.runtime import compilers
 from calibjax.runtime.arrays import ceil_div
+from calibjax.runtime.chips import Topology, parse_topology
 from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, first_line
+from calibjax.runtime.flops import flops
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
@@ -45,7 +46,6 @@ from calibjax.train.tuning import first_state
 
 UTILISATION = (0.3, 0.6)
 """Fractions of the roofline that a run reaches; docs/plan.md states where they come from."""
-GIB = 2**30
 _PREALLOCATED = 0.75  # of a GPU's whole memory, by JAX unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 
@@ -173,63 +173,6 @@ def _model(model: str) -> tuple[DecoderConfig, str]:
     return config, "bfloat16" if stored == "bfloat16" else "float32"
 
 
-# --- chips ---
-
-
-class Chip(NamedTuple):
-    """One chip, which is one device of JAX: its platform, "tpu" or "gpu", and what a program can use of it.
-
-    `memory` is in bytes: of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95% of what the vendor
-    states, as CUDA and NCCL take the rest. Per second: bfloat16 `flops`, dense; `bandwidth`, bytes of its memory;
-    `interconnect`, bytes received from the other devices, half of what vendors state for both directions.
-    """
-
-    platform: str
-    memory: int
-    flops: float
-    bandwidth: float
-    interconnect: float
-
-
-CHIPS = {  # as stated at docs.cloud.google.com/tpu/docs/v5e and nvidia.com/en-us/data-center/h100, and so on
-    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9),
-    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9),
-    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9),
-    "a100": Chip("gpu", int(0.95 * 80e9), 312e12, 2039e9, 300e9),
-    "h100": Chip("gpu", int(0.95 * 80e9), 989e12, 3350e9, 450e9),
-    "h200": Chip("gpu", int(0.95 * 141e9), 989e12, 4800e9, 450e9),
-}
-"""Chips by libtpu's name of the generation; GPUs are the SXM models."""
-
-
-class Topology(NamedTuple):
-    """The name of a slice or host ("v5e:4x4", "h100:8"), its chip, and the number of its devices."""
-
-    name: str
-    chip: Chip
-    devices: int
-
-
-def parse_topology(text: str) -> Topology:
-    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8"."""
-    kind, sign, shape = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, flags=re.S).groups()  # pyright: ignore
-    kind = {"v5litepod": "v5e"}.get(kind, kind)
-    if kind not in CHIPS:
-        raise UserError(f"--topology {text}: expected one of {', '.join(CHIPS)}, got {kind!r}.")
-    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", shape):
-        raise UserError(f"--topology {text}: expected the chip and its number, such as v5e-16, v5e:4x4 or h100:8.")
-    chip = CHIPS[kind]
-    if sign == "-" and chip.platform == "tpu" and shape.isdigit():  # Google Cloud's name: as square as can be
-        axes, cores = ([1, 1, 1], 2) if kind == "v5p" else ([1, 1], 1)  # a name counts the cores of chips
-        chips = max(int(shape) // cores, 1)
-        while math.prod(axes) < chips:
-            axes[axes.index(min(axes))] *= 2
-        if math.prod(axes) != chips:
-            raise UserError(f"--topology {text}: no power of two; give the chips along each axis (v5p:4x4x12).")
-        shape = "x".join(map(str, sorted(axes, reverse=kind == "v5p")))
-    return Topology(f"{kind}:{shape}", chip, math.prod(map(int, shape.split("x"))))
-
-
 # --- the step: the one that training runs, on shapes in place of arrays ---
 
 
@@ -332,41 +275,6 @@ def device_bytes(tree: Any) -> int:
     return total
 
 
-# --- operations ---
-
-
-def flops(jaxpr: Any) -> float:
-    """Operations of the matrix products in a jaxpr, over all devices; 2 for each product of two numbers.
-
-    XLA's own `cost_analysis` counts the body of a loop once, and a model is a loop over its layers. A Pallas kernel
-    counts as it declares itself (`pl.CostEstimate`), or else its body for each point of its grid. For `cond`, the most
-    expensive branch counts. The body of `shard_map` counts once for each device, and that of a `while_loop` once.
-    """
-    return sum((_equation_flops(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns), start=0.0)
-
-
-def _equation_flops(equation: Any) -> float:
-    name, params = equation.primitive.name, equation.params
-    if name in ("dot_general", "ragged_dot_general"):
-        ragged = params.get("ragged_dot_dimension_numbers")
-        (contracted, _), _ = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-        terms = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-        # Without a group axis in the second factor, the result has one, and each term belongs to one group.
-        groups = 1 if ragged is None or ragged.rhs_group_dimensions else equation.invars[2].aval.shape[-1]
-        return 2.0 * terms * math.prod(equation.outvars[0].aval.shape) / groups
-    if name == "pallas_call" and params.get("cost_estimate") is not None:
-        return float(params["cost_estimate"].flops)
-    lists = [value if isinstance(value, tuple | list) else (value,) for value in params.values()]
-    inner = [flops(item) for items in lists for item in items if isinstance(item, Jaxpr | ClosedJaxpr)]
-    if name == "cond":
-        return max(inner)
-    if name == "pallas_call":
-        return sum(inner) * math.prod(params["grid_mapping"].grid)
-    if name == "shard_map":
-        return sum(inner) * params["mesh"].size
-    return sum(inner) * (params["length"] if name == "scan" else 1)
-
-
 # --- the compiled step ---
 
 
@@ -413,7 +321,7 @@ def compile_step(job: Job, topology: Topology) -> Compiled:
 
 def needed_bytes(message: str) -> int | None:
     """The memory that a step needs, as the compiler that refused it states and rounds it; None where it does not."""
-    units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     size = re.search(r"(?:Used|required for [^()]*\(|requires?) ?([\d.]+)([KMGT]?)", message)
     return None if size is None else round(float(size[1]) * units[size[2]])
 

@@ -15,13 +15,13 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from calibjax.commands.plan import flops
 from calibjax.kernels.platforms import Platform
 from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
 from calibjax.nn.attention import AttentionMask
 from calibjax.runtime.compilers import with_compiler
+from calibjax.runtime.flops import flops
 from calibjax.runtime.sharding import AXES, make_mesh
 
 TIME = 256  # two blocks of 128

@@ -1,0 +1,63 @@
+"""Chips that a run can be planned for, and topologies of them."""
+
+import math
+import re
+from typing import NamedTuple
+
+from calibjax.runtime.errors import UserError
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One chip, which is one device of JAX: its platform, "tpu" or "gpu", and what a program can use of it.
+
+    `memory` is in bytes: of TPUs what libtpu 0.0.51 reports where a step does not fit; of GPUs 95% of what the vendor
+    states, as CUDA and NCCL take the rest. Per second: bfloat16 `flops`, dense; `bandwidth`, bytes of its memory;
+    `interconnect`, bytes received from the other devices, half of what vendors state for both directions.
+    """
+
+    platform: str
+    memory: int
+    flops: float
+    bandwidth: float
+    interconnect: float
+
+
+CHIPS = {  # as stated at docs.cloud.google.com/tpu/docs/v5e and nvidia.com/en-us/data-center/h100, and so on
+    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 819e9, 200e9),
+    "v5p": Chip("tpu", int(95.73 * GIB), 459e12, 2765e9, 600e9),
+    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1600e9, 400e9),
+    "a100": Chip("gpu", int(0.95 * 80e9), 312e12, 2039e9, 300e9),
+    "h100": Chip("gpu", int(0.95 * 80e9), 989e12, 3350e9, 450e9),
+    "h200": Chip("gpu", int(0.95 * 141e9), 989e12, 4800e9, 450e9),
+}
+"""Chips by libtpu's name of the generation; GPUs are the SXM models."""
+
+
+class Topology(NamedTuple):
+    """The name of a slice or host ("v5e:4x4", "h100:8"), its chip, and the number of its devices."""
+
+    name: str
+    chip: Chip
+    devices: int
+
+
+def parse_topology(text: str) -> Topology:
+    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8"."""
+    kind, sign, shape = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, flags=re.S).groups()  # pyright: ignore
+    kind = {"v5litepod": "v5e"}.get(kind, kind)
+    if kind not in CHIPS:
+        raise UserError(f"--topology {text}: expected one of {', '.join(CHIPS)}, got {kind!r}.")
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", shape):
+        raise UserError(f"--topology {text}: expected the chip and its number, such as v5e-16, v5e:4x4 or h100:8.")
+    chip = CHIPS[kind]
+    if sign == "-" and chip.platform == "tpu" and shape.isdigit():  # Google Cloud's name: as square as can be
+        axes, cores = ([1, 1, 1], 2) if kind == "v5p" else ([1, 1], 1)  # a name counts the cores of chips
+        chips = max(int(shape) // cores, 1)
+        while math.prod(axes) < chips:
+            axes[axes.index(min(axes))] *= 2
+        if math.prod(axes) != chips:
+            raise UserError(f"--topology {text}: no power of two; give the chips along each axis (v5p:4x4x12).")
+        shape = "x".join(map(str, sorted(axes, reverse=kind == "v5p")))
+    return Topology(f"{kind}:{shape}", chip, math.prod(map(int, shape.split("x"))))
