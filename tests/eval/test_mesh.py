@@ -125,11 +125,11 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
         hidden = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32, sharding=batch_sharding(mesh))
         places, edit = np.zeros((16, 3), np.int32), np.zeros((2, 16), np.float32)
         head = HEADS["mlp"]
-        fitted = [head.arrays]
+        program, fitted = scoring._Program(lm.config, (head.config,), lm.dtype), [head.arrays]
         programs = {
             "layers": _layers_of_batch.lower(lm.config, lm.dtype, lm.params, read, batch),
             "edit": directions._edited_batch.lower(lm.config, lm.dtype, 15, "right", lm.params, read, edit, batch),
-            "scores": _token_scores.lower(lm.config, lm.dtype, (head.config,), 0, fitted, frozen, hidden, None, places),
+            "scores": _token_scores.lower(program, 0, fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():
             found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])

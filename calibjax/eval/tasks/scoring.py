@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from calibjax.heads import FittedHead
+from calibjax.heads import FittedHead, HeadConfig
 from calibjax.kernels import top_logits, vocab_stats
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.calibrated import check_base
+from calibjax.models.config import DecoderConfig
 from calibjax.models.frozen import batch_hidden, batch_log_scale, extend_log_scale, frozen_arrays, vocab_options
 from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.arrays import round_up
@@ -75,6 +77,12 @@ class _Group(NamedTuple):
     rows: list[_Row]
 
 
+class _Program(NamedTuple):  # static arguments of the jitted functions
+    config: DecoderConfig
+    heads: tuple[HeadConfig, ...]
+    dtype: DTypeLike
+
+
 class Scorer:
     """Scores continuations in batches of a few static shapes.
 
@@ -106,11 +114,11 @@ class Scorer:
         self.lm, self.max_length = lm, max_length or longest
         self._shards = batch_shards(lm.mesh)
         self.batch_size = round_up(batch_size, self._shards)
-        self._configs = tuple(head.config for head in heads.values())
-        self._head_arrays = [head.arrays for head in heads.values()]
-        self._frozen = frozen_arrays(lm, *self._configs)
-        pools = any(config.pooling == "sequence" for config in self._configs)
-        self._reads_rows = pools or any(config.attends for config in self._configs)
+        configs = tuple(head.config for head in heads.values())
+        self._program = _Program(lm.config, configs, lm.dtype)
+        self._arrays = [head.arrays for head in heads.values()], frozen_arrays(lm, *configs)
+        pools = any(config.pooling == "sequence" for config in configs)
+        self._reads_rows = pools or any(config.attends for config in configs)
         self._keeps_prefixes = not pools and not any(lm.config.local_layers)
         self._shares = self._keeps_prefixes and not self._reads_rows
 
@@ -165,10 +173,10 @@ class Scorer:
         for index, group in enumerate(groups):
             part = index, slice(shape[1] - len(group.prefix), None)  # on the right, where the rows continue them
             tokens[part], segments[part] = group.prefix, 1
-        lm, mesh = self.lm, context_mesh()
+        mesh = context_mesh()
         mine = local_rows(mesh, shape[0])
         placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
-        caches = _prefix_caches(lm.config, lm.dtype, self._configs, self._head_arrays, self._frozen, placed)
+        caches = _prefix_caches(self._program, *self._arrays, placed)
         widest = self._width(max(len(group.rows[0].tokens) for group in groups))
         empty = _Row([], [], [], {})
         left = [group.rows for group in groups]
@@ -265,15 +273,12 @@ class Scorer:
         mesh = context_mesh()
         mine = local_rows(mesh, shape[0])
         batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
-        lm = self.lm
-        kinds, arrays = (lm.config, lm.dtype, self._configs), (self._head_arrays, self._frozen)
-        hidden, log_scales = _states(*kinds, self._reads_rows, *arrays, batch, caches)
+        hidden, log_scales = _states(self._program, self._reads_rows, *self._arrays, batch, caches)
+        score = functools.partial(_token_scores, self._program, top_k, *self._arrays, hidden, log_scales)
         padded = np.zeros((round_up(len(coordinates), _POSITIONS_AT_A_TIME), 3), np.int32)
         padded[: len(coordinates)] = coordinates
-        pieces = [
-            _token_scores(*kinds, top_k, *arrays, hidden, log_scales, padded[start : start + _POSITIONS_AT_A_TIME])
-            for start in range(0, len(padded), _POSITIONS_AT_A_TIME)
-        ]
+        starts = range(0, len(padded), _POSITIONS_AT_A_TIME)
+        pieces = [score(padded[start : start + _POSITIONS_AT_A_TIME]) for start in starts]
         parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
         log_probs, greedy, distributions = parts
         start = 0
@@ -360,67 +365,64 @@ class _Caches(NamedTuple):
     heads: tuple[Cache | None, ...]
 
 
-@jax.jit(static_argnums=(0, 1, 2))
-def _prefix_caches(model_config, dtype, head_configs, head_arrays, frozen, batch) -> _Caches:
+@jax.jit(static_argnums=0)
+def _prefix_caches(program: _Program, head_arrays, frozen, batch) -> _Caches:
     """Runs the model and the heads that attend on one prefix in each row."""
+    config, heads, dtype = program
     segment_ids = batch["segment_ids"]
-    hidden, cache = decoder.extend(
-        model_config, frozen.params, batch["tokens"], None, segment_ids=segment_ids, dtype=dtype
-    )
-    run = functools.partial(extend_log_scale, model_config, dtype=dtype)
-    heads = [
-        run(config, arrays, frozen, hidden, segment_ids)[1] if config.attends else None
-        for config, arrays in zip(head_configs, head_arrays, strict=True)
+    hidden, cache = decoder.extend(config, frozen.params, batch["tokens"], None, segment_ids=segment_ids, dtype=dtype)
+    run = functools.partial(extend_log_scale, config, dtype=dtype)
+    caches = [
+        run(head, arrays, frozen, hidden, segment_ids)[1] if head.attends else None
+        for head, arrays in zip(heads, head_arrays, strict=True)
     ]
-    return _Caches(cache, tuple(heads))
+    return _Caches(cache, tuple(caches))
 
 
-@jax.jit(static_argnums=(0, 1, 2, 3))
-def _states(model_config, dtype, head_configs, reads_rows, head_arrays, frozen, batch, caches):
+@jax.jit(static_argnums=(0, 1))
+def _states(program: _Program, reads_rows, head_arrays, frozen, batch, caches):
     """Returns hidden states `[B, T, D]`, and the log_scale of every head, `[M, B, T]`, if they read whole rows.
 
     The first B / A rows follow the first of A prefixes in the caches, and so on.
     """
+    config, heads, dtype = program
     if caches is None:
-        hidden = batch_hidden(model_config, frozen, batch, dtype)
-        batch = {**batch, "hidden": hidden}
-        read = _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch) if reads_rows else None
+        hidden = batch_hidden(config, frozen, batch, dtype)
+        read = _log_scales(program, head_arrays, frozen, {**batch, "hidden": hidden}) if reads_rows else None
         return hidden, read
     rows, columns = batch["tokens"].shape
     after = functools.partial(fork, count=rows // len(caches.model.segment_ids), columns=columns)
     layout = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-    hidden, _ = decoder.extend(model_config, frozen.params, batch["tokens"], after(caches.model), **layout, dtype=dtype)
+    hidden, _ = decoder.extend(config, frozen.params, batch["tokens"], after(caches.model), **layout, dtype=dtype)
     if not reads_rows:
         return hidden, None
-    run = functools.partial(extend_log_scale, model_config, dtype=dtype)
+    run = functools.partial(extend_log_scale, config, dtype=dtype)
     scales = [
-        run(config, arrays, frozen, hidden, batch["segment_ids"], None if cache is None else after(cache))[0]
-        for config, arrays, cache in zip(head_configs, head_arrays, caches.heads, strict=True)
+        run(head, arrays, frozen, hidden, batch["segment_ids"], None if cache is None else after(cache))[0]
+        for head, arrays, cache in zip(heads, head_arrays, caches.heads, strict=True)
     ]
     return hidden, jnp.stack(scales)
 
 
-def _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch):
+def _log_scales(program: _Program, head_arrays, frozen, batch):
     """log_scale of every head, `[M, B, T]`, from hidden states `[B, T, D]`."""
-    scales = [
-        batch_log_scale(model_config, config, arrays, frozen, batch, dtype=dtype)
-        for config, arrays in zip(head_configs, head_arrays, strict=True)
-    ]
-    return jnp.stack(scales)
+    pairs = zip(program.heads, head_arrays, strict=True)
+    run = functools.partial(batch_log_scale, program.config, dtype=program.dtype)
+    return jnp.stack([run(head, arrays, frozen, batch) for head, arrays in pairs])
 
 
-@jax.jit(static_argnums=(0, 1, 2, 3))
-def _token_scores(model_config, dtype, head_configs, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
+@jax.jit(static_argnums=(0, 1))
+def _token_scores(program: _Program, top_k, head_arrays, frozen, hidden, log_scales, coordinates):
     """log p `[M, R]`, whether the token is the most likely `[R]`, and distributions `[M, 1 + top_k, R]`."""
     row, position, token = coordinates.T
-    states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(dtype)
+    states, unembedding = take_states(hidden, row, position), frozen.unembedding.astype(program.dtype)
     if log_scales is None:  # of heads that read nothing but the token's own state
         ones = jnp.ones((len(token), 1), jnp.int32)
         batch = {"hidden": states[:, None], "segment_ids": ones, "where": ones > 0}
-        scales = _log_scales(model_config, dtype, head_configs, head_arrays, frozen, batch)[..., 0]
+        scales = _log_scales(program, head_arrays, frozen, batch)[..., 0]
     else:
         scales = log_scales[:, row, position]
-    shared = vocab_options(model_config, frozen)
+    shared = vocab_options(program.config, frozen)
     largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
     statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
 
