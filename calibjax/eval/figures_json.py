@@ -31,10 +31,12 @@ def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
     return np.concatenate([bins, means], axis=-1)
 
 
-def row_json(sums: metrics.CalibrationSums, *, closed: metrics.Closed = "right", seed: int = 0) -> dict[str, Any]:
-    """The figures of one method, as in `results_json` but without temperatures. `sums` has groups `[G]`."""
+def row_json(
+    sums: metrics.CalibrationSums, drawn: Draws, *, closed: metrics.Closed = "right", seed: int = 0
+) -> dict[str, Any]:
+    """The figures of a method with the sums `[G]` and draws, as in `results_json` but without temperatures."""
     row: dict[str, Any] = metrics.summarise(sums)
-    whole, drawn = metrics.total_sums(sums), draws_of(sums, seed)
+    whole = metrics.total_sums(sums)
     row |= ece_json(metrics.error_interval(sums, seed=seed), bins=len(whole.count), closed=closed)
     row["reliability"] = reliability_json(whole, drawn["bins"])
     ends = {name: metrics.percentile_interval(drawn[name]) for name in ("nll", "brier", "accuracy")}

@@ -223,7 +223,7 @@ def results_json(
     methods: dict[str, dict[str, Any]] = {}
     draws = {name: draws_of(result.sums, seed) for name, result in results.items()}
     for name, result in results.items():
-        row = row_json(result.sums, closed=closed, seed=seed)
+        row = row_json(result.sums, draws[name], closed=closed, seed=seed)
         row["temperatures"] = {
             "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
             "count": [int(n) for n in result.temperatures],
@@ -372,34 +372,34 @@ def token_sample(
             out = to_host(_sample_batch(lm.config, head.config, lm.dtype, count, head.arrays, frozen, batch))
             parts.append(jax.tree.map(lambda x, n=real: x[:n], out))
         outputs.append(jax.tree.map(lambda *x: np.concatenate(x), *parts))
-    before_head, after_head = outputs
-    rows: list[list[dict[str, Any]]] = []
+    most = _SAMPLE_TOKENS // len(sequences.tokens)
+    rows = []
     for s in range(len(sequences.tokens)):
-        row: list[dict[str, Any]] = []
-        left = _SAMPLE_TOKENS // len(sequences.tokens)
-        for t in np.flatnonzero(sequences.segment_ids[s] > 0):
-            if not left:
-                break
-            previous = int(sequences.tokens[s, t])
-            target = int(sequences.targets[s, t])
-            if sequences.positions[s, t] == 0:
-                begin = lm.tokenizer.decode([previous], skip_special_tokens=True)
-                row.append({"text": str(begin), "scored": False, "start": True})
-            is_scored = bool(sequences.where[s, t])
-            row.append({"text": text_after(lm.tokenizer, previous, target), "scored": is_scored})
-            if is_scored:
-                left -= 1
-                for name in ("confidence", "probability", "entropy"):
-                    row[-1][name] = [_rounded(figures[name][s, t]) for figures in outputs]
-                probabilities = [figures["top_probability"][s, t] for figures in outputs]
-                top = zip(before_head["top_ids"][s, t], *probabilities, strict=True)
-                row[-1] |= {
-                    "right": bool(before_head["argmax"][s, t] == target),
-                    "temperature": _rounded(after_head["temperature"][s, t]),
-                    "top": [[text_after(lm.tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top],
-                }
+        real = np.flatnonzero(sequences.segment_ids[s] > 0)
+        is_before_last = np.cumsum(sequences.where[s, real]) - sequences.where[s, real] < most
+        row = []
+        for t in real[is_before_last]:
+            row += _sampled_token(lm.tokenizer, sequences, outputs, (s, t))
         rows.append(_whole_words(row))
     return {"sequences": rows}
+
+
+def _sampled_token(tokenizer, sequences: Sequences, outputs, place: tuple[int, int]) -> list[dict[str, Any]]:
+    """The token that is predicted at one place of the sequences, after the first of an example with that token."""
+    previous, target = int(sequences.tokens[place]), int(sequences.targets[place])
+    token: dict[str, Any] = {"text": text_after(tokenizer, previous, target), "scored": bool(sequences.where[place])}
+    if token["scored"]:
+        before, after = ({name: x[place] for name, x in figures.items()} for figures in outputs)
+        for name in ("confidence", "probability", "entropy"):
+            token[name] = [_rounded(before[name]), _rounded(after[name])]
+        token["right"] = bool(before["argmax"] == target)
+        token["temperature"] = _rounded(after["temperature"])
+        top = zip(before["top_ids"], before["top_probability"], after["top_probability"], strict=True)
+        token["top"] = [[text_after(tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top]
+    if sequences.positions[place] != 0:
+        return [token]
+    first = str(tokenizer.decode([previous], skip_special_tokens=True))
+    return [{"text": first, "scored": False, "start": True}, token]
 
 
 def _whole_words(row: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from calibjax import metrics
 from calibjax.data import Sequences, check_ids
 from calibjax.data.sequences import check_resamples
-from calibjax.eval.figures_json import row_json, subject_rows
+from calibjax.eval.figures_json import draws_of, row_json, subject_rows
 from calibjax.eval.layers import directions
 from calibjax.eval.layers.layers import interval_figures, layer_outputs, layers_json, make_readout
 from calibjax.eval.report.schema import SCHEMA, Document
@@ -127,9 +127,11 @@ def evaluate_layers(
     chosen = directions.choose_edit(on_fit)
     before, after = on_held_out[directions.UNEDITED], on_held_out[chosen]
     difference = metrics.error_comparison(after, before, seed=context.seed)
-    methods = {"uncalibrated": row_json(before, closed=options.closed, seed=context.seed)}
-    if chosen != directions.UNEDITED:
-        methods["edited"] = row_json(after, closed=options.closed, seed=context.seed)
+    edited = {} if chosen == directions.UNEDITED else {"edited": after}
+    methods = {
+        name: row_json(sums, draws_of(sums, context.seed), closed=options.closed, seed=context.seed)
+        for name, sums in {"uncalibrated": before, **edited}.items()
+    }
     fractions = space.fraction(fitted.vectors)
     rows: list[dict[str, Any]] = [
         {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
