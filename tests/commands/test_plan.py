@@ -17,10 +17,9 @@ from calibjax.cli import main
 from calibjax.commands import plan as planning
 from calibjax.kernels import SCALES
 from calibjax.models.shapes import SHAPES
-from calibjax.runtime.chips import CHIPS, parse_topology
+from calibjax.runtime.chips import CHIPS
 from calibjax.runtime.compilers import DoesNotCompile, compiler_version, with_compiler
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.flops import flops
 from calibjax.runtime.hlo import collectives, executions
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train.options import AtsOptions, make_plan
@@ -86,7 +85,7 @@ def test_bytes_as_xla_counts_them(objective):
 
 def traced_flops(job):
     program = planning.build(job)
-    return flops(program.function.trace(*program.arguments).jaxpr)
+    return planning.flops(program.function.trace(*program.arguments).jaxpr)
 
 
 FATAL = type("Fatal", (), {"__reduce__": lambda self: (os._exit, (3,))})()  # ends the process that unpickles it
@@ -135,7 +134,7 @@ def test_operations_of_a_mixture():
     job = make_job("gpt-oss-120b", batch=16)
     tokens = 16 * 1024
     expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * ATTENDED * 64 * 64
-    found = planning.plan_job(job, parse_topology("h100:16"), compiles=False)["flops_per_step"]
+    found = planning.plan_job(job, planning.parse_topology("h100:16"), compiles=False)["flops_per_step"]
     assert found == pytest.approx(expected, rel=1e-3)
 
 
@@ -147,16 +146,16 @@ def test_operations_as_xla_counts_them():
         return jnp.tanh(x @ w).T @ x
 
     cost = jax.jit(lambda x, w: (x @ w).T @ x).lower(x, w).compile().cost_analysis()
-    assert flops(jax.make_jaxpr(straight)(x, w)) == cost["flops"]
+    assert planning.flops(jax.make_jaxpr(straight)(x, w)) == cost["flops"]
 
     def repeated(x, w):
         return jax.lax.scan(lambda total, _: (total + straight(x, w).sum(), None), 0.0, length=7)[0]
 
-    assert flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
+    assert planning.flops(jax.make_jaxpr(repeated)(x, w)) == 7 * cost["flops"]
     branches = jax.make_jaxpr(lambda x, w: jax.lax.cond(x[0, 0] > 0, straight, lambda x, w: x[:16] * 2, x, w))
-    assert flops(branches(jnp.ones((32, 32)), w)) > 0
+    assert planning.flops(branches(jnp.ones((32, 32)), w)) > 0
     divided = jax.shard_map(straight, mesh=make_mesh((8, 1, 1)), in_specs=(P("data"), P()), out_specs=P("data"))
-    assert flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
+    assert planning.flops(jax.make_jaxpr(divided)(x, w)) == pytest.approx(cost["flops"])
 
 
 # --- collectives ---
@@ -264,12 +263,11 @@ def test_collectives_of_a_tpu_module():
 def test_what_libtpu_writes_is_read_or_reported():
     """The words of libtpu 0.0.51; and its programs for v5p and v6e, of which jaxlib reads the memory alone."""
     message = "the total memory required for HLO temporaries (29.50G) exceeds available HBM (15.75G). HLO module: jit"
-    assert planning.needed_bytes(f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee") == int(
-        29.5 * 2**30
-    )
+    refused = f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee"
+    assert planning.needed_bytes(refused) == int(29.5 * 2**30)
     assert planning.needed_bytes("RESOURCE_EXHAUSTED") is None
     found = planning.Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
-    assert "jaxlib cannot read libtpu's program" in planning._note(found, parse_topology("v5p:2x2x1"))
+    assert "jaxlib cannot read libtpu's program" in planning._note(found, planning.parse_topology("v5p:2x2x1"))
 
 
 @pytest.mark.parametrize(
@@ -381,12 +379,12 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_topologies(text, name, devices):
-    assert (parse_topology(text).name, parse_topology(text).devices) == (name, devices)
+    assert (planning.parse_topology(text).name, planning.parse_topology(text).devices) == (name, devices)
 
 
 def test_a_slice_of_another_size():
     with pytest.raises(UserError, match="--topology v5p-384: no power of two"):
-        parse_topology("v5p-384")
+        planning.parse_topology("v5p-384")
 
 
 def test_hub_ids_are_published_models(capsys):
@@ -428,7 +426,7 @@ def test_a_step_of_8b_compiles_for_v5e():
     What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
     round while it multiplies, it does so once or twice more than it must.
     """
-    found = with_compiler(planning.compile_step, make_job(head="mlp"), parse_topology("v5e:4x4"))
+    found = with_compiler(planning.compile_step, make_job(head="mlp"), planning.parse_topology("v5e:4x4"))
     assert found.total < CHIPS["v5e"].memory / 2
     assert found.unknown_loops == 0
     unembedding = 2 * 128256 * 4096
