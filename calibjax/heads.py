@@ -37,8 +37,6 @@ Segments = Int[Array, "B T"] | None
 
 
 class Feature(NamedTuple):
-    """One entry of `FEATURES`."""
-
     width: int | None  # numbers per token; None: D, the width of the hidden states
     statistics: tuple[str, ...] = ()  # fields of `vocab_stats` at s = 1 that it is computed from
     # Computes the feature from these statistics; None: `head_features` computes it from h or W.

@@ -230,7 +230,6 @@ def style_axes(ax: "Axes") -> "Axes":
 
 
 def legend(ax: "Axes", **options: Any) -> "Axes":
-    """Adds a legend without a frame."""
     ax.legend(fontsize="small", frameon=False, labelcolor=INK, **options)
     return ax
 

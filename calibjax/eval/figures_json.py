@@ -31,9 +31,7 @@ def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
     return np.concatenate([bins, means], axis=-1)
 
 
-def row_json(
-    sums: metrics.CalibrationSums, drawn: Draws, *, closed: metrics.Closed = "right", seed: int = 0
-) -> dict[str, Any]:
+def row_json(sums: metrics.CalibrationSums, drawn: Draws, *, closed: metrics.Closed, seed: int) -> dict[str, Any]:
     """The figures of a method with the sums `[G]` and draws, as in `results_json` but without temperatures."""
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total_sums(sums)

@@ -233,7 +233,6 @@ class Dispatch(NamedTuple):
         return sharded.Sharded(IMPLEMENTATIONS[name], self.sharding.without_trivial_axes())
 
     def platform(self) -> Platform:
-        """The platform that the call is compiled for."""
         return platform(None if self.sharding is None else self.sharding.mesh)
 
     def check(self, name: str) -> tuple[bool, str]:

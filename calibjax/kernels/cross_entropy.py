@@ -26,8 +26,6 @@ _ACCELERATOR_FACTOR = 16  # times as many bytes and tokens elsewhere
 
 
 class _Loss(NamedTuple):
-    """Static part of a call."""
-
     reduction: Reduction
     label_smoothing: float
     z_loss: float

@@ -7,8 +7,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 class Platform(NamedTuple):
-    """A kind of device."""
-
     name: str  # "cpu", "gpu" or "tpu"
     device_kind: str  # the vendor's name of the chip, such as "TPU v5 lite"
 

@@ -98,7 +98,6 @@ class VocabSharding:
         return VocabSharding(self.mesh, nontrivial(self.tokens), nontrivial(self.vocab), nontrivial(self.width))
 
     def count(self, axes: tuple[str, ...]) -> int:
-        """The number of shards along these axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check_shape(self, vocab_size: int, width: int) -> None:

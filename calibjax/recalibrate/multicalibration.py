@@ -84,7 +84,6 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
 
 
 def apply(state: PatchState, confidence: Float[Array, " N"], categories: Int[AnyArray, " N"]) -> Float[Array, " N"]:
-    """The patches in their order."""
     categories = jnp.asarray(categories)
 
     def patch(q: Array, correction: tuple[Array, Array, Array]) -> tuple[Array, None]:

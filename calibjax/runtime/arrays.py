@@ -29,6 +29,11 @@ def readable_size(size: int) -> str:
     return f"{size / unit:,.2f} {name}"
 
 
+def milliseconds(seconds: float | None) -> str:
+    """A time in milliseconds, "not known" for None."""
+    return "not known" if seconds is None else f"{1e3 * seconds:,.0f} ms"
+
+
 def as_array(values: Any) -> np.ndarray:
     """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy lacks, as float32."""
     if hasattr(values, "detach"):  # a tensor of torch

@@ -53,7 +53,6 @@ class CandidateScore(NamedTuple):
         return float(metrics.debiased_from_sums(metrics.total_sums(self.sums)))
 
     def mean(self, score_name: str) -> float:
-        """`nll` or `brier` per token."""
         return float(getattr(self.sums, score_name).sum() / self.sums.points.sum())
 
     def gain(self, other: "CandidateScore") -> float:

@@ -64,7 +64,6 @@ class TuningOptions:
 
     @property
     def rate(self) -> float:
-        """The peak learning rate."""
         return self.learning_rate or self.default_rate
 
     @property

@@ -5,18 +5,8 @@ import re
 from typing import NamedTuple
 
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import (
-    Row,
-    TextTable,
-    interval,
-    milliseconds,
-    scientific,
-    show,
-    table_of,
-    title_of,
-    unit_of,
-)
-from calibjax.runtime.arrays import readable_size
+from calibjax.eval.report.tables import Row, TextTable, interval, scientific, show, table_of, title_of, unit_of
+from calibjax.runtime.arrays import milliseconds, readable_size
 
 
 class Part(NamedTuple):

@@ -25,7 +25,6 @@ from calibjax.eval.report.tables import (
     interval,
     is_higher,
     is_lower,
-    milliseconds,
     remarks,
     scientific,
     sets_of,
@@ -35,6 +34,7 @@ from calibjax.eval.report.tables import (
     winner,
 )
 from calibjax.metrics.intervals import wilson_interval
+from calibjax.runtime.arrays import milliseconds
 from calibjax.runtime.version import __version__
 
 

@@ -76,11 +76,6 @@ def scientific(log_value: float) -> str:
     return f"{digits:.2f}e{exponent:+d}"
 
 
-def milliseconds(seconds: float | None) -> str:
-    """A time in milliseconds, "not known" for None."""
-    return "not known" if seconds is None else f"{1e3 * seconds:,.0f} ms"
-
-
 def is_lower(against: Row) -> bool:
     """Whether the interval of a difference lies below 0: the figure is significantly lower than the other."""
     return against["high"] < 0
@@ -266,7 +261,6 @@ _IMPORTANCE = ("ece", "nll", "brier", "accuracy", "exact_error", "against", "mce
 
 
 def columns_of(sets: Sequence[Row]) -> list[Column]:
-    """Every column that some method of the sets has."""
     rows = itertools.chain.from_iterable(results["methods"].values() for results in sets)
     fields = {key for row in rows for key in row if row[key] is not None}
     reference = sets[0].get("reference", "temperature")

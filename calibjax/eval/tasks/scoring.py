@@ -342,7 +342,6 @@ def _in_rows(
 
 
 def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
-    """The row of reads in lexical order."""
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
         common = _common_length(before, read)

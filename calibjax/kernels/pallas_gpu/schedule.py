@@ -27,8 +27,6 @@ _TILES_LOST = 0.25  # to start and end a unit of work, in tiles of the vocabular
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernel."""
-
     columns: int = 256  # of the vocabulary in a tile of logits
     depth: int = 64  # of D in a block of the ring
     stages: int = 4  # blocks in the ring: 4 of 48 KiB leave 35 of the 227 KiB of shared memory

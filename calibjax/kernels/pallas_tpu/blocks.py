@@ -18,8 +18,6 @@ VMEM_MIB = {"2": 16, "3": 16, "4": 16, "5p": 64, "7": 64}
 
 
 class Blocks(NamedTuple):
-    """Sizes of one grid step."""
-
     tokens: int  # rows of hidden states, a multiple of 128
     columns: int  # rows of the unembedding, an even multiple of `unit` in the statistics kernel
     unit: int  # rows of the streamed operand: the product of one unit runs with the arithmetic on the one before
