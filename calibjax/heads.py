@@ -37,6 +37,8 @@ Segments = Int[Array, "B T"] | None
 
 
 class Feature(NamedTuple):
+    """What a head can read of each token: an entry of `FEATURES`."""
+
     width: int | None  # numbers per token; None: D, the width of the hidden states
     statistics: tuple[str, ...] = ()  # fields of `vocab_stats` at s = 1 that it is computed from
     # Computes the feature from these statistics; None: `head_features` computes it from h or W.
