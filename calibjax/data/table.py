@@ -130,7 +130,7 @@ def read_table(
     if several:
         predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
     for role in {"features", "unembedding"} & names.keys():
-        predictions = predictions._replace(**{role: reader.matrix(names[role], of_rows=role == "features")})
+        predictions = predictions._replace(**{role: reader.matrix(names[role], per_row=role == "features")})
     groups = reader.labels(names["group"]) if "group" in names else None
     categories = reader.labels(names["category"]) if "category" in names else None
     rows = reader.readable_rows()
@@ -450,11 +450,11 @@ class _Columns:
         self._refuse(name, impossible, "an option whose logit is finite")
         return labels
 
-    def matrix(self, name: str, *, of_rows: bool) -> np.ndarray:
-        """Finite numbers, float32 `[N, D]`, or `[K, D]` that are not those `of_rows`: none of them is left out."""
+    def matrix(self, name: str, *, per_row: bool) -> np.ndarray:
+        """Finite numbers, float32: `[N, D]`, or, without `per_row`, `[K, D]`, of which no row is left out."""
         values = self._lists(name)
         bad = np.asarray(~_is_finite(values).all(axis=1))
-        if of_rows:
+        if per_row:
             self._refuse(name, bad, "finite numbers of float32")
         elif bad.any():
             raise UserError(f"{self._path}: {name}: expected finite numbers of float32, row {bad.argmax()} has others.")

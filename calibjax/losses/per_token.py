@@ -98,9 +98,9 @@ def _balanced_weights(alpha: Array, n: Array, n_right: Array, n_wrong: Array) ->
     m = right + wrong
     both = (n_right > 0) & (n_wrong > 0)
     # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
-    of_right = right * n / jnp.maximum(m * n_right, 1e-30)
-    of_wrong = wrong * n / jnp.maximum(m * n_wrong, 1e-30)
-    return jnp.where(both, of_right, 0.0), jnp.where(both, of_wrong, 0.0)
+    right_weight = right * n / jnp.maximum(m * n_right, 1e-30)
+    wrong_weight = wrong * n / jnp.maximum(m * n_wrong, 1e-30)
+    return jnp.where(both, right_weight, 0.0), jnp.where(both, wrong_weight, 0.0)
 
 
 def focal(stats: VocabStats, gamma: float | Float[Array, "..."]) -> Float[Array, "..."]:

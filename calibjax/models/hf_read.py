@@ -192,13 +192,13 @@ def plan_tensors(
 
 
 def _refuse_problems(config: DecoderConfig, problems: dict[str, list[str]]) -> None:
-    found = []
+    listed = []
     for kind, names in problems.items():
         if names:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-            found.append(f" {kind}: {', '.join(names[:_MAX_NAMED])}{more}")
-    if found:
-        mismatch = f"The weights do not match this {config.family} configuration.{';'.join(found)}."
+            listed.append(f" {kind}: {', '.join(names[:_MAX_NAMED])}{more}")
+    if listed:
+        mismatch = f"The weights do not match this {config.family} configuration.{';'.join(listed)}."
         raise UserError(f"{mismatch} Check that the files are complete and come from the same model.")
 
 

@@ -111,9 +111,9 @@ def evaluate_tasks(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
     )
     questions = {name: TaskQuestions(model, name, task, options, context) for name, task in tasks.items()}
-    for asked in questions.values():
-        asked.check()
-    evaluators = {name: TaskEvaluator(asked) for name, asked in questions.items()}
+    for each in questions.values():
+        each.check()
+    evaluators = {name: TaskEvaluator(each) for name, each in questions.items()}
     for name, evaluator in evaluators.items():
         if options.fit:
             file = None if context.directory is None else context.directory / "answers" / f"{name}.fit.json"
@@ -124,7 +124,7 @@ def evaluate_tasks(
             if probes is None:
                 raise UserError("probes: expected a function that fits them, as in calibjax eval tasks, got none.")
             evaluator.written.probes = probes(evaluator.written)
-    total = sum(len(asked.numbers(part)) for asked in questions.values() for part in asked.task.parts.values())
+    total = sum(len(each.numbers(part)) for each in questions.values() for part in each.task.parts.values())
     bar = context.bar(title="benchmarks", unit="question", total=total)
     answers = {name: _answers(evaluator, bar) for name, evaluator in evaluators.items()}
     bar.close()
