@@ -80,11 +80,6 @@ def benign():
 
 
 @pytest.fixture(scope="module")
-def second():
-    return page(runs(str)[1:])
-
-
-@pytest.fixture(scope="module")
 def clean(benign):
     return Parsed(benign)
 
@@ -287,10 +282,10 @@ FAINT = """() => {
 
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, second, browser, width, theme):
+def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, browser, width, theme):
     """Nothing is clipped, faint or without a name; nothing is requested or logged; definitions open and close."""
     visit, asked, said, _ = browser
-    text = benign if (width == 1100) == (theme == "dark") else second
+    text = benign if (width == 1100) == (theme == "dark") else page(runs(str)[1:])
     tab = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
     assert len(text) < 1e6
     assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"

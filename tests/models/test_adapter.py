@@ -14,7 +14,6 @@ from calibjax.runtime.errors import UserError
 from calibjax.train import load_head, save_head
 
 torch = pytest.importorskip("torch", reason="the oracle is PEFT, which needs torch")
-peft = pytest.importorskip("peft", reason="the oracle is PEFT")
 
 PHI3 = {**LLAMA_JSON, "model_type": "phi3", "pad_token_id": 0, "tie_word_embeddings": False}
 PATTERNS = {"alpha_pattern": {"layers.0.self_attn.q_proj": 9, "v_proj": 1}, "rank_pattern": {"v_proj": 4}}
@@ -32,6 +31,7 @@ CASES = {
 
 def make(folder, settings, **lora):
     """Writes a random model and an adapter whose matrices are both random; returns PEFT's own model."""
+    peft = pytest.importorskip("peft", reason="the oracle is PEFT")  # seconds: here, where a worker needs it
     torch.manual_seed(0)
     base, _ = torch_model(folder / "base", settings)
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
