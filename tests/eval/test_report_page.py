@@ -65,8 +65,7 @@ class Parsed(HTMLParser):
 
 def runs(named):
     whole = document(named)
-    # A diagram of each method takes a fifth of a second to draw.
-    for results, count in ((*whole["transfer"].values(), 2), (whole["tasks"][named("other")], 1)):
+    for results, count in ((*whole["transfer"].values(), 2), (whole["tasks"][named("other")], 1)):  # each is drawn
         results["methods"] = dict(list(results["methods"].items())[-count:])
     small = {name: whole[name] for name in ("schema", "held_out", "run")}
     methods = list(whole["held_out"]["methods"].items())
@@ -199,22 +198,14 @@ def test_markup_is_made_in_one_place():
 
 
 @pytest.fixture(scope="module")
-def started():
+def visit():
+    """A function that opens a page of a file: the tab, and what it requested, logged and showed in dialogs."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no chromium here; on Debian: apt-get install chromium")
-    with playwright.sync_playwright() as p:
-        chromium = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def browser(started):
-    """A function that opens a page of a file, and what pages requested, logged and showed in dialogs."""
-    asked, said, ran = [], [], []
 
     def visit(file, text, **options):
+        asked, said, ran = [], [], []
         file.write_text(text, encoding="utf-8")
         tab = started.new_page(**options)
         tab.on("request", lambda request: asked.append(request.url))
@@ -222,16 +213,16 @@ def browser(started):
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
         tab.goto(file.as_uri())
-        return tab
+        return tab, asked, said, ran
 
-    yield visit, asked, said, ran
-    for context in started.contexts:
-        context.close()
+    with playwright.sync_playwright() as p:
+        started = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield visit
+        started.close()
 
 
-def test_nothing_runs_in_a_browser(tmp_path, hostile, browser):
-    visit, asked, said, ran = browser
-    tab = visit(tmp_path / "report.html", hostile)
+def test_nothing_runs_in_a_browser(tmp_path, hostile, visit):
+    tab, asked, said, ran = visit(tmp_path / "report.html", hostile)
     for token in tab.locator(".t").all():
         token.hover()
     tab.locator(".t").first.hover()
@@ -282,11 +273,10 @@ FAINT = """() => {
 
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, browser, width, theme):
+def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, visit, width, theme):
     """Nothing is clipped, faint or without a name; nothing is requested or logged; definitions open and close."""
-    visit, asked, said, _ = browser
     text = benign if (width == 1100) == (theme == "dark") else page(runs(str)[1:])
-    tab = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
+    tab, asked, said, _ = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
     assert len(text) < 1e6
     assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"
     assert tab.evaluate(CLIPPED) == []
