@@ -87,9 +87,7 @@ def clean(benign):
 def hostile():
     made = runs(lambda name: name + "".join(PAYLOADS))
     made[0].tokens["sequences"][0][1] |= {"temperature": math.nan, "entropy": [math.nan, 1.0]}
-    with pytest.MonkeyPatch.context() as patch:  # to draw takes seconds; pages hold the drawings in base64
-        patch.setattr(page_of, "svg", lambda figure, name: "<svg xmlns='http://www.w3.org/2000/svg'/>")
-        return page(made)
+    return page(made)
 
 
 def test_every_string_is_text(clean, hostile):
