@@ -18,7 +18,7 @@ _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("text", ("text", "content", "document")),
 )
 """Kinds of formats, each with the names of its columns; the first that fits the columns of a row is taken."""
-_BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs")
+_BESIDE = ("system", "system_prompt", "history", "tools", "documents", "chat_template_kwargs")
 COLUMNS = (*_BESIDE, *(name for _, *roles in _FORMATS for names in roles for name in names))
 
 
@@ -134,7 +134,7 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
     Messages have `role` and `content`, or ShareGPT's `from` and `value`. Messages, tools and the arguments of calls may
     be JSON strings. Null values count as absent, because columnar files add them. In rows of several parts, which are
     TRL's prompt and completion as messages and LLaMA-Factory's `history` before a prompt and a response, only the last
-    part holds answers. Also read: `system`, `chat_template_kwargs`, and beside messages `tools` and `documents`.
+    part holds answers. Also read: `system`, `system_prompt`, `chat_template_kwargs`, in chats `tools` and `documents`.
     """
     if format.kind == "chat" or isinstance(row.get(format.columns[0]), list):
         parts = [_turns(row, column, place) for column in format.columns]
@@ -143,8 +143,9 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
         parts = _text_turns(row, format, place)
         options = _template_options({"chat_template_kwargs": row.get("chat_template_kwargs")}, place)
     messages, answers = [], []
-    if isinstance(row.get("system"), str) and row["system"]:
-        messages.append({"role": "system", "content": string_at(row, "system", place)})
+    column = "system" if format.kind == "chat" or row.get("system") else "system_prompt"  # chats hold their own
+    if system := string_at(row, column, place, optional=True):
+        messages.append({"role": "system", "content": system})
     for number, (where, turns) in enumerate(parts):
         for turn in turns:
             message, weight = _read_message(turn, f"{where}, message {len(messages)}")
@@ -174,8 +175,7 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
     if format.kind == "instruction" and not inputs:
         inputs = _INPUTS  # which the first row, by which the columns were chosen, may have lacked
     for column in inputs:
-        more = string_at(row, column, place, optional=True)
-        if more:
+        if more := string_at(row, column, place, optional=True):
             text += SEPARATOR + more
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):

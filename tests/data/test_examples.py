@@ -125,6 +125,7 @@ def test_tokens_without_width():
         ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
         ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text"),
         ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
+        ({"prompt": "a", "response": "b", "system": ["c"]}, None, "'system': expected a string, got list"),
         ({"prompt": "a", "response": "b"}, "slow", "not a fast tokenizer"),
     ],
 )

@@ -210,9 +210,9 @@ def test_parts_system_and_variables_of_the_template():
     expected = tokenizer.apply_chat_template(messages, tools=tools, loud=True)["input_ids"]
     assert tokenizer.decode(example.tokens) == tokenizer.decode(expected)
     assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
-    row = {"prompt": "one two", "response": "one two", "chat_template_kwargs": {"loud": True}, "documents": "unread"}
-    (example,) = tokenize([row], tokenizer)
-    expected = tokenizer.apply_chat_template(messages[1:], loud=True)["input_ids"]
+    row = {"prompt": "one two", "response": "one two", "chat_template_kwargs": {"loud": True}, "documents": "x"}
+    (example,) = tokenize([row | {"System Prompt": "Be kind."}], tokenizer)
+    expected = tokenizer.apply_chat_template(messages, loud=True)["input_ids"]
     assert tokenizer.decode(example.tokens) == tokenizer.decode(expected)
 
 
