@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.data import Sequences, check_ids
 from calibjax.models.model import LanguageModel
-from calibjax.runtime.arrays import AnyArray, ceil_div
+from calibjax.runtime.arrays import AnyArray, as_array, ceil_div
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
@@ -104,7 +104,7 @@ def from_function(
             hint = "; transpose it" if vocab_size == width else ""
             raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
     config = FunctionConfig(apply, keywords, width, vocab_size, num_inputs=vocab_size, logit_softcap=softcap)
-    weights = [None if x is None else jnp.asarray(x) for x in (unembedding, bias)]
+    weights = [x if x is None or isinstance(x, jax.Array) else jnp.asarray(as_array(x)) for x in (unembedding, bias)]
     compute = jnp.float32 if weights[0] is None else weights[0].dtype
     if fingerprint is None:
         fingerprint = _digest((params, weights, softcap))
@@ -120,7 +120,7 @@ def from_arrays(
     softcap: float | None = None,
     where: Bool[AnyArray, "*B"] | None = None,
 ) -> tuple[FunctionModel, Sequences]:
-    """Hidden states, or logits, that are already computed, as a model and its data.
+    """Hidden states, or logits, that are already computed (JAX, NumPy or PyTorch), as a model and its data.
 
     Args:
         values: hidden states `[N, D]` of predictions or `[S, T, D]` of sequences; without `unembedding`, logits, whose
@@ -141,8 +141,8 @@ def from_arrays(
         >>> data
         Sequences(10 of 64 inputs, 640 targets in the loss)
     """
-    values, targets = np.asarray(values), np.asarray(targets)
-    counted = np.ones(targets.shape, bool) if where is None else np.asarray(where)
+    values, targets = as_array(values), as_array(targets)
+    counted = np.ones(targets.shape, bool) if where is None else as_array(where)
     if values.ndim not in (2, 3) or not targets.shape == counted.shape == values.shape[:-1]:
         shapes = f"values {values.shape}, targets {targets.shape}, where {counted.shape}"
         raise UserError(f"expected values [N, D] or [S, T, D], and targets and where of their shape, got {shapes}.")
@@ -177,7 +177,7 @@ def _look_up(table: Array, tokens: Int[Array, "B T"]) -> Array:
 
 
 def _digest(tree: Any) -> str:
-    return array_hash({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)})
+    return array_hash({jax.tree_util.keystr(path): as_array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)})
 
 
 def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:

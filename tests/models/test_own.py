@@ -18,7 +18,6 @@ FIT, HELD_OUT = calibjax.split_sequences(SEQUENCES, 0.6)
 QUICK = calibjax.AtsOptions(
     loss="cross-entropy", head_kind="linear", features=("logit_statistics",), refit_temperature=False
 )
-
 READS = calibjax.AtsOptions(features=("argmax_embedding",))
 
 
@@ -107,10 +106,9 @@ def test_logits_that_are_not_finite():
 
 
 def test_a_head_knows_its_model(want, tmp_path):
-    fitted, _ = want
     lm = as_function()
     with pytest.raises(calibjax.UserError, match="another base model"):
-        calibjax.evaluate(lm, HELD_OUT, fitted.head, context=silent())
+        calibjax.evaluate(lm, HELD_OUT, want[0].head, context=silent())
     head = calibjax.fit_ats(lm, FIT, QUICK, silent()).head
     calibjax.save_head(tmp_path / "head", head)
     assert calibjax.load_head(tmp_path / "head", as_function()).fingerprint == head.fingerprint
