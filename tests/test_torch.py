@@ -16,7 +16,7 @@ from jax import export
 from parity import GPT2_JSON, VARIANTS, random_tokens, settings_of, torch_model
 from tiny import LLAMA_JSON, character_tokenizer, make_lm, random_head
 
-from calibjax import recalibrate
+from calibjax import from_arrays, recalibrate
 from calibjax.cli import main
 from calibjax.heads import FEATURES, HEADS
 from calibjax.models import load_model
@@ -32,8 +32,7 @@ FAMILIES = [family for family in VARIANTS if family != "qwen"]  # transformers d
 def llama(tmp_path_factory):
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("llama")
-    theirs, _ = torch_model(folder, LLAMA_JSON)
-    return theirs, load_model(folder)
+    return torch_model(folder, LLAMA_JSON)[0], load_model(folder)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -108,6 +107,8 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     from calibjax.torch import attach
 
     theirs, lm = llama
+    weight = theirs.get_output_embeddings().weight  # requires a gradient
+    np.testing.assert_array_equal(from_arrays(weight, weight.argmax(1), weight)[0].unembedding, lm.unembedding)
     head = random_head(lm, "transformer", log_factor=0.1)
     export_head(tmp_path / "head", head, lm)
     ours = generate(lm, PROMPTS, head=head, max_new_tokens=6, stop_tokens=())
@@ -115,7 +116,7 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     mask = (tokens > 0).int()
     attached = attach(theirs, tmp_path / "head", logits="unchanged")
     try:
-        found = attached.generate(tokens, mask, **GREEDY)
+        found = attached.generate(input_ids=tokens, attention_mask=mask, **GREEDY)
         np.testing.assert_array_equal(found.sequences[:, width:].numpy(), np.asarray(ours.tokens))
         np.testing.assert_allclose(found.scores.confidence[:, width - 1 :].numpy(), ours.confidence, rtol=1e-4)
         np.testing.assert_allclose(found.scores.temperature[:, width - 1 :].numpy(), ours.temperature, rtol=1e-4)

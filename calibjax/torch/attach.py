@@ -63,10 +63,10 @@ class Attached:
         scores = (target_log_probs, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
         return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
 
-    def generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
         """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
-        What follows an end or a stop string has no score, like padding. `inputs` are token ids `[B, T]` with
+        What follows an end or a stop string has no score, like padding. `input_ids` are token ids `[B, T]` with
         padding on the left, where `attention_mask` `[B, T]` is 0.
         """
         from transformers.generation import stopping_criteria as stopping
@@ -80,7 +80,7 @@ class Attached:
         if strings := settings.get("stop_strings"):
             criteria.append(stopping.StopStringCriteria(options["tokenizer"], strings))
         answers: list[Tensor] = []  # which rows end at each token
-        last = inputs
+        last = input_ids
 
         def record(tokens: Tensor, scores: Any, **more: Any) -> Tensor:
             nonlocal last
@@ -88,11 +88,11 @@ class Attached:
             answers.append(criteria(tokens, scores, **more))
             return answers[-1]
 
-        mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         options["stopping_criteria"] = stopping.StoppingCriteriaList([record])
-        output = self.model.generate(inputs, attention_mask=mask, **options)
+        output = self.model.generate(input_ids, attention_mask=mask, **options)
         sequences = getattr(output, "sequences", output)
-        lengths = range(inputs.shape[1] + 1, sequences.shape[1] + 1)
+        lengths = range(input_ids.shape[1] + 1, sequences.shape[1] + 1)
         if len(answers) != len(lengths) or not torch.equal(last, sequences):
             # Beam search asks about other rows, pads with -1 without an end token, and a limit on the time ends all.
             lasting = [one for one in criteria if not isinstance(one, stopping.MaxTimeCriteria)]
@@ -100,7 +100,7 @@ class Attached:
             answers = [stopping.StoppingCriteriaList(lasting)(prefix, None) for prefix in prefixes]
         ends = torch.stack(answers, dim=1).long()
         new = ends.cumsum(1) == ends  # up to the first end
-        mask = torch.cat([mask.repeat_interleave(len(sequences) // len(inputs), 0), new.to(mask.dtype)], dim=1)
+        mask = torch.cat([mask.repeat_interleave(len(sequences) // len(input_ids), 0), new.to(mask.dtype)], dim=1)
         return Generated(sequences, self.score(sequences, mask))
 
     def _keep_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
