@@ -21,7 +21,7 @@ _TITLES = {
     "fine_tuned_temperature": "fine-tuned + temperature scaling",
     "greedy": "greedy answer",
 }
-UNCONVERGED = "the fit ended before an optimum; separable data and classes that are never the label have no finite one"
+UNCONVERGED = "no optimum reached; separable data, scores at chance and classes that never occur have no finite one"
 _BEFORE = ("uncalibrated", "base", "pretrained")
 _AFTER = ("ats", "fine_tuned", "edited", "lhts", "temperature")
 
