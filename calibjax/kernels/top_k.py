@@ -69,8 +69,7 @@ def top_logits(
         flat = jnp.where(valid[:, None], flat, 0)
 
     ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
-    rows = unembedding[ids]
-    z = jnp.einsum("nd,nkd->nk", flat, rows, preferred_element_type=jnp.float32, precision="highest")
+    z = jnp.einsum("nd,nkd->nk", flat, unembedding[ids], preferred_element_type=jnp.float32, precision="highest")
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
     z = softcapped(z, softcap)
@@ -116,6 +115,7 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
         z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision="highest")
         if bias is not None:
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, :]
+        z = jnp.maximum(z, jnp.finfo(z.dtype).min)  # above `nothing`, also where a bias of −inf removes an entry
         largest, column = jax.lax.top_k(z, min(k, width))
         logits = jnp.concatenate([best.logits, largest], axis=1)
         ids = jnp.concatenate([best.ids, column + start], axis=1)
