@@ -326,11 +326,11 @@ def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] 
     The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1], so that no logits are needed: the feature
     `log_std_logits` is half the log of this variance.
     """
-    vocab_size = len(unembedding)
-    last = jnp.zeros(vocab_size) if bias is None else bias
+    last = jnp.zeros(len(unembedding)) if bias is None else bias
     rows = jnp.column_stack([unembedding.astype(jnp.float32), last.astype(jnp.float32)])
-    rows = rows - jnp.mean(rows, axis=0, keepdims=True)
-    return jnp.matmul(rows.T, rows, precision="highest") / max(vocab_size - 1, 1)
+    remains = last[:, None] > -jnp.inf  # a bias of −inf removes an entry
+    rows = jnp.where(remains, rows - jnp.mean(rows, axis=0, keepdims=True, where=remains), 0.0)
+    return jnp.matmul(rows.T, rows, precision="highest") / jnp.maximum(jnp.sum(remains, dtype=jnp.float32) - 1.0, 1.0)
 
 
 def head_features(

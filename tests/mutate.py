@@ -178,7 +178,7 @@ TABLE = {
     ],
     "heads.py": [
         ("segment_ids[:, None, :]) & counts[:, None, :]", "segment_ids[:, None, :])", "test_heads.py -k sequence"),
-        ("/ max(vocab_size - 1, 1)", "/ vocab_size", "test_heads.py -k features"),
+        ("dtype=jnp.float32) - 1.0, 1.0)", "dtype=jnp.float32), 1.0)", "test_heads.py -k features"),
     ],
     "models/generate.py": [
         (", axis=-1) - probabilities", ", axis=-1)", "models/test_generate.py -k cuts"),

@@ -173,14 +173,11 @@ def test_features_against_dense_logits(dtype, with_bias):
     got = np.asarray(run(hidden, unembedding, bias=bias), np.float64)
     given = run(hidden, unembedding, bias=bias, covariance=jax.jit(heads.logit_covariance)(unembedding, bias))
     assert_within(got, given, 10 * EPS * (1 + np.abs(got)), "with the covariance given")
-    flat = np.asarray(hidden).reshape(-1, D)
-    z = oracle.logits(flat, unembedding, bias).reshape(B, T, V)
-    assert got.shape == (B, T, 2 * D + 6)
+    z = oracle.logits(np.asarray(hidden).reshape(-1, D), unembedding, bias).reshape(B, T, V)
     np.testing.assert_array_equal(got[..., :D], oracle.f64(hidden))
     size = np.abs(z).max()
     largest = z.max(axis=-1)
-    p = np.exp(z - largest[..., None])
-    p /= p.sum(axis=-1, keepdims=True)
+    p = oracle.probabilities(z.reshape(-1, V), np.ones(B * T)).reshape(z.shape)
     mean = (p * z).sum(axis=-1)
     variance = (p * (z - mean[..., None]) ** 2).sum(axis=-1)
     statistics = (-np.log(p.max(axis=-1)), np.log1p(largest - mean), np.log1p(variance), z.mean(axis=-1) - largest)
@@ -195,6 +192,9 @@ def test_features_against_dense_logits(dtype, with_bias):
     capped = np.asarray(jax.jit(lambda: heads.head_features(ALL, hidden, unembedding, bias=bias, softcap=3.0))())
     assert_within(capped[..., D + 4], 3 * np.tanh(largest / 3), 20 * EPS * 3, "max_logit under a soft-cap")
     assert_within(capped[..., D + 5], got[..., D + 5], 10 * EPS, "log_std_logits under a soft-cap")
+    removes = jnp.where(jnp.arange(V) < 3, -jnp.inf, 0.0)
+    covariance = np.cov(oracle.f64(unembedding[3:]), rowvar=False)
+    assert_within(jax.jit(heads.logit_covariance)(unembedding, removes)[:D, :D], covariance, 10 * EPS, "removed")
 
 
 @pytest.mark.parametrize(

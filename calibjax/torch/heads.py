@@ -151,7 +151,7 @@ class Export(NamedTuple):
             return None
         rows = weight.detach().to(torch.float32) / self.divisor
         last = rows.new_zeros(len(rows)) if bias is None else bias.detach().to(torch.float32)
-        rows = torch.column_stack([rows, last])
+        rows = torch.column_stack([rows, last])[last > -math.inf]  # a bias of −inf removes an entry
         rows = rows - rows.mean(0, keepdim=True)
         return rows.T @ rows / max(len(rows) - 1, 1)
 
