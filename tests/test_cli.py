@@ -131,8 +131,7 @@ def test_finished_run_again(done, made, capsys):
     head = (out / "head" / "head.json").read_text()
     code = train_ats(made, out, *ONE, "--eval-data", str(made / "other.jsonl"), "--quiet")
     printed = capsys.readouterr()
-    assert code == 0
-    assert printed.err == ""
+    assert (code, printed.err) == (0, "")
     assert json.loads((out / "metrics.json").read_text()) == json.loads(stdout)
     assert (out / "head" / "head.json").read_text() == head
     lines = printed.out.strip().splitlines()

@@ -101,8 +101,8 @@ def metric(
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
-            args = tuple(map(_plain_array, args))
-            kwargs = {name: _plain_array(value) for name, value in kwargs.items()}
+            args = tuple(map(plain_array, args))
+            kwargs = {name: plain_array(value) for name, value in kwargs.items()}
             values = signature.bind(*args, **kwargs).arguments
             first, second, *_ = signature.parameters
             check({name: values[name] for name in (first, second)}, values.get("where"), rank, counts)
@@ -117,7 +117,7 @@ def metric(
     return wrap
 
 
-def _plain_array(value: Any) -> Any:
+def plain_array(value: Any) -> Any:
     """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged.
 
     An array on a mesh with axes of type Explicit is replicated: sorts and sums over its points need no sharding then.
@@ -135,7 +135,7 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, co
 
     `rank`: number of axes, of which the first counts points; None: all do, whatever their number.
     """
-    arrays, where = {name: _plain_array(array) for name, array in arrays.items()}, _plain_array(where)
+    arrays, where = {name: plain_array(array) for name, array in arrays.items()}, plain_array(where)
     shapes = [np.shape(array) for array in arrays.values()]
     names = " and ".join(arrays)
     if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):

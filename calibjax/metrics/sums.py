@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.metrics._points import check, weights_of
+from calibjax.metrics._points import check, plain_array, weights_of
 from calibjax.runtime.arrays import AnyArray
 from calibjax.runtime.options import Closed
 
@@ -50,14 +50,13 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     # Confidences are compared with float32 edges because floor(confidence·bins) misplaces some of them. NumPy computes
     # the edges because XLA may multiply by 1/bins, and 9 · (1/10) is not 9/10 in float32.
     edges = np.arange(bins + 1, dtype=np.float32) / np.float32(bins)
-    confidence = jnp.clip(jnp.asarray(confidence).astype(jnp.float32), 0.0, 1.0)  # rounding beyond an end is that end
+    confidence = jnp.asarray(plain_array(confidence)).astype(jnp.float32)
+    confidence = jnp.clip(confidence, 0.0, 1.0)  # rounding beyond an end is that end
     side = "right" if closed == "left" else "left"
     index = _search(jnp.asarray(edges[1:-1]), confidence, side)
     if closed != "none":
         return index
-    # `index` is the "right" bin; a confidence on an edge equals one of its two ends.
-    ends = jnp.asarray(edges)
-    is_on_edge = (confidence == ends[index]) | (confidence == ends[index + 1])
+    is_on_edge = _search(jnp.asarray(edges), confidence, "left") < _search(jnp.asarray(edges), confidence, "right")
     return jnp.where(is_on_edge, bins, index)
 
 
@@ -70,7 +69,8 @@ def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, 
     """
     if bins < 1 or bins % 1:
         raise ValueError(f"bins: expected a whole number, at least 1, got {bins}.")
-    confidence, weight = jnp.asarray(confidence), jnp.asarray(weight).astype(jnp.float32)
+    confidence, weight = (jnp.asarray(plain_array(x)) for x in (confidence, weight))
+    weight = weight.astype(jnp.float32)
     order = jnp.argsort(confidence)
     below = jnp.cumsum(weight[order])
     n = below[-1]
@@ -134,6 +134,7 @@ def calibration_sums(
         bins, closed: as in `bin_index`.
         where: `[..., N]`, False for points that do not count; or weights >= 0.
     """
+    confidence, correct, log_prob, where = map(plain_array, (confidence, correct, log_prob, where))
     confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
     weight = weights_of(where, confidence.shape)
     check({"confidence": confidence, "correct": correct}, weight, rank=None)

@@ -384,6 +384,8 @@ def test_what_numpy_reads(metric):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     placed = jax.device_put((np.float32(confidence), correct), NamedSharding(mesh, PartitionSpec("data")))
     assert_within(metric(*placed), wanted, tolerance(metric.__name__), "on a mesh")
+    sums = [metrics.calibration_sums(*arrays, bins=5, closed="none") for arrays in (placed, (confidence, correct))]
+    jax.tree.map(np.testing.assert_array_equal, *sums)
     with jax.set_mesh(mesh):
         assert_within(metric(*placed), wanted, tolerance(metric.__name__), "on the current mesh")
 

@@ -121,8 +121,7 @@ def test_convert_keeps_the_fingerprint(tmp_path):
     for form in ("orbax", "safetensors"):
         convert.run(convert.ConvertOptions(model=str(file), out=tmp_path / form, to=form), lambda line: None)
         lm = load_model(tmp_path / form)
-        assert lm.fingerprint == expected.fingerprint
-        assert lm.config == expected.config
+        assert (lm.fingerprint, lm.config) == (expected.fingerprint, expected.config)
         assert default_stop_tokens(lm.with_params(lm.params)) == default_stop_tokens(expected) == (1, 2)
         for text in ("a ab 12 <|user|>", "  b\n"):
             assert lm.tokenizer(text)["input_ids"] == expected.tokenizer(text)["input_ids"]
