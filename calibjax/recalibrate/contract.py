@@ -101,10 +101,8 @@ class Method:
 
     def apply(self, state: Any, data: Predictions) -> Array:
         """Calibrated log_probs `[N, K]` or confidence `[N]`, see `returns`: float32, pure and jittable."""
-        fields = []
-        for name in self.apply_reads:
-            value = getattr(data, name)
-            fields.append(value if name in INTEGERS else jnp.asarray(value, jnp.float32))
+        values = {name: getattr(data, name) for name in self.apply_reads}
+        fields = (value if name in INTEGERS else jnp.asarray(value, jnp.float32) for name, value in values.items())
         return self.apply_arrays(state, *fields)
 
     @property

@@ -117,10 +117,14 @@ def save(
 
     if name not in METHODS:
         raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
-    state_type = _state_type(name)
-    if not isinstance(state, state_type):
-        raise UserError(f"recalibrate.save: expected a {state_type.__name__} for {name}, got a {type(state).__name__}.")
     arrays = named_arrays(state)
+    try:
+        is_readable = jax.tree.structure(_built(_state_type(name), arrays)) == jax.tree.structure(state)
+    except (KeyError, NameError, TypeError):
+        is_readable = False
+    if not is_readable:
+        expected = f"expected the NamedTuple of arrays that the fit of {name} declares as its return annotation"
+        raise UserError(f"recalibrate.save: {expected}, got a {type(state).__name__}.")
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json_text(description)}
     write_directory(directory, {**files, **(more or {})}, arrays)

@@ -1,6 +1,7 @@
 """Every recalibrator: against other libraries, against its formula, and under the laws that all of them obey."""
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -646,9 +647,11 @@ def test_confidences_that_are_none(tmp_path, name):
             load(tmp_path / "x")(**with_row_8(value))
 
 
-def test_what_cannot_be_saved_or_loaded(tmp_path):
-    with pytest.raises(UserError, match="expected a PlattState for platt, got a BetaState"):
-        save(tmp_path / "x", "platt", fitted("beta"))
+def test_what_cannot_be_saved_or_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "own", dataclasses.replace(METHODS["beta"], fit_arrays=lambda *_: None))
+    for name in ("platt", "own"):
+        with pytest.raises(UserError, match=f"the fit of {name} .* return annotation, got a BetaState"):
+            save(tmp_path / "x", name, fitted("beta"))
     with pytest.raises(UserError, match="'plat': expected one of"):
         save(tmp_path / "x", "plat", fitted("platt"))
     (tmp_path / "head").mkdir()
