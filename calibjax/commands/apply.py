@@ -20,7 +20,7 @@ from calibjax.eval.report.tables import UNCONVERGED, TextTable, interval, is_hig
 from calibjax.eval.report.terminal import print_result
 from calibjax.recalibrate import Recalibrator, load
 from calibjax.runtime.context import Log
-from calibjax.runtime.errors import UserError, about
+from calibjax.runtime.errors import UserError, about, quantity
 from calibjax.runtime.files import check_new_file
 from calibjax.runtime.options import Count
 
@@ -130,10 +130,10 @@ def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.
 
 def _print(document: Document, options: ApplyOptions) -> None:
     name, figures = document["method"], document.get("figures")
-    files = f"{document['rows']:,} rows in {options.out}"
+    files = f"{quantity(document['rows'], 'row')} in {options.out}"
     notes = [] if document["converged"] else [f"{name} did not converge: {UNCONVERGED}."]
     if figures is None:
-        line = f"{name} recalibrated {document['rows']:,} predictions; their outcomes are not known."
+        line = f"{name} recalibrated {quantity(document['rows'], 'prediction')}; their outcomes are not known."
         print_result(line, notes=notes, files=files)
         return
     before, after = map(show("log_loss", leading_zero=False, absent="inf"), figures.values())

@@ -14,7 +14,7 @@ from calibjax.data.formats import Format, recognise
 from calibjax.data.render import describe_template
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences, tokens_needed
 from calibjax.data.source import Row, Rows, Skipped, read_source
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, quantity
 
 
 def choose_seq_len(
@@ -68,14 +68,14 @@ def load_sequences(
     if layout == "full":
         rows_used, reason = len(np.unique(sequences.source)), "too short"
     description = (
-        f"{rows.name}: {format}, {counts['rows']:,} rows read, {counts['rows'] - rows_used:,} of them dropped "
-        f"({reason}); {len(sequences.source):,} sequences of {seq_len} tokens ({layout}), "
-        f"{int(sequences.where.sum()):,} tokens to predict"
+        f"{rows.name}: {format}, {quantity(counts['rows'], 'row')} read, {counts['rows'] - rows_used:,} of them "
+        f"dropped ({reason}); {quantity(len(sequences.source), 'sequence')} of {seq_len} tokens ({layout}), "
+        f"{quantity(int(sequences.where.sum()), 'token')} to predict"
     )
     if template := describe_template(format, tokenizer):
         description += f"; {template}"
     if skipped.count:
-        description += f"; {skipped.count:,} broken rows skipped, the first: {skipped.first}"
+        description += f"; {quantity(skipped.count, 'broken row')} skipped, the first: {skipped.first}"
     if counts["rows cut"] and layout != "full":
         fraction = counts["targets cut"] / counts["targets"]
         description += f"\n{counts['rows cut']:,} of these rows are longer than {seq_len} tokens: {fraction:.1%} of "

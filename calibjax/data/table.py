@@ -16,13 +16,14 @@ from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.sequences import first_groups
 from calibjax.data.source import Placed, Rows, Skipped, is_text, normalised, read_source
 from calibjax.recalibrate import Predictions
-from calibjax.runtime.errors import UserError, first_line, user_path
+from calibjax.runtime.errors import UserError, first_line, quantity, user_path
 from calibjax.runtime.options import Fraction, check_value
 
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
-    "label, and optionally group and category; --columns confidence=NAME names a column"
+    "label, and optionally group and category; --columns confidence=NAME names a column; the responses of a server are "
+    "read from .jsonl, as objects and not as text"
 )
 # What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
 _ROLES: dict[str, tuple[str, ...]] = {
@@ -365,7 +366,7 @@ class _Columns:
             raise UserError(f"{self._path}: expected at least one row, got none.")
         count = self.skipped.count + int(self.broken.sum())
         if count:
-            self.notes.append(f"{count:,} broken rows left out, the first: {self.skipped.first.rstrip('.')}")
+            self.notes.append(f"{quantity(count, 'broken row')} left out, the first: {self.skipped.first.rstrip('.')}")
         return rows
 
     def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:

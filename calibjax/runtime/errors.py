@@ -80,6 +80,11 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
+def quantity(count: int, noun: str) -> str:
+    """A number with its noun: 1 row, 2,000 rows."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def printable(text: str) -> str:
     """A text without characters that control a terminal, or that have no encoding: they are shown as escapes."""
     return "".join(

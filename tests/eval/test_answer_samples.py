@@ -65,8 +65,7 @@ def test_laws(name):
     method, data = CONFIDENCES[name], evidence()
     fields = {field: data[field] for field in method.fields}  # and nothing else
     want = np.asarray(method(fields))
-    assert want.shape == (40,)
-    assert want.dtype == np.float32
+    assert (want.shape, want.dtype) == ((40,), np.float32)
     assert want.min() >= 0
     assert want.max() <= 1
     np.testing.assert_allclose(jax.jit(method)(fields), want, atol=1e-6)

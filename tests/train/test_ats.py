@@ -304,8 +304,7 @@ def test_trials():
     assert trials() == ["cross-entropy", "joint-1", "joint-4", "joint-20"]
     assert trials(alpha=0.25) == ["cross-entropy", "joint-0.25"]
     assert trials(loss="joint", alpha=0) == ["joint-0"]
-    assert trials(loss="selective") == ["selective-0.5"]
-    assert trials(loss="brier") == ["brier"]
+    assert (trials(loss="selective"), trials(loss="brier")) == (["selective-0.5"], ["brier"])
 
 
 def test_options_are_checked_before_the_work(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from calibjax.eval.report.schema import Document
+from calibjax.runtime.errors import quantity
 
 ABSENT = "\N{EN DASH}"
 Row = Mapping[str, Any]
@@ -170,15 +171,15 @@ def remarks(results: Row) -> list[str]:
     """Notes on a benchmark: its prompts, the harness's own metrics, and prompts too long for the model."""
     lines = []
     if "shots" in results:
-        parts = [f"{results['shots']} examples before each question", results["source"]]
+        parts = [f"{quantity(results['shots'], 'example')} before each question", results["source"]]
         if results["harness"]:
             harness_metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["harness"].items())
             parts.append(f"lm-eval's own metrics: {harness_metrics}")
         lines.append("; ".join(parts))
     if results.get("cut"):
-        lines.append(f"{results['cut']:,} prompts exceeded the model's context and were cut at the start")
+        lines.append(f"{quantity(results['cut'], 'prompt')} cut at the start to the model's context")
     if results.get("too_long"):
-        lines.append(f"{results['too_long']:,} questions left out: an option alone exceeds the model's context")
+        lines.append(f"{quantity(results['too_long'], 'question')} left out: an option exceeds the model's context")
     return lines
 
 

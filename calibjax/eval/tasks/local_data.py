@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax.data import read_source
 from calibjax.eval.text import analogy_questions
-from calibjax.runtime.errors import UserError, first_line
+from calibjax.runtime.errors import UserError, first_line, quantity
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -79,7 +79,7 @@ def load_tasks(
         tasks[name] = BenchmarkTask(parts, "local data" if is_local else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
         in_parts = f" in {len(parts)} parts" if len(parts) > 1 else ""
-        log(f"task {name}: {count:,} questions{in_parts}, {tasks[name].source}")
+        log(f"task {name}: {quantity(count, 'question')}{in_parts}, {tasks[name].source}")
     return tasks
 
 
@@ -121,16 +121,12 @@ def mmlu(subject: str, assets: str | None = None, **_: Any) -> "DatasetDict":
 def arc(level: str, assets: str | None = None, **_: Any) -> "DatasetDict":
     """ARC; `level` is "easy" or "challenge". Options are labelled A, B, ... in their order."""
     rows = _rows(find(f"llm_foundry_eval/arc_{level}.jsonl.gz", assets))
-    return _splits(
-        test=[
-            {
-                "question": row["query"].removeprefix("Question: "),
-                "choices": {"text": row["choices"], "label": list("ABCDE"[: len(row["choices"])])},
-                "answerKey": "ABCDE"[row["gold"]],
-            }
-            for row in rows
-        ]
-    )
+    documents = []
+    for row in rows:
+        choices = {"text": row["choices"], "label": list("ABCDE"[: len(row["choices"])])}
+        question = row["query"].removeprefix("Question: ")
+        documents.append({"question": question, "choices": choices, "answerKey": "ABCDE"[row["gold"]]})
+    return _splits(test=documents)
 
 
 def hellaswag(assets: str | None = None, **_: Any) -> "DatasetDict":
@@ -156,15 +152,11 @@ def truthfulqa(assets: str | None = None, **_: Any) -> "DatasetDict":
 def triviaqa(assets: str | None = None, **_: Any) -> "DatasetDict":
     """TriviaQA: questions without context, and all aliases of their answers."""
     rows = _rows(find("triviaqa/triviaqa_sm_sub.jsonl.gz", assets))
-    return _splits(
-        validation=[
-            {
-                "question": row["context"].removeprefix("Question: ").removesuffix("\nAnswer:"),
-                "answer": {"value": row["answer"], "aliases": row["aliases"]},
-            }
-            for row in rows
-        ]
-    )
+    documents = []
+    for row in rows:
+        question = row["context"].removeprefix("Question: ").removesuffix("\nAnswer:")
+        documents.append({"question": question, "answer": {"value": row["answer"], "aliases": row["aliases"]}})
+    return _splits(validation=documents)
 
 
 def analogies(assets: str | None = None, seed: int = 0, **_: Any) -> "DatasetDict":
