@@ -12,7 +12,7 @@ from calibjax.eval.report.schema import Document
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import together
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, quantity
 from calibjax.runtime.options import run_identity
 from calibjax.runtime.sharding import check_batch
 
@@ -24,8 +24,8 @@ class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOption
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
     the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
     found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons, and
-    what the model does without them. --data with the columns question, choices and answer is read as multiple choice,
-    anything else as text.
+    what the model does without them. --data with the columns question, choices (or A, B, ...) and answer is read
+    as multiple choice, anything else as text.
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.
@@ -79,9 +79,9 @@ def _read(
     names = lm.tokenizer.convert_ids_to_tokens(list(questions.letters))
     left_out = f"{questions.too_long:,} of them longer than {longest} tokens and left out"
     used = f"{len(questions.subjects):,} used, answers {', '.join(names)} after {questions.cue!r}"
-    log(f"data: {rows.name}: multiple choice, {questions.read:,} questions read, {left_out}; {used}")
+    log(f"data: {rows.name}: multiple choice, {quantity(questions.read, 'question')} read, {left_out}; {used}")
     if skipped := questions.skipped.count:
-        log(f"data: {skipped:,} broken rows skipped, the first: {questions.skipped.first}")
+        log(f"data: {quantity(skipped, 'broken row')} skipped, the first: {questions.skipped.first}")
     # Questions of one subject stand together in most files: the halves should be alike.
     halves = groups.split_text(questions.sequences, 0.5, log, order="shuffled", seed=options.seed)
     letters = questions.letters if options.letters_only else None

@@ -1,7 +1,8 @@
 """Sequences from multiple-choice questions, whose answer is one letter predicted at one position."""
 
+import itertools
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from calibjax.runtime.errors import UserError
 
 # Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
-_COLUMNS = ("question", "choices", "answer", "subject")
+_LETTERS = string.ascii_uppercase
+_COLUMNS = ("question", "choices", "answer", "answerKey", "subject", *_LETTERS)
 
 
 class Choices(NamedTuple):
@@ -30,8 +32,10 @@ class Choices(NamedTuple):
 
 
 def is_multiple_choice(rows: Rows) -> bool:
-    """Whether rows have the columns question, choices (a list) and answer (the index of the right one)."""
-    return {"question", "choices", "answer"} <= with_names(rows.first, _COLUMNS).keys()
+    """Whether rows have the columns question, choices (or A, B, ...) and answer (or answerKey)."""
+    row = with_names(rows.first, _COLUMNS)
+    has_choices = "choices" in row or {"A", "B"} <= row.keys()
+    return has_choices and "question" in row and ("answer" in row or "answerKey" in row)
 
 
 def choice_sequences(
@@ -43,7 +47,9 @@ def choice_sequences(
     (Hendrycks et al. 2021, arXiv 2009.03300); without space, colon or both where some letter is not a single token.
 
     Args:
-        rows: with the columns question, choices (equally many in each row) and answer, and optionally subject.
+        rows: with the columns question, choices, equally many in each row, and answer, and optionally subject. Choices
+            are a list, or ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the
+            index of the right one, from 0, or its label: A, B, ..., or ARC's.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random by `seed`, in the order of the rows; by default all.
 
@@ -65,7 +71,7 @@ def choice_sequences(
     if not questions:
         raise UserError(f"{rows.name}: no row can be read; the first: {skipped.first}")
     cue, letters = _letter_ids(tokenizer, count)
-    texts = [text + cue + string.ascii_uppercase[answer] for _, text, answer in questions]
+    texts = [text + cue + _LETTERS[answer] for _, text, answer in questions]
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
@@ -91,7 +97,13 @@ def choice_sequences(
 
 def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     """The text up to the cue, the index of the right choice and the number of choices: `count`, unless it is 0."""
-    choices, answer = row.get("choices"), row.get("answer")
+    columns = itertools.takewhile(lambda letter: row.get(letter) not in (None, ""), _LETTERS)
+    choices: Any = row["choices"] if "choices" in row else [row[letter] for letter in columns]
+    labels, answer = list(_LETTERS), row.get("answer", row.get("answerKey"))
+    if isinstance(choices, Mapping):  # ARC's
+        choices, labels = choices.get("text"), list(choices.get("label") or _LETTERS)
+    if isinstance(answer, str):
+        answer = labels.index(answer) if answer in labels else int(answer) if answer.isdecimal() else answer
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")
     count = count or len(choices)
@@ -101,12 +113,12 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     parts = [row.get("question"), *choices]
     if not all(isinstance(part, str | int | float) and is_text(str(part)) for part in parts):
         raise UserError(f"{place}: expected Unicode text in question and choices, got {ascii(parts)[:60]}.")
-    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False)]
     return "\n".join([str(parts[0]), *lines, ""]), answer, count
 
 
 def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:
-    names = string.ascii_uppercase[:count]
+    names = _LETTERS[:count]
     for cue in _CUES:
         encoded: Any = tokenizer([cue + letter for letter in names])
         ids = encoded["input_ids"]
