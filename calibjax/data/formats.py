@@ -10,11 +10,14 @@ from calibjax.data.source import Row, Rows, is_text, with_names
 from calibjax.runtime.errors import UserError
 
 _INPUTS = ("input", "context")
+_RESPONSES = ("response", "completion", "answer", "output")
 _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("chat", ("messages", "conversations")),
     ("instruction", ("instruction",), _INPUTS, ("output", "response")),
     ("instruction", ("instruction",), ("output", "response")),
-    ("prompt", ("prompt", "question"), ("response", "completion", "answer", "output")),
+    ("prompt", ("prompt",), _RESPONSES),
+    ("prompt", ("question",), _INPUTS, _RESPONSES),
+    ("prompt", ("question",), _RESPONSES),
     ("text", ("text", "content", "document")),
 )
 """Kinds of formats, each with the names of its columns; the first that fits the columns of a row is taken."""
@@ -172,7 +175,7 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
     """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
     prompt, *inputs, response = format.columns
     text = string_at(row, prompt, place)
-    if format.kind == "instruction" and not inputs:
+    if prompt != "prompt" and not inputs:
         inputs = _INPUTS  # which the first row, by which the columns were chosen, may have lacked
     for column in inputs:
         if more := string_at(row, column, place, optional=True):

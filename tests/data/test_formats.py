@@ -14,6 +14,7 @@ from calibjax.runtime.errors import UserError
         (["instruction", "context", "response"], "instruction", ["instruction", "context", "response"]),
         (["prompt", "completion"], "prompt", ["prompt", "completion"]),
         (["question", "output"], "prompt", ["question", "output"]),
+        (["question", "context", "answer"], "prompt", ["question", "context", "answer"]),
         (["messages", "prompt", "response"], "chat", ["messages"]),
         (["conversations"], "chat", ["conversations"]),
     ],
