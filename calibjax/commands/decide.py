@@ -44,8 +44,6 @@ class DecideOptions(TableOptions, JsonOptions):
 
     def check(self) -> None:
         """Raises `UserError` for options that do not fit together, or a file of another kind."""
-        if self.claims and self.level != DecideOptions.level:
-            raise UserError("--level: the guarantee on --claims is on average over tables, without it; leave it out.")
         if self.out is not None:
             if self.out.suffix != ".json":
                 raise UserError(f"--out {self.out}: expected a file ending in .json.")
@@ -134,7 +132,8 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
     limit = f"at most {options.risk} of the answers are wrong (with probability {options.level})"
     if none == len(decided):
         reason = "the questions are too few, or the confidence does not tell right from wrong well enough"
-        line = f"no threshold is guaranteed to keep at most {options.risk} of the answers wrong: {reason}."
+        line = f"no threshold is guaranteed, with probability {options.level}, to keep at most {options.risk} of the "
+        line += f"answers wrong (the row of all questions holds on average): {reason}."
         return Verdict(line, is_warning=True)
     if options.by_category:
         left = f"; in {none} of {len(decided)} categories none is answered" if none else ""

@@ -179,6 +179,8 @@ def test_claims_by_the_definition(risk):
 def test_what_no_guarantee_holds_for_is_refused(confidence, correct, risk, message):
     with pytest.raises(UserError, match=message):
         decisions.decide(np.array(confidence), np.array(correct), risk)
+    with pytest.raises(UserError, match="level: "):
+        decisions.decide([0.5, 0.7], [1, 0], level=0.5, answer=[0, 1])
     for labels in ([0], [np.nan, 1]):
         for name in ("answer", "category"):
             with pytest.raises(UserError, match=f"{name}: expected"):

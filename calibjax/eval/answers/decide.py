@@ -30,13 +30,14 @@ TITLES = {"average": "of all questions", "answers": "of the answers", "claims": 
 _RANKS = 20
 """Fractions answered that are tested by `selective_threshold`: 5%, 10%, ... 100%."""
 _ROUNDING = 1 + 1e-12
+_LEVEL = 0.9
 
 
 def decide(
     confidence: Float[AnyArray, "N *K"],
     correct: Int[AnyArray, " N"],
     risk: float = 0.05,
-    level: float = 0.9,
+    level: float = _LEVEL,
     *,
     answer: AnyArray | None = None,
     category: AnyArray | None = None,
@@ -84,6 +85,8 @@ def decide(
     if category is not None:
         numbers = label_numbers("category", category, len(correct))
         rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(np.unique(category))}
+    if answer is not None and level != _LEVEL:
+        raise UserError("level: the guarantee on claims is on average over tables, without it; leave it out.")
     answer = None if answer is None else label_numbers("answer", answer, len(correct))
     scope = " of its category" if category is not None else ""
     categories: dict[str, Any] = {}
