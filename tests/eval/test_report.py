@@ -187,6 +187,8 @@ def test_runs_of_other_figures_share_the_columns(runs):
             brier = next(iter(document["held_out"]["methods"].values()))["brier"]
             if row[3] == "uncalibrated":
                 assert float(row[table["columns"].index("Brier")]) == pytest.approx(brier, abs=1e-4)
+    without["held_out"]["methods"] = {"uncalibrated": without["held_out"]["methods"]["uncalibrated"]}
+    assert len(page.comparison_of([page.Run("run", without)])["drawing"].panels) == 1
 
 
 def test_report_of_several_runs(runs, capsys, tmp_path, monkeypatch):

@@ -302,11 +302,13 @@ def comparison_of(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         options, held_out = run.document.get("run", {}), run.document["held_out"]
         methods, (before, after) = held_out["methods"], pair_of(held_out)
-        befores[run.name], afters[run.name] = methods[before], methods[after]
+        befores[run.name] = methods[before]
+        if after != before:
+            afters[run.name] = methods[after]
         origin = [run.name, notes.model_of(options), notes.data_of(options)]
         for name, row in methods.items():
             rows.append([*origin, title_of(name), *(column.text(row) for column in shown)])
-    panels = [overlay("Before", befores), overlay("After", afters)]
+    panels = [overlay(title, methods) for title, methods in (("Before", befores), ("After", afters)) if methods]
     drawing = Drawing("runs", "Reliability of all runs", panels)
     columns = ["run", "model", "data", "method", *(column.title for column in shown)]
     return {"columns": columns, "rows": rows, "drawing": drawing}
