@@ -72,7 +72,8 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     """The exit code of `work`, or of the signal that ended it, with a line that gives the command to resume."""
 
     def report(name: str) -> None:
-        print(f"\nstopped by {name}; to resume: {resume}", file=sys.stderr, flush=True)
+        action = "resume" if "--out" in resume else "start again"
+        print(f"\nstopped by {name}; to {action}: {resume}", file=sys.stderr, flush=True)
 
     typed = command_line.set(resume)
     _silence_late_errors()

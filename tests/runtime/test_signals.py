@@ -92,12 +92,12 @@ def test_signals_before_training(replaced, work, number):
 
 def test_interrupt_while_jax_is_imported():
     """Packages that are being imported swallow exceptions or turn them into an `ImportError`; one line is printed."""
-    with start("train", "ats", "--model", "a", "--data", "b", "--out", "c") as process:
+    with start("train", "ats", "--model", "a", "--data", "b") as process:
         loaded = Path(f"/proc/{process.pid}/maps")
         wait_for(process, lambda: "jaxlib" in loaded.read_text(), seconds=20)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert error == "\nstopped by Ctrl-C; to resume: calibjax train ats --model a --data b --out c\n"
+    assert error == "\nstopped by Ctrl-C; to start again: calibjax train ats --model a --data b\n"
     assert process.returncode == 130
 
 
