@@ -47,7 +47,7 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
             raise UserError(f"--mesh {text}: expected every axis once, got {axis} twice.")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"--mesh {text}: expected a product of {devices}, the number of devices.")
+        raise UserError(f"--mesh {text}: expected a product of {devices} devices; CUDA_VISIBLE_DEVICES selects fewer.")
     return sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1)
 
 
