@@ -67,7 +67,8 @@ class Attached:
         """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
         What follows an end or a stop string has no score, like padding. `input_ids` are token ids `[B, T]` with
-        padding on the left, where `attention_mask` `[B, T]` is 0.
+        padding on the left, where `attention_mask` `[B, T]` is 0. Beam search does not return which criteria ended a
+        sequence: they are evaluated again, on its prefixes, so they must depend on the tokens alone.
         """
         from transformers.generation import stopping_criteria as stopping
 
