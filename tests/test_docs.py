@@ -63,10 +63,7 @@ def test_diffs_are_the_files():
         lines = iter((ROOT / name).read_text().splitlines())
         for added in re.findall(r"^\+(.*)$", diff, flags=re.MULTILINE):
             start = added.removesuffix(" ...")
-            assert any(line == start or (start != added and line.startswith(start)) for line in lines), (
-                name,
-                added,
-            )
+            assert any(line == start or (start != added and line.startswith(start)) for line in lines), (name, added)
 
 
 @functools.cache
