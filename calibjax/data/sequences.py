@@ -66,10 +66,8 @@ def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = Non
     ):
         outside = ids[is_used & ((ids < 0) | (ids >= size))]
         if outside.size:
-            raise UserError(
-                f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences made with the "
-                "tokenizer of another model, or with a token that was added to the tokenizer only?"
-            )
+            hint = "made with the tokenizer of another model, or with a token that was added to the tokenizer only?"
+            raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences {hint}")
 
 
 def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:

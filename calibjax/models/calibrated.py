@@ -36,10 +36,8 @@ def check_base(lm: FrozenModel, head: FittedHead) -> None:
 def check_fingerprint(lm: FrozenModel, fingerprint: str) -> None:
     """Raises `UserError` where this is not the fingerprint of the model."""
     if fingerprint != lm.fingerprint:
-        raise UserError(
-            f"the head was fitted on another base model (fingerprint {fingerprint[:12]}..., this one has "
-            f"{lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
-        )
+        hint = f"this one has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
+        raise UserError(f"the head was fitted on another base model (fingerprint {fingerprint[:12]}..., {hint}")
 
 
 def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:

@@ -116,10 +116,8 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     }
     for module, (a, b) in _pairs(folder, tensors).items():
         if f"{module}.weight" not in adaptable:
-            raise UserError(
-                f"{folder}: this {config.family} model of {config.num_layers} layers has no projection {module}: is it "
-                "the adapter of another model?"
-            )
+            hint = f"projection {module}: is it the adapter of another model?"
+            raise UserError(f"{folder}: this {config.family} model of {config.num_layers} layers has no {hint}")
         rule, layer = adaptable[f"{module}.weight"]
         place = () if layer is None else (layer,)
         layout = rule.layout(config)
@@ -146,10 +144,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise UserError(f"{folder / _SETTINGS}: expected a JSON object.")
     for name, plain in _PLAIN.items():
         if settings.get(name) not in (*plain, False, None, [], {}):
-            raise UserError(
-                f"{folder / _SETTINGS}: {name}={settings[name]!r} is not supported. Merge the adapter with PEFT "
-                "(`merge_and_unload`, then `save_pretrained`) and give the merged model."
-            )
+            hint = "Merge the adapter with PEFT (`merge_and_unload`, then `save_pretrained`) and give the merged model."
+            raise UserError(f"{folder / _SETTINGS}: {name}={settings[name]!r} is not supported. {hint}")
     return settings, tensors
 
 

@@ -149,10 +149,8 @@ def checked_fields(
     if "logits" in arrays:
         classes = arrays["logits"].shape[1]
     if max_classes is not None and classes is not None and classes > max_classes:
-        raise UserError(
-            f"this method has parameters for every class: expected at most {max_classes:,} classes, got {classes:,}; "
-            "take temperature, ensemble_temperature or ats."
-        )
+        hint = f"got {classes:,}; take temperature, ensemble_temperature or ats."
+        raise UserError(f"this method has parameters for every class: expected at most {max_classes:,} classes, {hint}")
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
         bad = at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE

@@ -130,10 +130,8 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types and set(AXES) & set(mesh.axis_names):
-        raise UserError(
-            "the current mesh has Explicit axes, and this model leaves intermediate shardings to the compiler: run it "
-            "under jax.set_mesh(calibjax.RunContext(mesh=mesh).mesh)."
-        )
+        hint = "the compiler: run it under jax.set_mesh(calibjax.RunContext(mesh=mesh).mesh)."
+        raise UserError(f"the current mesh has Explicit axes, and this model leaves intermediate shardings to {hint}")
     if not set(_BATCH) <= set(mesh.axis_names):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))

@@ -37,10 +37,8 @@ def register() -> None:
         raise HeadError(f"{HEAD}: vLLM's models for TPUs have another layer of logits. Unset it.")
     export = read_export(os.environ[HEAD])
     if export.head.reads_sequence or export.head.pooling == "sequence":
-        raise HeadError(
-            f"{HEAD}: this head reads other tokens than the one it calibrates, and vLLM's layer of logits does not see "
-            "them. Fit a linear or an mlp head, pooled by token."
-        )
+        hint = "and vLLM's layer of logits does not see them. Fit a linear or an mlp head, pooled by token."
+        raise HeadError(f"{HEAD}: this head reads other tokens than the one it calibrates, {hint}")
     _replace_layer(_Calibration(export), mode == "calibrated")
 
 

@@ -226,11 +226,7 @@ def _block(config, dtype, losses, frozen, hidden, targets, row, position):
     if frozen.unembedding is None:
         return dense_curves(hidden, targets[row, position], **extent)
     return vocab_curves(
-        hidden,
-        frozen.unembedding.astype(dtype),
-        targets[row, position],
-        **extent,
-        **vocab_options(config, frozen),
+        hidden, frozen.unembedding.astype(dtype), targets[row, position], **extent, **vocab_options(config, frozen)
     )
 
 
