@@ -66,8 +66,8 @@ def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = Non
     ):
         outside = ids[is_used & ((ids < 0) | (ids >= size))]
         if outside.size:
-            hint = "made with the tokenizer of another model, or with a token that was added to the tokenizer only?"
-            raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. Were the sequences {hint}")
+            hint = "Were they made with another model's tokenizer, or with a token added to the tokenizer only?"
+            raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. {hint}")
 
 
 def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:

@@ -36,8 +36,8 @@ def check_base(lm: FrozenModel, head: FittedHead) -> None:
 def check_fingerprint(lm: FrozenModel, fingerprint: str) -> None:
     """Raises `UserError` where this is not the fingerprint of the model."""
     if fingerprint != lm.fingerprint:
-        hint = f"this one has {lm.fingerprint[:12]}...). Load the model it was fitted on, or fit a head for this one."
-        raise UserError(f"the head was fitted on another base model (fingerprint {fingerprint[:12]}..., {hint}")
+        models = f"{fingerprint[:12]}..., this one is {lm.fingerprint[:12]}..."
+        raise UserError(f"the head was fitted on another base model ({models}). Load that one, or fit a head for this.")
 
 
 def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, Array]:

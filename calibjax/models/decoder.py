@@ -162,8 +162,8 @@ def hidden_states(
         if value is not None and value.shape != tokens.shape:
             raise UserError(f"{name}: expected the tokens' shape {list(tokens.shape)}, got {list(value.shape)}.")
     if tokens.shape[1] > config.max_positions:
-        hint = f"got {tokens.shape[1]}; use shorter sequences."
-        raise UserError(f"tokens: expected at most {config.max_positions} positions for this model, {hint}")
+        longest = f"at most {config.max_positions} positions for this model"
+        raise UserError(f"tokens: expected {longest}, got {tokens.shape[1]}; use shorter sequences.")
     if until is not None and any(config.local_layers):
         raise UserError("until: expected None for a model with attention windows.")
     check_value("layers", Layers, layers)

@@ -116,8 +116,8 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     }
     for module, (a, b) in _pairs(folder, tensors).items():
         if f"{module}.weight" not in adaptable:
-            hint = f"projection {module}: is it the adapter of another model?"
-            raise UserError(f"{folder}: this {config.family} model of {config.num_layers} layers has no {hint}")
+            model = f"this {config.family} model of {config.num_layers} layers"
+            raise UserError(f"{folder}: {model} has no projection {module}: is it the adapter of another model?")
         rule, layer = adaptable[f"{module}.weight"]
         place = () if layer is None else (layer,)
         layout = rule.layout(config)

@@ -87,8 +87,8 @@ def check_tokenizer(tokenizer: Any, config: DecoderConfig, added: Container[int]
     ids = (item for item in tokenizer.get_vocab().items() if item[1] not in added)
     token, largest = max(ids, key=lambda item: item[1], default=("", -1))
     if largest >= config.vocab_size:
-        hint = f"but the model has vocab_size {config.vocab_size}: it belongs to another model."
-        raise UserError(f"The tokenizer's largest id is {largest} ({token!r}), {hint}")
+        problem = f"largest id is {largest} ({token!r}), but the model has vocab_size {config.vocab_size}"
+        raise UserError(f"The tokenizer's {problem}: it belongs to another model.")
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -47,7 +47,7 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
             raise UserError(f"--mesh {text}: expected every axis once, got {axis} twice.")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"--mesh {text}: expected a product of {devices} devices; CUDA_VISIBLE_DEVICES selects fewer.")
+        raise UserError(f"--mesh {text}: expected all {devices} devices (of GPUs, CUDA_VISIBLE_DEVICES selects some).")
     return sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1)
 
 
@@ -130,8 +130,8 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types and set(AXES) & set(mesh.axis_names):
-        hint = "the compiler: run it under jax.set_mesh(calibjax.RunContext(mesh=mesh).mesh)."
-        raise UserError(f"the current mesh has Explicit axes, and this model leaves intermediate shardings to {hint}")
+        hint = "run it under jax.set_mesh(calibjax.RunContext(mesh=mesh).mesh), which leaves shardings to the compiler."
+        raise UserError(f"the current mesh has Explicit axes, which this model does not support: {hint}")
     if not set(_BATCH) <= set(mesh.axis_names):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))

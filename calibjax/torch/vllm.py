@@ -37,8 +37,8 @@ def register() -> None:
         raise HeadError(f"{HEAD}: vLLM's models for TPUs have another layer of logits. Unset it.")
     export = read_export(os.environ[HEAD])
     if export.head.reads_sequence or export.head.pooling == "sequence":
-        hint = "and vLLM's layer of logits does not see them. Fit a linear or an mlp head, pooled by token."
-        raise HeadError(f"{HEAD}: this head reads other tokens than the one it calibrates, {hint}")
+        reason = "this head reads other tokens than the one it calibrates, which vLLM's layer of logits does not see"
+        raise HeadError(f"{HEAD}: {reason}. Fit a linear or an mlp head, pooled by token.")
     _replace_layer(_Calibration(export), mode == "calibrated")
 
 

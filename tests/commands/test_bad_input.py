@@ -264,7 +264,7 @@ BAD = [
     (ATS, ["--head-kind", "constant", "--normalize"], "--normalize: a constant head does not read it"),
     (ATS, ["--head-kind=linear", "--epochs=2", "--accumulate=2"], "--epochs, --accumulate: a linear head is solved"),
     (ATS, ["--mesh", "data=2,data=4"], "--mesh data=2,data=4: expected every axis once, got data twice"),
-    (ATS, ["--mesh", "data=3"], "--mesh data=3: expected a product of"),
+    (ATS, ["--mesh", "data=3"], "--mesh data=3: expected all 8 devices"),
     (ATS, ["--mesh", "rows=8"], "--mesh rows=8: expected sizes of data, fsdp, tensor"),
     (ATS, ["--processes", "2"], "--coordinator, --process-id: missing; give all of"),
     (SFT, ["--loss", "selective-authors"], "--loss selective-authors: it is for temperature heads (train ats) only"),
@@ -306,7 +306,7 @@ BAD = [
     ("plan", ["--epochs", "3"], "--epochs: --objective ats does not read it"),
     ("plan", ["--topology", "v9:4"], "--topology"),
     ("plan", ["--topology", "h100:0"], "--topology"),
-    ("plan", ["--mesh", "data=8"], "--mesh data=8: expected a product of 4"),
+    ("plan", ["--mesh", "data=8"], "--mesh data=8: expected all 4 devices"),
     ("plan", ["--seq-len", "1000000"], "--seq-len"),
     # the line itself
     (ATS, ["--quiet", "stray"], "'stray': calibjax train ats takes no such argument"),
