@@ -188,7 +188,7 @@ def test_command(tmp_path, capsys):
     args = ["export", str(tmp_path / "run" / "head"), "--out", str(tmp_path / "t"), "--method", "temperature"]
     capsys.readouterr()
     assert main(args) == 0
-    assert "Sampling at temperature 1.0523456781, with neither" in capsys.readouterr().out  # every digit
+    assert "softmax(logits / 1.0523456781)" in capsys.readouterr().out  # every digit
     assert load_head(tmp_path / "t", lm).params["log_scale"] == np.float32(-np.log(1.0523456781))
     theirs = GenerationConfig.from_pretrained(tmp_path / "t")
     assert (theirs.temperature, theirs.top_k, theirs.do_sample) == (1.0523456781, 0, True)

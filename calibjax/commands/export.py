@@ -105,7 +105,7 @@ def write_export(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         more["generation_config.json"] = json_text({"eos_token_id": default_stop_tokens(lm), **sampling})
         log(
-            f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature:.6g}).\n"
+            f"Temperature scaling: the calibrated distribution is softmax(logits / {temperature}).\n"
             "Sampling at this temperature, with neither top-k nor top-p, draws from it.\n"
             "Log-probabilities before the sampling temperature, as vLLM's raw_logprobs, are uncalibrated."
         )
