@@ -66,7 +66,7 @@ def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = Non
     ):
         outside = ids[is_used & ((ids < 0) | (ids >= size))]
         if outside.size:
-            hint = "Were they made with another model's tokenizer, or with a token added to the tokenizer only?"
+            hint = "Were they made with the tokenizer of another model, or with a token that only the tokenizer has?"
             raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. {hint}")
 
 

@@ -149,8 +149,8 @@ def checked_fields(
     if "logits" in arrays:
         classes = arrays["logits"].shape[1]
     if max_classes is not None and classes is not None and classes > max_classes:
-        problem = f"expected at most {max_classes:,} classes, as the method has parameters for each, got {classes:,}"
-        raise UserError(f"{problem}; take temperature, ensemble_temperature or ats.")
+        limit = f"a method with parameters for each class takes at most {max_classes:,} classes"
+        raise UserError(f"{limit}, got {classes:,}; take temperature, ensemble_temperature or ats.")
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
         bad = at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE
