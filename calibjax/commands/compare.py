@@ -157,7 +157,6 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
 
 
 def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) -> np.ndarray:
-    """The logits of the base model on the rows that are fitted on."""
     named = options.named_columns()
     with about("--base-table"):
         present = table_rows(path).first if named else {}  # the base table may lack them, such as the label

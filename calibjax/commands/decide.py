@@ -44,6 +44,8 @@ class DecideOptions(TableOptions, JsonOptions):
 
     def check(self) -> None:
         """Raises `UserError` for options that do not fit together, or a file of another kind."""
+        if self.claims and self.level != DecideOptions.level:
+            raise UserError("--level: the guarantee on --claims is on average over tables, without it; leave it out.")
         if self.out is not None:
             if self.out.suffix != ".json":
                 raise UserError(f"--out {self.out}: expected a file ending in .json.")

@@ -101,9 +101,11 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     choices: Any = row["choices"] if "choices" in row else [row[letter] for letter in columns]
     labels, answer = list(_LETTERS), row.get("answer", row.get("answerKey"))
     if isinstance(choices, Mapping):  # ARC's
-        choices, labels = choices.get("text"), list(choices.get("label") or _LETTERS)
-    if isinstance(answer, str):
-        answer = labels.index(answer) if answer in labels else int(answer) if answer.isdecimal() else answer
+        choices, labels = choices.get("text"), [str(label) for label in choices.get("label") or _LETTERS]
+    if str(answer) in labels:
+        answer = labels.index(str(answer))
+    elif isinstance(answer, str) and answer.isdecimal():
+        answer = int(answer)
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
         raise UserError(f"{place}, column 'choices': expected a list of 2 to 26 answers, got {str(choices)[:60]!r}.")
     count = count or len(choices)

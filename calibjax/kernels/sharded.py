@@ -98,6 +98,7 @@ class VocabSharding:
         return VocabSharding(self.mesh, nontrivial(self.tokens), nontrivial(self.vocab), nontrivial(self.width))
 
     def count(self, axes: tuple[str, ...]) -> int:
+        """The number of shards along these axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check_shape(self, vocab_size: int, width: int) -> None:
@@ -112,6 +113,7 @@ class VocabSharding:
             )
 
     def describe(self, tokens: int, vocab_size: int) -> str:
+        """The line of `explain` on the sharding of N tokens and V logits."""
         parts = []
         if self.tokens:
             shards = self.count(self.tokens)

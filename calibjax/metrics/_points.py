@@ -167,7 +167,6 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, co
 
 
 def _first(values: np.ndarray, bad: np.ndarray) -> str:
-    """The first bad value and its place."""
     at = np.unravel_index(np.argmax(bad), bad.shape)
     return f"{values[at]} at {', '.join(map(str, at))}"
 

@@ -208,7 +208,6 @@ class CandidateFits:
         return self.designs[head]
 
     def _train(self, candidate: Candidate, tokens: TokenCurves, *, left_out: int | None) -> Any:
-        """Trains in steps on all tokens, or on those without the fold `left_out`."""
         context = self.context
         rows = len(tokens.source)
         if left_out is not None:

@@ -297,7 +297,6 @@ def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions
 
 
 def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOptions) -> Float[np.ndarray, " S"]:
-    """The mean log-likelihood of each sequence's tokens under the scorer."""
     tokens = np.maximum(sequences.where.sum(axis=1), 1)
     return log_probs(lm, sequences, batch_size=options.batch_size).sum(axis=1) / tokens
 

@@ -64,6 +64,7 @@ class TuningOptions:
 
     @property
     def rate(self) -> float:
+        """The peak learning rate."""
         return self.learning_rate or self.default_rate
 
     @property

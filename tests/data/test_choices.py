@@ -45,8 +45,8 @@ def test_what_is_asked(merges, cue):
     tokens = sequences.tokens[0][sequences.segment_ids[0] > 0]
     assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == f"Where?\nA. here\nB. there\nC. no\n{cue}"
     assert np.flatnonzero(sequences.where[0]).tolist() == [len(tokens) - 1]
-    arc = {"choices": {"text": ["here", "there", "no"], "label": ["1", "2", "3"]}, "answerKey": "3"}
-    for form in (arc, {"A": "here", "b": "there", "C": "no", "D": "", "answer": "C"}):
+    arc = {"choices": {"text": ["here", "there", "no"], "label": [1, 2, 3]}, "answerKey": "3"}
+    for form in (arc, arc | {"answerKey": 3}, {"A": "here", "b": "there", "C": "no", "D": "", "answer": "C"}):
         rows = Rows([{"question": "Where?", **form}], "made")
         assert is_multiple_choice(rows)
         np.testing.assert_array_equal(choice_sequences(rows, tokenizer, 200).sequences.tokens, [tokens])

@@ -291,7 +291,6 @@ class Scorer:
 
 
 def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
-    """How many tokens two sequences begin with in common."""
     for length, (a, b) in enumerate(zip(one, two, strict=False)):
         if a != b:
             return length
