@@ -18,6 +18,8 @@ from calibjax import UserError, heads, models
 from calibjax.kernels.reference import dense_stats
 from calibjax.models.calibrated import calibrated_confidence, calibrated_log_probs
 from calibjax.recalibrate import fit_temperature
+from calibjax.runtime.options import check_options
+from calibjax.train import AtsOptions
 
 B, T, D, V = 2, 6, 8, 13
 KINDS = tuple(heads.HEADS)
@@ -228,7 +230,9 @@ def test_attention_heads_divide_the_width():
 
 
 def test_a_head_of_another_package(monkeypatch):
+    check_options(AtsOptions())
     monkeypatch.setitem(heads.HEADS, "theirs", heads.HeadEntry(lambda config: heads.Dense(1), ()))
+    check_options(AtsOptions(head_kind="theirs"))
     with pytest.raises(UserError, match="last layer named output, got kernel"):
         heads.HeadConfig(kind="theirs", hidden_size=D).init(jax.random.key(0))
 

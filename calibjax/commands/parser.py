@@ -24,7 +24,16 @@ import yaml
 
 from calibjax.runtime.errors import UserError, first_line, printable, shortened, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Positional, command_line, expected_value, flag_of, marks, to_json, unexpected
+from calibjax.runtime.options import (
+    OneOf,
+    Positional,
+    command_line,
+    expected_value,
+    flag_of,
+    marks,
+    to_json,
+    unexpected,
+)
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -70,7 +79,10 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
+        names = typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+        for mark in marks(self.annotation, OneOf):
+            names = mark.names
+        return tuple(map(str, names))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import re
 import types
 import typing
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -51,6 +51,18 @@ class Range:
         if isinstance(value, float) and math.isinf(value) and math.isinf(self.high) and math.isfinite(self.low):
             return f"{self}, finite"
         return str(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneOf:
+    """Marks a text that is a key of a registry or one of `others`. Entries may be added to the registry at any time."""
+
+    registry: Mapping[str, Any]
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.others, *self.registry)
 
 
 class Positional:
@@ -113,12 +125,14 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     A number lies in the `Range` that its annotation has; without one an `int` is a size, from 1 to `INT_MAX`, and a
     `float` is finite; a `bool` is no number. Text is Unicode without NUL; if it is not marked `AnyText`, it is a name:
     not empty, without control characters, and its parts between slashes are at most 255 bytes long. Tuples are checked
-    entry by entry. Any value fits an annotation of another kind.
+    entry by entry. Any value fits an annotation of another kind. A choice is a `Literal`, or text marked `OneOf`.
     """
     kind = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)
     if kind in (typing.Union, types.UnionType):
         return None if value is None and type(None) in parts else expected_value(parts[0], value)
+    if kind is Annotated and isinstance(parts[1], OneOf):
+        return _expected_choice(parts[1].names, value)
     if kind is Annotated:
         is_text = any(isinstance(mark, AnyText) for mark in parts[1:])
         ranges = [mark for mark in parts[1:] if isinstance(mark, Range)]
@@ -132,7 +146,7 @@ def expected_value(annotation: Any, value: Any) -> str | None:
             expected = (expected_value(parts[0], entry) for entry in value)
         return next(filter(None, expected), None)
     if kind is Literal:
-        return None if value in parts else f"one of {', '.join(map(str, parts))}"
+        return _expected_choice(parts, value)
     if kind is bool:
         return None if type(value).__name__ in ("bool", "bool_") else "True or False"  # also NumPy's
     if kind is int:
@@ -142,6 +156,10 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     if kind is str or kind is Path:
         return _expected_text(value)
     return None
+
+
+def _expected_choice(choices: tuple[Any, ...], value: Any) -> str | None:
+    return None if value in choices else f"one of {', '.join(map(str, choices))}"
 
 
 def _expected_number(kind: Any, ranges: list[Range], value: Any) -> str | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -11,16 +11,13 @@ from calibjax.heads import FEATURES, HEADS, MIN_SCALE, NO_MIN_SCALE, HeadConfig
 from calibjax.losses import LOSSES, Hyperparameter
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import BatchSize, Count, NonNegative, Positive, Range, check_options
+from calibjax.runtime.options import BatchSize, Count, NonNegative, OneOf, Positive, Range, check_options
 from calibjax.runtime.sharding import check_batch
 from calibjax.train.curves import Keep
 from calibjax.train.step import OptimizerConfig
 
-if TYPE_CHECKING:
-    HeadKind = LossName = str
-else:
-    HeadKind = Literal[tuple(HEADS)]
-    LossName = Literal[("auto", *LOSSES)]
+HeadKind = Annotated[str, OneOf(HEADS)]
+LossName = Annotated[str, OneOf(LOSSES, others=("auto",))]
 
 AUTO = ("cross-entropy", "joint")  # the losses that `--loss auto` tries: proper scores
 ALPHA_GRID = (1.0, 4.0, 20.0)  # of joint, from the lowest NLL towards the lowest calibration error

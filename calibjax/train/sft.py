@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,10 @@ from calibjax.models.lora import LoraConfig
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import Count, NonNegative, Positive, Weight
+from calibjax.runtime.options import Count, NonNegative, OneOf, Positive, Weight
 from calibjax.runtime.sharding import param_shardings
 from calibjax.train.options import checked_alpha
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
-
-if TYPE_CHECKING:
-    SftLossName = str
-else:
-    SftLossName = Literal[tuple(LOSSES)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +46,7 @@ class SftOptions(TuningOptions):
         learning_rate: peak learning rate; by default 2e-5, and 2e-4 for adapters.
     """
 
-    loss: SftLossName = "label-smoothing"
+    loss: Annotated[str, OneOf(LOSSES)] = "label-smoothing"
     alpha: NonNegative | None = None
     label_smoothing: Weight = 0.1
     z_loss: NonNegative = 0.0

@@ -161,8 +161,6 @@ def test_valid_arguments_reach_the_work(at):
 
 
 def kinds(annotation):
-    if typing.get_origin(annotation) is typing.Literal:
-        return {typing.Literal}
     parts = [kinds(part) for part in typing.get_args(annotation)]
     return set().union(*parts) if parts else {annotation}
 
@@ -209,7 +207,7 @@ def test_absurd_values(at, number, command, option, step):
         refused(at, command, [*VALID[command], f"{option.flag}=3"], option.flag)
         return
     never, maybe = next((ABSURD[kind] for kind in (int, float) if kind in of_option), (NO_NAME, NO_PATH))
-    if typing.Literal in of_option:
+    if option.choices:
         never, maybe = [*NO_NAME, "none of them"], []
     if option.flag in ANY_TEXT:
         never, maybe = ["\0", "a\udcff"], ["", LONG, "a\nb\x1b[31m"]
