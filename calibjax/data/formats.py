@@ -146,7 +146,9 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
         parts = _text_turns(row, format, place)
         options = _template_options({"chat_template_kwargs": row.get("chat_template_kwargs")}, place)
     messages, answers = [], []
-    column = "system" if format.kind == "chat" or row.get("system") else "system_prompt"  # chats hold their own
+    opening = parts[0][1][0]
+    has_system = isinstance(opening, Mapping) and "system" in (opening.get("role"), opening.get("from"))
+    column = "system" if has_system or row.get("system") else "system_prompt"  # which repeats a chat's own message
     if system := string_at(row, column, place, optional=True):
         messages.append({"role": "system", "content": system})
     for number, (where, turns) in enumerate(parts):

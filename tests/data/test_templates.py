@@ -203,13 +203,15 @@ def test_parts_system_and_variables_of_the_template():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     row = {"conversations": [{"role": role, "content": parts} for role in ("user", "assistant")]}
-    row |= {"system": "Be kind.", "tools": json.dumps(tools), "chat_template_kwargs": {"loud": True}}
-    (example,) = tokenize([row], tokenizer)
-    messages = [{"role": "system", "content": "Be kind."}]
-    messages += [{"role": role, "content": "one two"} for role in ("user", "assistant")]
+    row |= {"tools": json.dumps(tools), "chat_template_kwargs": {"loud": True}}
+    system = {"role": "system", "content": "Be kind."}
+    chat = {"conversations": [system, *row["conversations"]], "system_prompt": "Be kind."}
+    messages = [system, *({"role": role, "content": "one two"} for role in ("user", "assistant"))]
     expected = tokenizer.apply_chat_template(messages, tools=tools, loud=True)["input_ids"]
-    assert tokenizer.decode(example.tokens) == tokenizer.decode(expected)
-    assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
+    for more in ({"system": "Be kind."}, {"system_prompt": "Be kind."}, chat):
+        (example,) = tokenize([row | more], tokenizer)
+        assert tokenizer.decode(example.tokens) == tokenizer.decode(expected)
+        assert scored_runs(example, tokenizer) == ["one two<|im_end|>"]
     row = {"prompt": "one two", "response": "one two", "chat_template_kwargs": {"loud": True}, "documents": "x"}
     (example,) = tokenize([row | {"System Prompt": "Be kind."}], tokenizer)
     expected = tokenizer.apply_chat_template(messages, loud=True)["input_ids"]
