@@ -89,6 +89,9 @@ def from_function(
     """
     if unembedding is None and not (bias is None and softcap is None):
         raise UserError("bias, softcap: logits have them already; leave them out, or give the unembedding.")
+    if any(cls.__module__.startswith("torch.") for cls in type(apply).__mro__):
+        hint = "compute its hidden states or logits, and give them to calibjax.from_arrays"
+        raise UserError(f"apply: expected a function of JAX arrays, got a PyTorch module; {hint}.")
     takes = inspect.signature(apply).parameters
     keywords = tuple(name for name in ("segment_ids", "positions") if name in takes)
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)

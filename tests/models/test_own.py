@@ -126,6 +126,7 @@ def without_segments(params, tokens):
         (lambda: calibjax.from_function(without_segments, LM.params, LM.unembedding.T), "transpose"),
         (lambda: calibjax.from_function(lambda p, x: (x, x), LM.params), "one array .* got a tuple"),
         (lambda: calibjax.from_function(apply_logits, LM.params, softcap=2.0), "logits have them already"),
+        (lambda: calibjax.from_function(pytest.importorskip("torch").nn.Linear(3, 3), {}), "PyTorch.*from_arrays"),
         (lambda: calibjax.from_arrays(np.ones((4, 3)), np.ones(5, int)), r"got values \(4, 3\), targets \(5,\)"),
         (lambda: calibjax.from_arrays(np.ones((4, 3)), np.full(4, 1.5)), "targets: expected integers, got float64"),
         (
