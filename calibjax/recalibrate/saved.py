@@ -118,13 +118,15 @@ def save(
     if name not in METHODS:
         raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
     arrays = named_arrays(state)
+    expected = f"the NamedTuple of arrays that the fit of {name} declares as its return annotation"
     try:
-        is_readable = jax.tree.structure(_built(_state_type(name), arrays)) == jax.tree.structure(state)
+        state_type = _state_type(name)
+        expected = f"the state that the fit of {name} returns ({getattr(state_type, '__name__', state_type)})"
+        is_readable = jax.tree.structure(_built(state_type, arrays)) == jax.tree.structure(state)
     except (KeyError, NameError, TypeError):
         is_readable = False
     if not is_readable:
-        expected = f"expected the NamedTuple of arrays that the fit of {name} declares as its return annotation"
-        raise UserError(f"recalibrate.save: {expected}, got a {type(state).__name__}.")
+        raise UserError(f"recalibrate.save: expected {expected}, got a {type(state).__name__}.")
     description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json_text(description)}
     write_directory(directory, {**files, **(more or {})}, arrays)
@@ -171,13 +173,13 @@ def _state_type(name: str) -> Any:
 
 def _built(kind: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """The value of this type from its arrays by dotted path: a NamedTuple, an array, or else nested dicts."""
-    if "" in arrays:
+    is_record = hasattr(kind, "_fields")
+    if "" in arrays and not is_record:
         return arrays[""]
     parts: dict[str, dict[str, np.ndarray]] = {}
     for path, array in arrays.items():
         name, _, rest = path.partition(".")
         parts.setdefault(name, {})[rest] = array
-    is_record = hasattr(kind, "_fields")
     hints = typing.get_type_hints(kind) if is_record else dict.fromkeys(parts)
     built = {name: _built(hint, parts[name]) for name, hint in hints.items()}
     return kind(**built) if is_record else built

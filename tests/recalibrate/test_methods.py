@@ -649,9 +649,14 @@ def test_confidences_that_are_none(tmp_path, name):
 
 def test_what_cannot_be_saved_or_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "own", dataclasses.replace(METHODS["beta"], fit_arrays=lambda *_: None))
-    for name in ("platt", "own"):
-        with pytest.raises(UserError, match=f"the fit of {name} .* return annotation, got a BetaState"):
-            save(tmp_path / "x", name, fitted("beta"))
+    beta = fitted("beta")
+    for name, state, declared in (
+        ("platt", beta, "PlattState"),
+        ("platt", 3, "PlattState"),
+        ("own", beta, "return ann"),
+    ):
+        with pytest.raises(UserError, match=f"the fit of {name} .*{declared}.*, got a {type(state).__name__}"):
+            save(tmp_path / "x", name, state)
     with pytest.raises(UserError, match="'plat': expected one of"):
         save(tmp_path / "x", "plat", fitted("platt"))
     (tmp_path / "head").mkdir()
