@@ -72,7 +72,9 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     """The exit code of `work`, or of the signal that ended it, with a line that gives the command to resume."""
 
     def report(name: str) -> None:
-        action = "resume" if "--out" in resume else "start again"
+        # A configuration file is of a run with --out, and quickstart has a directory by default.
+        is_resumed = any(word in resume for word in ("--out", "--config", "calibjax quickstart"))
+        action = "resume" if is_resumed else "start again"
         print(f"\nstopped by {name}; to {action}: {resume}", file=sys.stderr, flush=True)
 
     typed = command_line.set(resume)

@@ -14,6 +14,7 @@ import pytest
 from ports import free_port
 from tiny import ONE_DEVICE, write_model, write_text
 
+from calibjax import cli
 from calibjax.runtime import signals
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,14 @@ def test_interrupt_while_jax_is_imported():
         _, error = process.communicate(timeout=60)
     assert error == "\nstopped by Ctrl-C; to start again: calibjax train ats --model a --data b\n"
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("words", "action"), [("quickstart", "resume"), ("compare --table a", "start again")])
+def test_the_command_that_resumes(words, action, monkeypatch, capsys):
+    """`quickstart` has a directory of its own by default."""
+    monkeypatch.setattr(cli, "_run_command", lambda args: signal.raise_signal(signal.SIGINT))
+    assert cli.main(words.split()) == 130
+    assert f"to {action}: calibjax {words}" in capsys.readouterr().err
 
 
 def train_ats(folder, epochs):
