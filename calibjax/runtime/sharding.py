@@ -47,7 +47,8 @@ def mesh_shape(text: str | None, devices: int) -> tuple[int, int, int]:
             raise UserError(f"--mesh {text}: expected every axis once, got {axis} twice.")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"--mesh {text}: expected all {devices} devices (of GPUs, CUDA_VISIBLE_DEVICES selects some).")
+        hint = "CUDA_VISIBLE_DEVICES selects some GPUs, TPU_VISIBLE_CHIPS some chips of a TPU"
+        raise UserError(f"--mesh {text}: expected all {devices} devices, got {math.prod(sizes.values())} ({hint}).")
     return sizes.get("data", 1), sizes.get("fsdp", 1), sizes.get("tensor", 1)
 
 
