@@ -96,12 +96,9 @@ class Option(NamedTuple):
         """The value that a text gives; raises `ArgumentTypeError` where it is not one or is out of range."""
         if text == "None" and self.default is not None and type(None) in typing.get_args(self.annotation):
             return None
-        if self.choices:
-            if text not in self.choices:
-                raise argparse.ArgumentTypeError(unexpected(f"one of {', '.join(self.choices)}", text))
-            return text
+        convert = str if self.choices else self.kind
         try:
-            value = self.kind(text)
+            value = convert(text)
         except ValueError as error:
             expected = "a whole number" if self.kind is int else "a number"
             raise argparse.ArgumentTypeError(unexpected(expected, text)) from error

@@ -53,12 +53,11 @@ class QuickstartOptions(groups.OutputOptions):
 def run(options: QuickstartOptions, log: Log = print) -> Document:
     """Runs the command; returns the contents of metrics.json."""
     context = run_directory.begin("quickstart", options, log)
-    language_key, *sample_keys = jax.random.split(jax.random.key(options.seed), 4)
+    language_key, train_key, fit_key, held_out_key = jax.random.split(jax.random.key(options.seed), 4)
     language = make_language(language_key)
-    train_set, fit_set, held_out = (
-        as_sequences(sample(language, key, count, _LENGTH))
-        for key, count in zip(sample_keys, (_TRAIN, _FIT, _HELD_OUT), strict=True)
-    )
+    train_set = as_sequences(sample(language, train_key, _TRAIN, _LENGTH))
+    fit_set = as_sequences(sample(language, fit_key, _FIT, _LENGTH))
+    held_out = as_sequences(sample(language, held_out_key, _HELD_OUT, _LENGTH))
     sizes = f"{language.vocab_size} tokens, {language.topic_transitions.shape[0]} hidden topics"
     split = f"{_TRAIN} sequences to train the decoder on, {_FIT} to calibrate on, {_HELD_OUT} held out"
     log(f"language: {sizes}; {split}")

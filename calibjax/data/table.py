@@ -288,11 +288,10 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
 
 def _may_have_role(name: str, named: Set[str]) -> bool:
     """Whether a column may have a role; `named` are the columns that the user gave."""
-    return (
-        normalised(name) in map(normalised, itertools.chain(*_ROLES.values()))
-        or re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
-        or not named.isdisjoint((name, name.removeprefix("correct_")))
-    )
+    known = map(normalised, itertools.chain(*_ROLES.values()))
+    is_numbered = re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
+    is_named = bool({name, name.removeprefix("correct_")} & named)
+    return is_named or is_numbered or normalised(name) in known
 
 
 def _assign_roles(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:

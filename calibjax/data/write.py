@@ -37,7 +37,8 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Row]]) -> None:
             lines = csv.DictWriter(text, names, delimiter=delimiter, lineterminator="\n")
             lines.writeheader()
             for row in rows():
-                lines.writerow({k: _json(v) if isinstance(v, bool | list | dict) else v for k, v in row.items()})
+                nested = {name: _json(cell) for name, cell in row.items() if isinstance(cell, bool | list | dict)}
+                lines.writerow({**row, **nested})
         text.detach()
 
 

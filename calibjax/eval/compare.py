@@ -188,30 +188,34 @@ def comparison_json(
         ruled_out_and_right = (confidence <= 0) & (correct > 0)
         certain_and_wrong = (confidence >= 1) & (correct < 1)
         sums[name] = pool(confidence, correct)
-        drawn = draws_of(sums[name], seed)
-        draws[name] = {"brier": drawn["brier"], "log_loss": drawn["nll"]}
+        resampled = draws_of(sums[name], seed)
+        draws[name] = {"brier": resampled["brier"], "log_loss": resampled["nll"]}
         nll = None
         if result.outcome.log_prob is not None:
             likelihood = pool(confidence, correct, log_prob=result.outcome.log_prob)
             nll = finite_or_none(metrics.summarise(likelihood)["nll"])
             draws[name]["nll"] = draws_of(likelihood, seed)["nll"]
-        unknown = base.choice is None or result.outcome.choice is None
+        changed = 0
+        if base.choice is not None and result.outcome.choice is not None:
+            changed = int((base.choice != result.outcome.choice).sum())
         row: dict[str, Any] = metrics.summarise(sums[name])
         log_loss = row.pop("nll")
-        adaptive_ece = metrics.adaptive_calibration_error(confidence, correct, bins=bins)
+        further = {
+            "adaptive_ece": metrics.adaptive_calibration_error(confidence, correct, bins=bins),
+            "smooth_ece": metrics.smooth_ece(confidence, correct),
+            "auroc": metrics.auroc(confidence, correct),
+        }
         curve = metrics.reliability_curve(confidence, correct, groups=groups, seed=seed)
         rows[name] = row | {
             "nll": nll,
             "log_loss": finite_or_none(log_loss),
             "certain_and_wrong": int((ruled_out_and_right | certain_and_wrong).sum()),
             **ece_json(metrics.error_interval(sums[name], seed=seed), bins=bins, closed=closed),
-            "adaptive_ece": finite_or_none(float(adaptive_ece)),
-            "smooth_ece": finite_or_none(float(metrics.smooth_ece(confidence, correct))),
-            "auroc": finite_or_none(float(metrics.auroc(confidence, correct))),
-            "changed": 0 if unknown else int((base.choice != result.outcome.choice).sum()),
+            **{figure: finite_or_none(float(value)) for figure, value in further.items()},
+            "changed": changed,
             "parameters": result.parameters,
             "fit_seconds": round(result.fit_seconds, 4),
-            "reliability": reliability_json(metrics.total_sums(sums[name]), drawn["bins"]),
+            "reliability": reliability_json(metrics.total_sums(sums[name]), resampled["bins"]),
             "curve": curve_json(curve),
         }
     _add_differences(rows, sums, draws, reference, seed)
@@ -219,7 +223,6 @@ def comparison_json(
 
 
 def _add_differences(rows: dict[str, Any], sums: Mapping, draws: Mapping, reference: str, seed: int) -> None:
-    """Adds `against` and `against_uncalibrated` to the rows."""
     for name, row in rows.items():
         for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
             if other not in rows:

@@ -18,9 +18,9 @@ _MEANS = ("nll", "brier", "accuracy", "confidence")
 
 def draws_of(sums: metrics.CalibrationSums, seed: int = 0) -> Draws:
     """The figures of resamples; `sums` has groups `[G]`."""
-    drawn = metrics.resample_sums(sums, _bins_and_means, seed=seed)
-    means = dict(zip(_MEANS, drawn[:, -len(_MEANS) :].T, strict=True))
-    return {**means, "bins": drawn[:, : -len(_MEANS)]}
+    resampled = metrics.resample_sums(sums, _bins_and_means, seed=seed)
+    bins, means = np.split(resampled, [-len(_MEANS)], axis=1)
+    return {**dict(zip(_MEANS, means.T, strict=True)), "bins": bins}
 
 
 def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
@@ -31,13 +31,13 @@ def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
     return np.concatenate([bins, means], axis=-1)
 
 
-def row_json(sums: metrics.CalibrationSums, drawn: Draws, *, closed: metrics.Closed, seed: int) -> dict[str, Any]:
+def row_json(sums: metrics.CalibrationSums, draws: Draws, *, closed: metrics.Closed, seed: int) -> dict[str, Any]:
     """The figures of a method with the sums `[G]` and draws, as in `results_json` but without temperatures."""
     row: dict[str, Any] = metrics.summarise(sums)
     whole = metrics.total_sums(sums)
     row |= ece_json(metrics.error_interval(sums, seed=seed), bins=len(whole.count), closed=closed)
-    row["reliability"] = reliability_json(whole, drawn["bins"])
-    ends = {name: metrics.percentile_interval(drawn[name]) for name in ("nll", "brier", "accuracy")}
+    row["reliability"] = reliability_json(whole, draws["bins"])
+    ends = {name: metrics.percentile_interval(draws[name]) for name in ("nll", "brier", "accuracy")}
     row["intervals"] = {name: {"low": low, "high": high} for name, (low, high) in ends.items()}
     return row
 
@@ -50,13 +50,14 @@ def differences_of(
     seed: int,
 ) -> dict[str, Any]:
     """Paired differences, first − second, of `ece` and of those `names` that both rows have, as dicts."""
-    first, second = draws
-    out = {"ece": metrics.error_comparison(sums[0], sums[1], seed=seed)._asdict()}
+    (first, second), (first_draws, second_draws) = rows, draws
+    differences = {"ece": metrics.error_comparison(*sums, seed=seed)._asdict()}
     for name in names:
-        one, two = (row[name] for row in rows)
-        if one is not None and two is not None:
-            out[name] = metrics.compare_resamples(one - two, first[name], second[name])._asdict()
-    return out
+        if first[name] is not None and second[name] is not None:
+            difference = first[name] - second[name]
+            test = metrics.compare_resamples(difference, first_draws[name], second_draws[name])
+            differences[name] = test._asdict()
+    return differences
 
 
 def finite_or_none(value: float) -> float | None:
@@ -74,12 +75,12 @@ def wilson_json(correct: float, count: int) -> dict[str, float]:
     return {"low": float(low), "high": float(high)}
 
 
-def reliability_json(whole: metrics.CalibrationSums, drawn: np.ndarray) -> dict[str, Any]:
+def reliability_json(whole: metrics.CalibrationSums, accuracies: np.ndarray) -> dict[str, Any]:
     """Count, mean confidence, accuracy and its 95% interval per bin; None where the bin is empty.
 
-    `drawn` are the accuracies on resamples, `[R, bins]`.
+    `accuracies` are those of resamples, `[R, bins]`.
     """
-    intervals = [metrics.percentile_interval(values) for values in drawn.T]
+    intervals = [metrics.percentile_interval(values) for values in accuracies.T]
 
     def ratio(total: AnyArray) -> list[float | None]:
         return [float(t / n) if n else None for t, n in zip(total, whole.count, strict=True)]

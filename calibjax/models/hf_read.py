@@ -234,10 +234,12 @@ def _drop_tied_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], prob
     parts = [(slice(start, min(start + 4096, count)),) for start in range(0, count, 4096)]
     if embedding.shape != copy.shape:
         problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
-    elif embedding is not copy and not (
-        {embedding.dtype, copy.dtype} <= FLOATS.keys()
-        and all(np.array_equal(embedding.read(part), copy.read(part)) for part in parts)
-    ):
+        return
+    are_floats = {embedding.dtype, copy.dtype} <= FLOATS.keys()
+    is_copy = embedding is copy
+    if not is_copy and are_floats:
+        is_copy = all(np.array_equal(embedding.read(part), copy.read(part)) for part in parts)
+    if not is_copy:
         problems["not the embedding (set tie_word_embeddings to false in config.json)"].append(copy.name)
 
 

@@ -109,11 +109,11 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     """
     settings, tensors = _read(folder)
     family, merged = FAMILIES[config.family], dict(params)
-    adaptable = {
-        rule.full_name(family.prefix, layer): (rule, layer)
-        for rule, layer in family.stored(config, params)
-        if rule.experts(config) == (None,) and rule.targets[0].endswith("kernel")
-    }
+    adaptable = {}
+    for rule, layer in family.stored(config, params):
+        is_kernel = rule.targets[0].endswith("kernel")
+        if is_kernel and rule.experts(config) == (None,):
+            adaptable[rule.full_name(family.prefix, layer)] = rule, layer
     for module, (a, b) in _pairs(folder, tensors).items():
         if f"{module}.weight" not in adaptable:
             model = f"this {config.family} model of {config.num_layers} layers"

@@ -68,14 +68,14 @@ def array_digests(tree: Any) -> dict[str, str]:
     if any(not _is_local(leaf) for leaf in leaves.values()):
         joined = multihost_utils.process_allgather(np.concatenate(tables)).max(axis=0)
         tables = np.split(joined, np.cumsum([len(table) for table in tables])[:-1])
-    return {
-        path: hashlib.sha256(json.dumps([str(leaf.dtype), leaf.shape]).encode() + table.tobytes()).hexdigest()
-        for (path, leaf), table in zip(leaves.items(), tables, strict=True)
-    }
+    digests = {}
+    for (path, leaf), table in zip(leaves.items(), tables, strict=True):
+        header = json.dumps([str(leaf.dtype), leaf.shape]).encode()
+        digests[path] = hashlib.sha256(header + table.tobytes()).hexdigest()
+    return digests
 
 
 def _is_local(array: Any) -> bool:
-    """Whether this process holds the whole array."""
     return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
 
 

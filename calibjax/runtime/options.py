@@ -131,12 +131,15 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     parts = typing.get_args(annotation)
     if kind in (typing.Union, types.UnionType):
         return None if value is None and type(None) in parts else expected_value(parts[0], value)
-    if kind is Annotated and isinstance(parts[1], OneOf):
-        return _expected_choice(parts[1].names, value)
     if kind is Annotated:
-        is_text = any(isinstance(mark, AnyText) for mark in parts[1:])
-        ranges = [mark for mark in parts[1:] if isinstance(mark, Range)]
-        return _expected_text(value, is_name=False) if is_text else _expected_number(parts[0], ranges, value)
+        for mark in parts[1:]:
+            if isinstance(mark, OneOf):
+                return _expected_choice(mark.names, value)
+            if isinstance(mark, AnyText):
+                return _expected_text(value, is_name=False)
+            if isinstance(mark, Range):
+                return _expected_number(parts[0], mark, value)
+        return expected_value(parts[0], value)  # marked for the command line only
     if kind is tuple:
         if not isinstance(value, tuple):
             return "a tuple"
@@ -150,9 +153,9 @@ def expected_value(annotation: Any, value: Any) -> str | None:
     if kind is bool:
         return None if type(value).__name__ in ("bool", "bool_") else "True or False"  # also NumPy's
     if kind is int:
-        return _expected_number(int, [Range(1, INT_MAX)], value)
+        return _expected_number(int, Range(1, INT_MAX), value)
     if kind is float:
-        return _expected_number(float, [Range()], value)
+        return _expected_number(float, Range(), value)
     if kind is str or kind is Path:
         return _expected_text(value)
     return None
@@ -162,13 +165,11 @@ def _expected_choice(choices: tuple[Any, ...], value: Any) -> str | None:
     return None if value in choices else f"one of {', '.join(map(str, choices))}"
 
 
-def _expected_number(kind: Any, ranges: list[Range], value: Any) -> str | None:
-    if not ranges:  # marked for the command line only
-        return expected_value(kind, value)
+def _expected_number(kind: Any, limits: Range, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if kind is int else numbers.Real):
         return "a whole number" if kind is int else "a number"
     number: Any = value
-    return next((limits.expected(number) for limits in ranges if not limits.holds(number)), None)
+    return None if limits.holds(number) else limits.expected(number)
 
 
 def _expected_text(value: Any, *, is_name: bool = True, separator: str = "/") -> str | None:

@@ -78,19 +78,20 @@ class WrittenAnswers:
                 evidence["distributions"] = distributions
             confidence = np.concatenate([confidence, self._further_confidences(batch, written, evidence)])
         correct = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
-        texts, documents = written.texts(), batch.documents
+        harness = _harness_results(batch.task, batch.documents, [answer.text for answer in written.answers])
+        details = [json.dumps({"right": list(references(document))}) for document in batch.documents]
         return Answers(
             confidence=confidence,
             correct=np.broadcast_to(correct, confidence.shape).copy(),
             choice=np.full(confidence.shape, -1, np.int32),
             log_prob=np.full(confidence.shape, np.nan, np.float32),
             subject=batch.subjects(),
-            harness=harness_metrics(_harness_results(batch.task, documents, [x.text for x in written.answers])),
+            harness=harness_metrics(harness),
             cut=np.array(written.cut, np.int32),
             too_long=0,
             question=np.array(written.questions, str),
-            answer=np.array(texts, str),
-            details=np.array([json.dumps({"right": list(references(document))}) for document in documents], str),
+            answer=np.array(written.texts(), str),
+            details=np.array(details, str),
         )
 
     def _write(self, batch: Batch) -> WrittenBatch:
