@@ -137,17 +137,20 @@ def _print(document: Document, options: ApplyOptions) -> None:
         print_result(line, notes=notes, files=files)
         return
     before, after = map(show("log_loss", leading_zero=False, absent="inf"), figures.values())
-    difference = document.get("against_uncalibrated", {}).get("log_loss")
-    better = before == "inf" and after != "inf" if difference is None else is_lower(difference)
-    worse = after == "inf" and before != "inf" if difference is None else is_higher(difference)
+    infinite = before == "inf", after == "inf"
+    better, worse = infinite == (True, False), infinite == (False, True)
     line = f"log loss {after} with {name} against {before} uncalibrated"
-    line += "" if difference is None else f" ({interval(difference)})"
+    difference = document.get("against_uncalibrated", {}).get("log_loss")
+    if difference is not None:
+        better, worse = is_lower(difference), is_higher(difference)
+        line += f" ({interval(difference)})"
     columns = ["", "log loss", "Brier", "ECE [95% interval]", "accuracy", "confidence"]
     rows = []
     for (title, row), log_loss in zip(figures.items(), (before, after), strict=True):
         brier, ece, low, high, accuracy, confidence = map(short, list(row.values())[1:])
         rows.append([title, log_loss, brier, f"{ece} [{low}, {high}]", accuracy, confidence])
     start = "The recalibrated predictions are better" if better else "no improvement beyond noise"
-    start = "the recalibrated predictions are worse" if worse else start
+    if worse:
+        start = "the recalibrated predictions are worse"
     verdict = Verdict(f"{start}: {line}.", is_warning=not better)
     print_result(verdict, TextTable(f"{document['rows']:,} predictions", columns, rows), notes=notes, files=files)

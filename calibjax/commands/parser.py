@@ -24,16 +24,7 @@ import yaml
 
 from calibjax.runtime.errors import UserError, first_line, printable, shortened, user_path
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import (
-    OneOf,
-    Positional,
-    command_line,
-    expected_value,
-    flag_of,
-    marks,
-    to_json,
-    unexpected,
-)
+from calibjax.runtime.options import OneOf, Positional, command_line, expected_value, flag_of, marks, mismatch, to_json
 
 Options = TypeVar("Options")
 Fields = tuple[str, ...]
@@ -101,10 +92,10 @@ class Option(NamedTuple):
             value = convert(text)
         except ValueError as error:
             expected = "a whole number" if self.kind is int else "a number"
-            raise argparse.ArgumentTypeError(unexpected(expected, text)) from error
+            raise argparse.ArgumentTypeError(mismatch(expected, text)) from error
         checked = value if self.kind in (int, float) else text
         if expected := expected_value(self.annotation, (checked,) if self.is_several else checked):
-            raise argparse.ArgumentTypeError(unexpected(expected, checked))
+            raise argparse.ArgumentTypeError(mismatch(expected, checked))
         return value
 
     def described(self) -> str:

@@ -422,16 +422,12 @@ def _roofline(job: Job, topology: Topology, memory: _Memory) -> dict[str, Any]:
 
 def _note(result: Compiled, topology: Topology) -> str | None:
     if result.collectives is None:
-        return (
-            "Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. "
-            'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
-        )
+        hint = 'pip install "jax[tpu]" gets the libtpu that this jax goes with.'
+        return f"Compiled; but jaxlib cannot read libtpu's program, so what moves between devices is not known. {hint}"
     memory = topology.chip.memory
     if topology.chip.platform == "gpu" and _PREALLOCATED / 0.95 * memory < result.total <= memory:
-        return (
-            f"JAX takes {_PREALLOCATED:.0%} of a GPU's memory, and this needs more: set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."
-        )
+        hint = "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        return f"JAX takes {_PREALLOCATED:.0%} of a GPU's memory, and this needs more: {hint}."
     if result.unknown_loops:
         return f"{result.unknown_loops} loops of unknown length: their collectives count once."
     return None

@@ -51,11 +51,11 @@ def run(options: PushOptions, log: Log = print) -> Document:
     with tempfile.TemporaryDirectory() as folder:
         head, lm = write_export(options, Path(folder) / "head", log)
         files = {file.name: file.read_bytes() for file in sorted((Path(folder) / "head").iterdir())}
-    base = base or commit_of(lm.path)
+    base_name, revision = base or commit_of(lm.path) or (None, None)
     subject = Subject(
         repository=options.repository,
-        base=None if base is None else base.name,
-        revision=None if base is None else base.revision,
+        base=base_name,
+        revision=revision,
         name="" if lm.path is None else lm.path.resolve().name,
         fingerprint=lm.fingerprint,
         method=options.method,

@@ -67,11 +67,10 @@ def load_sequences(
     rows_used, reason = counts["rows with a target"], "nothing to predict"
     if layout == "full":
         rows_used, reason = len(np.unique(sequences.source)), "too short"
-    description = (
-        f"{rows.name}: {format}, {quantity(counts['rows'], 'row')} read, {counts['rows'] - rows_used:,} of them "
-        f"dropped ({reason}); {quantity(len(sequences.source), 'sequence')} of {seq_len} tokens ({layout}), "
-        f"{quantity(int(sequences.where.sum()), 'token')} to predict"
-    )
+    read = f"{quantity(counts['rows'], 'row')} read, {counts['rows'] - rows_used:,} of them dropped ({reason})"
+    made = f"{quantity(len(sequences.source), 'sequence')} of {seq_len} tokens ({layout})"
+    targets = quantity(int(sequences.where.sum()), "token")
+    description = f"{rows.name}: {format}, {read}; {made}, {targets} to predict"
     if template := describe_template(format, tokenizer):
         description += f"; {template}"
     if skipped.count:

@@ -52,7 +52,5 @@ class DecoderConfig(BlockConfig):
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise UserError(f"local_layers: expected {self.num_layers} values, got {len(self.local_layers)}.")
         if self.local_rope is not None and (self.rope is None or self.local_rope.fraction != self.rope.fraction):
-            raise UserError(
-                "local_rope: expected the same fraction of rotated channels as rope, "
-                f"got {self.local_rope} beside {self.rope}."
-            )
+            got = f"got {self.local_rope} beside {self.rope}"
+            raise UserError(f"local_rope: expected the same fraction of rotated channels as rope, {got}.")

@@ -288,10 +288,9 @@ def generate(
     longest = max(map(len, ids))
     room = lm.config.max_positions - longest
     if not 1 <= max_new_tokens <= room:
-        raise UserError(
-            f"max_new_tokens: expected 1 to {room} beside a prompt of {longest} tokens; got {max_new_tokens}."
-            + (" Give a shorter prompt." if room < 1 else "")
-        )
+        hint = " Give a shorter prompt." if room < 1 else ""
+        expected = f"expected 1 to {room} beside a prompt of {longest} tokens"
+        raise UserError(f"max_new_tokens: {expected}; got {max_new_tokens}.{hint}")
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
     shards = batch_shards(lm.mesh)
     rows = round_up(len(ids), shards)
@@ -305,13 +304,13 @@ def generate(
     program = _Program(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.num_samples
     )
-    padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
+    stop_padding = [-1] * (_STOP_TOKENS - len(stops) % _STOP_TOKENS)
     inputs = _DecodeInputs(
         frozen=frozen_arrays(lm, head.config),
         head=head.arrays,
         tokens=tokens,
         segment_ids=is_token.astype(np.int32),
-        stop_tokens=np.array([*stops, *[-1] * padding], np.int32),
+        stop_tokens=np.array([*stops, *stop_padding], np.int32),
         prompt_seeds=np.resize(seeds, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
@@ -351,11 +350,9 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
     for number, row in enumerate(ids):
         if not row:
             raise UserError(f"prompts: number {number} has no tokens.")
-        if min(row) < 0 or max(row) >= lm.config.vocab_size:
-            raise UserError(
-                f"prompts: number {number} has ids from {min(row)} to {max(row)}, but the vocabulary has "
-                f"{lm.config.vocab_size}."
-            )
+        low, high, size = min(row), max(row), lm.config.vocab_size
+        if low < 0 or high >= size:
+            raise UserError(f"prompts: number {number} has ids from {low} to {high}, but the vocabulary has {size}.")
     return ids
 
 

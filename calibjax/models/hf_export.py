@@ -111,10 +111,8 @@ def settings_files(source: Path) -> list[Path]:
         is_inside = any(target.is_relative_to(place) for place in allowed)
         leads_nowhere = file.is_symlink() and not target.is_file()
         if not is_inside or leads_nowhere:
-            raise UserError(
-                f"{file} is a symbolic link to {target}: expected a file in {folder}. Copy the file there or remove "
-                "the link."
-            )
+            expected = f"expected a file in {folder}. Copy the file there or remove the link"
+            raise UserError(f"{file} is a symbolic link to {target}: {expected}.")
     return [file for file in files if file.is_file()]
 
 

@@ -255,10 +255,8 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
         scales = by_name.get(f"{name}_scales")
         if name != entry.name and scales is not None:
             if entry.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {entry.dtype, scales.dtype} != {"U8"}:
-                raise UserError(
-                    f"{entry.name} {entry.dtype} {list(entry.shape)} and {scales.name} {scales.dtype} "
-                    f"{list(scales.shape)} are not a pair of MXFP4 blocks and scales."
-                )
+                pair = " and ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in (entry, scales))
+                raise UserError(f"{pair} are not a pair of MXFP4 blocks and scales.")
             experts, columns, groups = scales.shape
             reader = functools.partial(_read_mxfp4, entry, scales)
             merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, reader))

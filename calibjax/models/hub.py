@@ -36,10 +36,9 @@ def download(repository: Repository, what: str, files: Sequence[str], skipped: S
     try:
         return Path(snapshot_download(repository.name, revision=repository.revision, **patterns))
     except Exception as error:  # httpx's errors are no OSErrors
-        raise UserError(
-            f"{what}: {repository.name} is not a local directory and could not be downloaded from the Hugging Face hub "
-            f"({_reason(error, repository)}). Give the path of a directory, or a hub id that is cached or reachable."
-        ) from error
+        failed = f"could not be downloaded from the Hugging Face hub ({_reason(error, repository)})"
+        hint = "Give the path of a directory, or a hub id that is cached or reachable."
+        raise UserError(f"{what}: {repository.name} is not a local directory and {failed}. {hint}") from error
 
 
 def commit_of(folder: Path | None) -> Repository | None:

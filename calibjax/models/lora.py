@@ -51,10 +51,8 @@ class LoraConfig:
         if self.rank > config.hidden_size:
             raise UserError(f"lora_rank: expected 1 to {config.hidden_size}, the model's width, got {self.rank}.")
         if config.mixture is not None and self.targets != "attention":
-            raise UserError(
-                f"lora_targets: the experts and the router of {config.family} have no adapters: expected attention, "
-                f"got {self.targets}."
-            )
+            reason = f"the experts and the router of {config.family} have no adapters"
+            raise UserError(f"lora_targets: {reason}: expected attention, got {self.targets}.")
 
     def adapt(self, module: Module) -> Module:
         """The module with adapters, as further parameters next to the kernels of its blocks."""

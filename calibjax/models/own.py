@@ -160,14 +160,16 @@ def from_arrays(
     def cut(x: np.ndarray) -> np.ndarray:
         return np.pad(np.ravel(x), (0, rows * length - len(flat))).reshape(rows, length)
 
-    column = np.arange(length, dtype=np.int32)
+    column = np.arange(length)
     real = cut(np.ones(len(flat), bool))
+    segment = 1 if has_sequences else column + 1  # a prediction without an axis of time is a text of its own
+    position = column if has_sequences else 0
     data = Sequences(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),
         where=cut(counted & (targets != -100)),
-        segment_ids=np.where(real, 1 if has_sequences else column + 1, 0).astype(np.int32),
-        positions=np.where(real, column if has_sequences else 0, 0).astype(np.int32),
+        segment_ids=np.where(real, segment, 0).astype(np.int32),
+        positions=np.where(real, position, 0).astype(np.int32),
         source=np.arange(rows, dtype=np.int32),
     )
     fingerprint = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))
@@ -191,10 +193,9 @@ def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:
         return
     check_ids(sequences, config.vocab_size, config.num_inputs)
     if "segment_ids" not in config.keywords and config.apply is not _look_up and np.max(sequences.segment_ids) > 1:
-        raise UserError(
-            "sequences: several texts are packed in one sequence, and this model's function has no parameter "
-            'segment_ids that keeps them apart. Give it one, or load the text with layout="pad".'
-        )
+        problem = "this model's function has no parameter segment_ids that keeps them apart"
+        hint = 'Give it one, or load the text with layout="pad".'
+        raise UserError(f"sequences: several texts are packed in one sequence, and {problem}. {hint}")
 
 
 def place_model(lm: FrozenModel, mesh: Mesh) -> FrozenModel:

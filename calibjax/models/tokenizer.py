@@ -34,10 +34,8 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
         if not isinstance(tokens, list):
             return None
         if len(tokens) > config.vocab_size:
-            raise UserError(
-                f"{folder}: tokenizer.ggml.tokens: {len(tokens):,} tokens, but token_embd.weight has only "
-                f"{config.vocab_size:,} rows."
-            )
+            rows = f"token_embd.weight has only {config.vocab_size:,} rows"
+            raise UserError(f"{folder}: tokenizer.ggml.tokens: {len(tokens):,} tokens, but {rows}.")
         return functools.cache(lambda: gguf_tokenizer(folder))
     # If transformers has no tokenizer class for the family, the class that the files name is remote code.
     needed = _FILES if FAMILIES[config.family].native else _FILES[:1]
@@ -56,11 +54,9 @@ def find_tokenizer(folder: Path, config: DecoderConfig) -> "Callable[[], PreTrai
     added = tokenizer.get_added_tokens_decoder()
     check_tokenizer(tokenizer, config, added)
     if beyond := sorted(index for index in added if index >= config.vocab_size):
-        first = added[beyond[0]].content
-        _log.warning(
-            f"{folder}: {len(beyond)} added tokens of the tokenizer are beyond the model's vocabulary of "
-            f"{config.vocab_size}, from {first!r} ({beyond[0]}) on: a text that holds one is refused."
-        )
+        tokens = f"{len(beyond)} added tokens of the tokenizer"
+        first = f"from {added[beyond[0]].content!r} ({beyond[0]}) on: a text that holds one is refused"
+        _log.warning(f"{folder}: {tokens} are beyond the model's vocabulary of {config.vocab_size}, {first}.")
     return get_tokenizer
 
 
@@ -193,9 +189,9 @@ def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -
 
     name = file.get(f"{_PREFIX}pre", str)
     if name not in _SPLITS:
+        hint = f"known: {', '.join(sorted(_SPLITS))}. Convert the model's original files instead"
         raise UserError(
-            f"{file.path}: {_PREFIX}pre = {name!r}: how this tokenizer splits text is not known here; known: "
-            f"{', '.join(sorted(_SPLITS))}. Convert the model's original files instead."
+            f"{file.path}: {_PREFIX}pre = {name!r}: how this tokenizer splits text is not known here; {hint}."
         )
     merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     if not all(len(pair) == 2 for pair in merges):

@@ -76,9 +76,8 @@ def with_compiler(
         except EOFError:
             process.join()
             fatal = re.search(r"^F\d{4} .*?\] (.*)", log.read_text(), re.MULTILINE)
-            raise DoesNotCompile(
-                f"the compiler died: {fatal[1][:300]}" if fatal else f"its process ended with code {process.exitcode}"
-            ) from None
+            ended = f"its process ended with code {process.exitcode}"
+            raise DoesNotCompile(f"the compiler died: {fatal[1][:300]}" if fatal else ended) from None
         finally:
             process.kill()
             process.join()

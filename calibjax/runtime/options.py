@@ -109,10 +109,10 @@ def check_options(options: Any) -> None:
 def check_value(name: str, annotation: Any, value: Any) -> None:
     """Checks one value; raises `UserError` that begins with `name` if it does not fit its annotation."""
     if expected := expected_value(annotation, value):
-        raise UserError(f"{name}: {unexpected(expected, value)}.")
+        raise UserError(f"{name}: {mismatch(expected, value)}.")
 
 
-def unexpected(expected: str, value: Any) -> str:
+def mismatch(expected: str, value: Any) -> str:
     """The text of an error for a value that should be something else."""
     plain = str(value) if isinstance(value, Path | numbers.Real) else value
     got = plain if isinstance(value, numbers.Real) else ascii(plain)

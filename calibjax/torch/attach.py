@@ -206,7 +206,6 @@ def _check_base(model: Any, export: Export) -> None:
     error = float((hidden - expected).norm() / expected.norm())
     limit = 1e-3 if weight.dtype == torch.float32 else 5e-2
     if not error <= limit:
-        raise HeadError(
-            f"this head was fitted on another base model: on a probe of {len(tokens)} tokens the hidden states differ "
-            f"by {error:.2g} (relative; {limit:g} is allowed in {weight.dtype}). Fit a head for this model."
-        )
+        difference = f"differ by {error:.2g} (relative; {limit:g} is allowed in {weight.dtype})"
+        states = f"on a probe of {len(tokens)} tokens the hidden states {difference}"
+        raise HeadError(f"this head was fitted on another base model: {states}. Fit a head for this model.")

@@ -102,10 +102,8 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
             config = get_config()
             bypasses_sampler = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
             if bypasses_sampler and not calibrates_sampling:
-                raise HeadError(
-                    f"{LOGITS}=unchanged needs vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no "
-                    f"speculative decoding. Use {LOGITS}=calibrated."
-                )
+                needed = "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no speculative decoding"
+                raise HeadError(f"{LOGITS}=unchanged needs {needed}. Use {LOGITS}=calibrated.")
             if self.logits_as_input:
                 raise HeadError("this model gives its layer of logits no hidden states, which a head needs.")
 

@@ -77,9 +77,11 @@ def decide(
     outside = ~((confidence >= 0) & (confidence <= 1 + 1e-5))  # rounding of a softmax
     if outside.any():
         raise UserError(f"confidence: expected numbers in [0, 1], got {confidence[outside][0]}; leave such rows out.")
-    labels = np.arange(2 if confidence.ndim == 1 else confidence.shape[1])
-    if not (known := np.isin(correct, labels)).all():
-        expected = "0 (wrong) or 1 (right)" if confidence.ndim == 1 else f"an option's index below {len(labels)}"
+    outcomes, expected = 2, "0 (wrong) or 1 (right)"
+    if confidence.ndim == 2:
+        outcomes = confidence.shape[1]
+        expected = f"an option's index below {outcomes}"
+    if not (known := np.isin(correct, np.arange(outcomes))).all():
         raise UserError(f"correct: expected {expected}, got {correct[~known][0]}. Give each attempt a row.")
     rows = {"": np.arange(len(correct))}
     if category is not None:

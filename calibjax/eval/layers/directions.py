@@ -251,13 +251,18 @@ def entropy_neurons(
                 layer=layer + 1,
                 index=int(index),
                 norm=float(norm[index]),
-                norm_percentile=float(100 * (norm < norm[index]).mean()),
+                norm_percentile=_percentile(norm, index),
                 logit_variance=float(variance[index]),
-                logit_variance_percentile=float(100 * (variance < variance[index]).mean()),
+                logit_variance_percentile=_percentile(variance, index),
                 null_space_fraction=float(space.fraction(written[index])),
             )
             chosen.append(neuron)
     return chosen
+
+
+def _percentile(values: Float[np.ndarray, " N"], index: int) -> float:
+    """The percentage of the values that are smaller than the one at `index`."""
+    return float(100 * (values < values[index]).mean())
 
 
 def output_weights(lm: LanguageModel, layer: int) -> Float[np.ndarray, "neurons D"]:

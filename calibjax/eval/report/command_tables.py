@@ -49,24 +49,18 @@ def layer_findings(document: Document) -> list[str]:
     if "p_value" in phase:
         change += f" (p = {phase['p_value']:.3f}, corrected for the choice of the layer)"
     if phase["found"]:
-        lines.append(
-            f"Confidence-correction phase found: from there ECE peaks at layer {phase['peak']} and falls to the last "
-            f"layer by {change}."
-        )
+        course = f"from there ECE peaks at layer {phase['peak']} and falls to the last layer by {change}"
+        lines.append(f"Confidence-correction phase found: {course}.")
     elif settled == last:
         lines.append("No confidence-correction phase: the decision settles at the last layer.")
     else:
-        lines.append(
-            f"No confidence-correction phase: from the largest ECE after layer {settled} (layer {phase['peak']}) to "
-            f"the last layer, ECE falls by {change}."
-        )
+        course = f"from the largest ECE after layer {settled} (layer {phase['peak']}) to the last layer"
+        lines.append(f"No confidence-correction phase: {course}, ECE falls by {change}.")
     chosen = direction["chosen"]
     if chosen["layer"]:
-        lines.append(
-            f"Edit chosen on one half: {chosen['strength']:+g} times the mean residual norm along the direction after "
-            f"block {chosen['layer']}. On the held-out half it changes ECE by "
-            f"{interval(direction['difference'], leading_zero=True)}."
-        )
+        edit = f"{chosen['strength']:+g} times the mean residual norm along the direction after block {chosen['layer']}"
+        change = interval(direction["difference"], leading_zero=True)
+        lines.append(f"Edit chosen on one half: {edit}. On the held-out half it changes ECE by {change}.")
     return lines
 
 

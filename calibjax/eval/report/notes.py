@@ -269,10 +269,9 @@ def choice_verdict(comparison: Row) -> str:
     if not best["beats_temperature"]:
         return f"Kept, as the loss is fixed: {best['candidate']}, which does not beat temperature scaling. {measured}."
     figures = f"{best['calibration_error']:.4f} against {scaled['calibration_error']:.4f} on all folds"
-    return (
-        f"Chosen: {best['candidate']}, by the calibration error ({figures}) of the losses whose NLL is within noise of "
-        f"the lowest, or by NLL where the least one does not beat temperature scaling. {measured}."
-    )
+    by_error = f"by the calibration error ({figures}) of the losses whose NLL is within noise of the lowest"
+    by_nll = "by NLL where the least one does not beat temperature scaling"
+    return f"Chosen: {best['candidate']}, {by_error}, or {by_nll}. {measured}."
 
 
 def plan_verdict(document: Document) -> str:
@@ -360,11 +359,9 @@ def conventions(results: Row) -> str:
     tokens = unit_of(results) == "tokens"
     confidence, scored = ("top token's probability", "top token") if tokens else ("confidence", "answer")
     definition = f" Confidence: {results['confidence']}." if "confidence" in results else ""
-    return (
-        f"ECE, MCE: {ece['bins']} equal-width bins {binning(ece['closed'])} of the {confidence}; interval: 95%, of the "
-        f"population's ECE in these bins, over {results.get('clusters', 'sequences')}. Brier: of the {scored}."
-        f"{definition}"
-    )
+    bins = f"{ece['bins']} equal-width bins {binning(ece['closed'])} of the {confidence}"
+    resampled = f"95%, of the population's ECE in these bins, over {results.get('clusters', 'sequences')}"
+    return f"ECE, MCE: {bins}; interval: {resampled}. Brier: of the {scored}.{definition}"
 
 
 def notes_of(document: Document) -> list[str]:
@@ -457,7 +454,8 @@ def model_card(document: Document, subject: Subject) -> str:
         "Written by": f"calibjax {__version__}",
     }
     results = held_out_table(document, intervals=True)
-    groups = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
+    prefixes = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
+    rows = [[prefix + method, *cells] for prefix, (method, *cells) in zip(prefixes, results.rows, strict=True)]
     path = subject.base or "path/to/base-model"
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     # A cell is on one line, without characters that end it or begin a tag.
@@ -471,7 +469,7 @@ def model_card(document: Document, subject: Subject) -> str:
         verdict=str(verdict(document)),
         facts=[(title, value) for title, value in facts.items() if value],
         columns=results.columns,
-        rows=[[group + method, *cells] for group, (method, *cells) in zip(groups, results.rows, strict=True)],
+        rows=rows,
         remarks=notes_of(document),
         base=path,
         pinned=f"{path}@{subject.revision}" if subject.revision else path,

@@ -86,7 +86,6 @@ def _continue(
     sampling: Sampling,
     head: FittedHead | None,
 ) -> list[GeneratedText]:
-    """Continues at most `batch_size` prompts together, each `sampling.num_samples` times."""
     count, stops = sampling.num_samples, default_stop_tokens(lm)
     assert sampling.prompt_seeds is not None
     starts = [prompt for prompt in prompts for _ in range(count)]

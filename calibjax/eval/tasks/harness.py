@@ -105,15 +105,11 @@ class HarnessLM(TemplateLM):
 
     def prompt(self, task: ConfigurableTask, document: Any, shots: int) -> Any:
         """The harness's prompt of a question; a list of prompts where the options are in it."""
-        return task.fewshot_context(
-            document,
-            num_fewshot=shots,
-            system_instruction=None if self.chat is None else self.chat.system,
-            apply_chat_template=self.chat is not None,
-            fewshot_as_multiturn=self.chat is not None,
-            chat_template=None if self.chat is None else self.apply_chat_template,
-            gen_prefix=task.doc_to_prefix(document),
-        )
+        chat: dict[str, Any] = {}
+        if self.chat is not None:
+            chat = {"system_instruction": self.chat.system, "chat_template": self.apply_chat_template}
+            chat |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
+        return task.fewshot_context(document, num_fewshot=shots, gen_prefix=task.doc_to_prefix(document), **chat)
 
     def message(self, text: str) -> str:
         if self.chat is None:

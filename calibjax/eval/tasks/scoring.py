@@ -421,8 +421,10 @@ def _token_scores(program: _Program, top_k, head_arrays, frozen, hidden, log_sca
     else:
         scales = log_scales[:, row, position]
     shared = vocab_options(program.config, frozen)
-    largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T if top_k else None
-    statistics = ("log_normalizer", "target_logit", "correct", *(("expected_logit",) if top_k else ()))
+    largest, statistics = None, ("log_normalizer", "target_logit", "correct")
+    if top_k:
+        largest = top_logits(states, unembedding, min(top_k, len(unembedding)), **shared).logits.T
+        statistics += ("expected_logit",)
 
     def head_outputs(log_scale) -> tuple[Any, Any, Any]:
         scale = jnp.exp(log_scale)

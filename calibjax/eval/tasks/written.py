@@ -203,9 +203,8 @@ class WrittenAnswers:
         replies = dict(continue_contexts(lm.lm, contexts, until=["\n"], **options))
         values = [question.read(replies[number].text) for number in range(len(contexts))]
         if unread := values.count(None):
-            self.questions.context.log(
-                f"{name}: {unread:,} of {len(values):,} replies could not be read; their confidence is .5"
-            )
+            replies_unread = f"{unread:,} of {len(values):,} replies could not be read"
+            self.questions.context.log(f"{name}: {replies_unread}; their confidence is .5")
         return np.array(values, np.float32)  # None becomes NaN
 
     def probe_data(self, names: Sequence[str]) -> dict[str, tuple[Float[np.ndarray, "N F"], Float[np.ndarray, " N"]]]:
