@@ -22,8 +22,6 @@ from calibjax.train import options as ats_options
 ROOT = Path(__file__).parents[1]
 SECRETS = {"HF_TOKEN": "hf_SecretOfTheHub", "WANDB_API_KEY": "SecretOfWeightsAndBiases"}
 SHORT = ["--seq-len", "13", "--full-sequences", "--epochs", "2", "--batch-size", "8"]
-
-
 ONE = ("--head-kind", "mlp", "--loss", "joint", "--no-refit-temperature")  # one head is trained
 
 

@@ -230,7 +230,6 @@ def test_attention_heads_divide_the_width():
 
 
 def test_a_head_of_another_package(monkeypatch):
-    check_options(AtsOptions())
     monkeypatch.setitem(heads.HEADS, "theirs", heads.HeadEntry(lambda config: heads.Dense(1), ()))
     check_options(AtsOptions(head_kind="theirs"))
     with pytest.raises(UserError, match="last layer named output, got kernel"):

@@ -17,11 +17,7 @@ from calibjax.heads import FEATURES, FittedHead
 from calibjax.models import calibrated
 
 SEQUENCES = ragged(make_sequences(6))
-
-
 NAMES = ("constant", "all features", "pooled", "transformer")
-
-
 the_lm = functools.cache(make_lm)
 
 

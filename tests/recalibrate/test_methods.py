@@ -649,12 +649,8 @@ def test_confidences_that_are_none(tmp_path, name):
 
 def test_what_cannot_be_saved_or_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "own", dataclasses.replace(METHODS["beta"], fit_arrays=lambda *_: None))
-    beta = fitted("beta")
-    for name, state, declared in (
-        ("platt", beta, "PlattState"),
-        ("platt", 3, "PlattState"),
-        ("own", beta, "return ann"),
-    ):
+    wrong = [("platt", fitted("beta"), "PlattState"), ("platt", 3, "PlattState"), ("own", fitted("beta"), "return ann")]
+    for name, state, declared in wrong:
         with pytest.raises(UserError, match=f"the fit of {name} .*{declared}.*, got a {type(state).__name__}"):
             save(tmp_path / "x", name, state)
     with pytest.raises(UserError, match="'plat': expected one of"):

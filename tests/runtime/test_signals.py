@@ -14,7 +14,6 @@ import pytest
 from ports import free_port
 from tiny import ONE_DEVICE, write_model, write_text
 
-from calibjax import cli
 from calibjax.runtime import signals
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +59,6 @@ IN_CALLBACK = """import gc
     while True: gc.collect(), time.sleep(0.02)"""
 BAR = "bar = progress_bar(None, title='bar', unit='step', disable=False, total=9); bar.update(); time.sleep(60)"
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
-
-
 LOADING, WORKING = "cli.importlib.import_module", "cli._execute"
 
 
@@ -91,23 +88,16 @@ def test_signals_before_training(replaced, work, number):
     assert process.returncode == 128 + number
 
 
-def test_interrupt_while_jax_is_imported():
+@pytest.mark.parametrize(("words", "action"), [("quickstart", "resume"), ("compare --table a", "start again")])
+def test_interrupt_while_jax_is_imported(words, action):
     """Packages that are being imported swallow exceptions or turn them into an `ImportError`; one line is printed."""
-    with start("train", "ats", "--model", "a", "--data", "b") as process:
+    with start(*words.split()) as process:
         loaded = Path(f"/proc/{process.pid}/maps")
         wait_for(process, lambda: "jaxlib" in loaded.read_text(), seconds=20)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert error == "\nstopped by Ctrl-C; to start again: calibjax train ats --model a --data b\n"
+    assert error == f"\nstopped by Ctrl-C; to {action}: calibjax {words}\n"
     assert process.returncode == 130
-
-
-@pytest.mark.parametrize(("words", "action"), [("quickstart", "resume"), ("compare --table a", "start again")])
-def test_the_command_that_resumes(words, action, monkeypatch, capsys):
-    """`quickstart` has a directory of its own by default."""
-    monkeypatch.setattr(cli, "_run_command", lambda args: signal.raise_signal(signal.SIGINT))
-    assert cli.main(words.split()) == 130
-    assert f"to {action}: calibjax {words}" in capsys.readouterr().err
 
 
 def train_ats(folder, epochs):
