@@ -114,11 +114,12 @@ def variants_of(name: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         "mlp": ("hidden_states", "argmax_embedding"),
         "transformer": ("hidden_states",),
     }
-    return {
-        f"{kind}: {'all four' if read == everything else read}": {"head_kind": kind, "features": tuple(read.split("+"))}
-        for kind, names in features.items()
-        for read in (*names, everything)
-    }, {}
+    variants = {}
+    for kind, names in features.items():
+        for read in (*names, everything):
+            title = "all four" if read == everything else read
+            variants[f"{kind}: {title}"] = {"head_kind": kind, "features": tuple(read.split("+"))}
+    return variants, {}
 
 
 def _weighted(grids: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, Any]]:
@@ -307,7 +308,8 @@ def subject_files(study: Study) -> list[Path]:
             if row["subject"] in subjects.split()
         ]
         files.append(study.out / f"{domain}.jsonl")
-        write_file(files[-1], "".join(texts[i] for i in np.random.default_rng(0).permutation(len(texts))))
+        order = np.random.default_rng(0).permutation(len(texts))
+        write_file(files[-1], "".join(texts[number] for number in order))
     return files
 
 

@@ -145,7 +145,9 @@ def run(kernel: Any, operands: tuple[Array, ...], out: str, scratch: Any, interp
     *per_token, hidden, unembedding = operands
     width = hidden.shape[1]
     token_blocks, vocab_blocks = pl.cdiv(len(hidden), BLOCK_N), pl.cdiv(len(unembedding), BLOCK_V)
-    token_axis, vocab_axis = (1, 0) if out == "unembedding" else (0, 1)  # of the grid
+    grid, token_axis, vocab_axis = (token_blocks, vocab_blocks), 0, 1
+    if out == "unembedding":
+        grid, token_axis, vocab_axis = (vocab_blocks, token_blocks), 1, 0
     specs = {
         "per_token": pl.BlockSpec((8, BLOCK_N), lambda *step: (0, step[token_axis])),
         "hidden": pl.BlockSpec((BLOCK_N, width), lambda *step: (step[token_axis], 0)),
@@ -155,7 +157,7 @@ def run(kernel: Any, operands: tuple[Array, ...], out: str, scratch: Any, interp
     like = {"per_token": per_token_shape, "hidden": hidden, "unembedding": unembedding}[out]
     return pl.pallas_call(
         kernel,
-        grid=(vocab_blocks, token_blocks) if out == "unembedding" else (token_blocks, vocab_blocks),
+        grid=grid,
         in_specs=[specs["per_token"]] * len(per_token) + [specs["hidden"], specs["unembedding"]],
         out_specs=specs[out],
         out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype),
