@@ -237,7 +237,11 @@ TABLE = {
     ],
     "data/records.py": [
         ("others = 1.0 -", "others = 0.5 -", "data/test_table.py -k echo"),
-        ('"confidence": math.exp(total', '"confidence": math.exp(total / 1.5', "data/test_table.py -k server-chat"),
+        (
+            '"confidence": length_normalised,',
+            '"confidence": length_normalised**0.7,',
+            "data/test_table.py -k server-chat",
+        ),
         ('if item["rank"] <= len(listed)', 'if item["rank"]', "data/test_table.py -k unlikely"),
         ("after.lstrip().startswith(text)", "place == 0", "data/test_table.py -k reasoning"),
         ("not _UNKNOWN_LOG_PROB < value", "not _UNKNOWN_LOG_PROB <= value", "data/test_table.py -k sentinel"),

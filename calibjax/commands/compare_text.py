@@ -60,7 +60,8 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
         assert tokens is not None
         fields = (tokens.confidence, tokens.argmax, tokens.log_prob)
         confidence, choice, log_prob = (np.asarray(field)[where] for field in fields)
-        return Outcome(confidence, (choice == sequences.targets[where]).astype(np.float32), choice, log_prob)
+        correct = (choice == sequences.targets[where]).astype(np.float32)
+        return Outcome(confidence, correct, choice, log_prob)
 
     def temperature() -> FittedHead:
         with jax.set_mesh(mesh):
@@ -69,12 +70,13 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     def ats() -> FittedHead:
         return fit_ats(lm, fit, AtsOptions(batch_size=batch_size), context.within("ats").silent()).head
 
-    base, compared, left_out = outcome_of(FittedHead.constant(lm), held_out), {}, {}
+    uncalibrated = FittedHead.constant(lm)
+    base, compared, left_out = outcome_of(uncalibrated, held_out), {}, {}
     for name, fit_head in (("temperature", temperature), ("ats", ats)):
         if name == "temperature" or name in names:
             compared[name] = Contender(fit_head, lambda head: outcome_of(head, held_out))
     if others:
-        fitted = outcome_of(FittedHead.constant(lm), fit)
+        fitted = outcome_of(uncalibrated, fit)
         with jax.set_mesh(mesh):
             linear = lm.config.logit_softcap is None and lm.unembedding_bias is None
             matrix = to_host(lm.unembedding).astype(np.float32) if linear and "unembedding" in needed_fields else None
@@ -84,14 +86,15 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
         compared |= more
         if calibration.unembedding is None and "feature_clipping" in left_out:
             left_out["feature_clipping"] = "the model's logits have a soft-cap or a bias, which it does not know"
-    group = np.broadcast_to(row_groups(held_out)[0][:, None], held_out.where.shape)[held_out.where]
+    sequence_groups, _ = row_groups(held_out)
+    token_groups = np.broadcast_to(sequence_groups[:, None], held_out.where.shape)[held_out.where]
     notes = {"model": options.model, "data": options.data, "adapter": options.adapter and str(options.adapter)}
     return ComparisonInputs(
         base=base,
         contenders=compared,
         left_out=left_out,
         reference="temperature",
-        groups=group.astype(np.int32),
+        groups=token_groups.astype(np.int32),
         unit="tokens",
         clusters="sequences" if len(np.unique(held_out.source)) == 1 else "rows of the text",
         title=f"{Path(options.model.rstrip('/')).name} on {Path(options.data.rstrip('/')).name}, held out",

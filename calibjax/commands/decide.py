@@ -108,13 +108,12 @@ def _print(document: Document, options: DecideOptions) -> None:
         columns = ["false claims limited", "answers", "confidence above", "kept", "false of all", "false of an answer"]
     titles = ["sets", "questions", "score at least", "right in set", "mean size", "one option"]
     shown = {kind for row in categories.values() for kind in row}
-    print_result(
-        _verdict(categories, options),
-        TextTable(title, columns, rows, (3, 2, 5, 4, 1)),
-        notes=[f"{TITLES.get(kind, kind)}: {text}." for kind, text in document["guarantees"].items() if kind in shown],
-        more=[TextTable("Sets of options", titles, sets)] if sets else (),
-        files="" if options.out is None else f"thresholds and figures in {options.out}",
-    )
+    guarantees = [(kind, text) for kind, text in document["guarantees"].items() if kind in shown]
+    notes = [f"{TITLES.get(kind, kind)}: {text}." for kind, text in guarantees]
+    table = TextTable(title, columns, rows, (3, 2, 5, 4, 1))
+    more = [TextTable("Sets of options", titles, sets)] if sets else []
+    files = "" if options.out is None else f"thresholds and figures in {options.out}"
+    print_result(_verdict(categories, options), table, notes=notes, more=more, files=files)
 
 
 def _verdict(categories: Document, options: DecideOptions) -> Verdict:

@@ -193,7 +193,9 @@ def _find_answers(
         after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else int((begin < first).sum())
         loss_mask |= inside
         # Some templates write a space between an answer and the token that ends it.
-        while after < len(ids) and int(ids[after]) not in special and not rendered.text[last : end[after]].strip():
+        while after < len(ids) and int(ids[after]) not in special:
+            if rendered.text[last : end[after]].strip():
+                break
             after += 1
         if after < len(ids):
             between = rendered.text[last : max(begin[after], last)]

@@ -203,9 +203,10 @@ def _reasoning_tokens(choice: _Choice) -> int:
 def aggregated(log_probs: list[float]) -> dict[str, float]:
     """Confidences in an answer of n tokens from their log-probabilities; see `answer_confidence`."""
     total = math.fsum(log_probs)
+    length_normalised = math.exp(total / len(log_probs))
     return {
-        "confidence": math.exp(total / len(log_probs)),
-        "length_normalised": math.exp(total / len(log_probs)),
+        "confidence": length_normalised,
+        "length_normalised": length_normalised,
         "arithmetic_mean": math.fsum(map(math.exp, log_probs)) / len(log_probs),
         "product": math.exp(total),
         "minimum": math.exp(min(log_probs)),

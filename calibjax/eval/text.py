@@ -43,7 +43,10 @@ def repetition(texts: Sequence[Sequence[Any]], n: int = 4) -> float:
 def self_bleu(texts: Sequence[str]) -> float:
     """Mean BLEU-4 of every text against all others, 0 to 100 (Zhu et al. 2018, arXiv 1802.01886, section 3.2)."""
     bleu = load_bleu()
-    scores = [bleu(text, [*texts[:i], *texts[i + 1 :]]).score for i, text in enumerate(texts)]
+    scores = []
+    for number, text in enumerate(texts):
+        others = [*texts[:number], *texts[number + 1 :]]
+        scores.append(bleu(text, others).score)
     return float(np.mean(scores))
 
 
@@ -204,11 +207,11 @@ def evaluate_analogies(
     by_question = choice_scores.reshape(len(heads), -1, CHOICES)
     for name, temperature, scores in zip(heads, temperatures, by_question, strict=True):
         accuracy = choice_probability(scores, analogies.right, temperature)
-        categories = sorted(set(analogies.categories))
+        by_category = {str(name): float(accuracy[groups == name].mean()) for name in np.unique(groups)}
         results[name] = {
             "accuracy": float(accuracy.mean()),
             "error": float(accuracy.std() / np.sqrt(len(accuracy))),
             "questions": len(accuracy),
-            "categories": {category: float(accuracy[groups == category].mean()) for category in categories},
+            "categories": by_category,
         }
     return results

@@ -366,10 +366,10 @@ class _Parameter:
         self._shape, self._sharding = shape, None if mesh is None else param_sharding(mesh, path, shape)
         whole = tuple(slice(0, n) for n in shape)
         places = {None: whole} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
-        self._places = {
-            device: tuple(along.indices(n)[:2] for along, n in zip(index or whole, shape, strict=True))
-            for device, index in places.items()
-        }
+        self._places = {}
+        for device, index in places.items():
+            axes = zip(index or whole, shape, strict=True)
+            self._places[device] = tuple(along.indices(n)[:2] for along, n in axes)
         self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
         shapes = {key: [end - start for start, end in key] for key in self._places.values()}
         self._shards = {key: _aligned(shard, self._bits) for key, shard in shapes.items()}

@@ -135,11 +135,11 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     # All others of Phi-3 take the white space after them, which no key of the file says.
     is_phi3 = kind == "llama" and file.metadata["general.architecture"] == "phi3"
     plain = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else vocabulary
-    added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL, rstrip=token not in plain)
-        for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED) and token
-    ]
+    added = []
+    for token, token_kind in zip(tokens, kinds, strict=False):
+        if token_kind in (_CONTROL, _USER_DEFINED) and token:
+            settings = {"special": token_kind == _CONTROL, "rstrip": token not in plain}
+            added.append(AddedToken(token, normalized=False, **settings))
     tokenizer.add_tokens(added)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}

@@ -133,10 +133,18 @@ def evaluate_layers(
         for name, sums in {"uncalibrated": before, **edited}.items()
     }
     fractions = space.fraction(fitted.vectors)
-    rows: list[dict[str, Any]] = [
-        {"layer": index + 1, "gap": float(gap), "length": float(length), "null_space_fraction": float(fraction)}
-        for index, (gap, length, fraction) in enumerate(zip(fitted.gap, fitted.length, fractions, strict=True))
-    ]
+    rows: list[dict[str, Any]] = []
+    for layer, values in enumerate(zip(fitted.gap, fitted.length, fractions, strict=True), 1):
+        gap, length, fraction = map(float, values)
+        rows.append({"layer": layer, "gap": gap, "length": length, "null_space_fraction": fraction})
+    compared = ("ece", "mce", "accuracy", "confidence")
+    sweep = []
+    for edit, sums in on_fit.items():
+        figures = {
+            "fit": metrics.summarise(sums),
+            "held_out": interval_figures(on_held_out[edit], compared, context.seed),
+        }
+        sweep.append({"layer": edit.layer, "strength": edit.strength, **figures})
     return {
         "schema": SCHEMA,
         "held_out": {"tokens": counts[1], "unit": "tokens", "clusters": "sequences", "methods": methods},
@@ -150,15 +158,7 @@ def evaluate_layers(
             "chosen": {"layer": chosen.layer, "strength": chosen.strength},
             "difference": difference._asdict(),
         },
-        "sweep": [
-            {
-                "layer": edit.layer,
-                "strength": edit.strength,
-                "fit": metrics.summarise(sums),
-                "held_out": interval_figures(on_held_out[edit], ("ece", "mce", "accuracy", "confidence"), context.seed),
-            }
-            for edit, sums in on_fit.items()
-        ],
+        "sweep": sweep,
         "neurons": [neuron._asdict() for neuron in neurons],
         "ablation": ablation,
         "run": {"command": "eval layers", "base_fingerprint": lm.fingerprint},

@@ -41,10 +41,9 @@ def layer_findings(document: Document) -> list[str]:
     layers, direction = document["layers"], document["direction"]
     phase, last = layers["phase"], len(layers["curves"]) - 1
     settled = phase["settled"]
-    lines = [
-        f"The decision settles at layer {settled} of {last}: from there on the most likely token equals the last "
-        f"layer's for at least {100 * phase['settled_fraction']:.4g}% of the predictions."
-    ]
+    fraction = f"{100 * phase['settled_fraction']:.4g}% of the predictions"
+    agreement = f"from there on the most likely token equals the last layer's for at least {fraction}"
+    lines = [f"The decision settles at layer {settled} of {last}: {agreement}."]
     change = interval(phase["correction"], leading_zero=True)
     if "p_value" in phase:
         change += f" (p = {phase['p_value']:.3f}, corrected for the choice of the layer)"
@@ -98,10 +97,9 @@ def _direction_table(document: Document) -> TextTable:
         "mean norm": show("length", form=".3f"),
         "fraction in the null space": show("null_space_fraction", form=".3f"),
     }
-    title = (
-        f"direction {direction['recipe']!r}: {first:,} against {second:,} {unit_of(document['held_out'])}; expected "
-        f"fraction of a random vector in the null space: {direction['expected_fraction']:.3f}"
-    )
+    sets = f"{first:,} against {second:,} {unit_of(document['held_out'])}"
+    expected = f"expected fraction of a random vector in the null space: {direction['expected_fraction']:.3f}"
+    title = f"direction {direction['recipe']!r}: {sets}; {expected}"
     return table_of(title, direction["rows"], columns)
 
 

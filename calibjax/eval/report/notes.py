@@ -161,10 +161,8 @@ def _confidences_verdict(methods: Row) -> Verdict:
         return f"{methods[name][field]:.4f}" + ("" if name == "uncalibrated" else f" (uncalibrated {base[field]:.4f})")
 
     lowest = min(methods, key=lambda name: methods[name]["brier"])
-    line = (
-        f"Of {len(methods)} confidences in the answers (accuracy {base['accuracy']:.4f}) {title_of(lowest)} has the "
-        f"lowest Brier score, {figure(lowest, 'brier')}"
-    )
+    compared = f"Of {len(methods)} confidences in the answers (accuracy {base['accuracy']:.4f})"
+    line = f"{compared} {title_of(lowest)} has the lowest Brier score, {figure(lowest, 'brier')}"
     ranked = {name: row["auroc"] for name, row in methods.items() if row["auroc"] is not None}
     if ranked and base["auroc"] is not None:
         highest = max(ranked, key=lambda name: ranked[name])
@@ -222,10 +220,8 @@ def comparison_verdict(results: Row) -> Verdict:
         shown = f"{title_of(best)}, {finite[best]:.4f}" if best in finite else "none of a fit that converged"
         return Verdict(f"Lowest log loss: {shown}; {scaling} has no finite log loss to compare with.")
     if best != reference:
-        line = (
-            f"{title_of(best)} wins: its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} "
-            f"of {scaling} ({_tested(rows, best)})"
-        )
+        losses = f"its log loss, {finite[best]:.4f}, is significantly below {finite[reference]:.4f} of {scaling}"
+        line = f"{title_of(best)} wins: {losses} ({_tested(rows, best)})"
         return Verdict(f"{line}{_against_uncalibrated(rows, best, ', and ')}.")
     ended = " (not converged)" if reference in unconverged else ""
     line = f"no method beats {scaling}{ended} beyond noise, log loss {finite[reference]:.4f}"
@@ -296,10 +292,8 @@ def lhts_verdict(document: Document) -> Verdict:
     gain = row["log_prob"] - base["log_prob"]
     noise = 2 * (row["log_prob_error"] ** 2 + base["log_prob_error"] ** 2) ** 0.5
     varied = "less" if row["distinct_2"] < base["distinct_2"] else "not less"
-    figures = (
-        f"log p of a token {row['log_prob']:.3f} against {base['log_prob']:.3f}, distinct-2 {row['distinct_2']:.3f} "
-        f"against {base['distinct_2']:.3f}"
-    )
+    log_probs = f"log p of a token {row['log_prob']:.3f} against {base['log_prob']:.3f}"
+    figures = f"{log_probs}, distinct-2 {row['distinct_2']:.3f} against {base['distinct_2']:.3f}"
     at = f"at myopic temperature {temperature}"
     if gain <= noise:
         word = "lies within two standard errors of" if gain >= -noise else "is lower than"

@@ -71,11 +71,9 @@ def print_report(document: Document, *, files: str = "", subjects: bool = False)
 def print_comparison(held_out: tables.Row, where: str, *, files: str = "") -> None:
     """Prints the verdict of a comparison, its table and its conventions; `where` is a few words on the data."""
     reference = tables.title_of(held_out["reference"])
-    legend = (
-        "Log loss, Brier: of the prediction being correct. "
-        f"Δ: from {reference}, paired over resamples of {held_out['clusters']}; p: corrected by "
-        "Holm's method for the rows compared."
-    )
+    difference = f"Δ: from {reference}, paired over resamples of {held_out['clusters']}"
+    test = "p: corrected by Holm's method for the rows compared"
+    legend = f"Log loss, Brier: of the prediction being correct. {difference}; {test}."
     notes = [*tables.failures(held_out), legend, conventions(held_out)]
     print_result(comparison_verdict(held_out), tables.comparison_table(held_out, where), notes=notes, files=files)
 

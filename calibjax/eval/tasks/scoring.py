@@ -395,10 +395,11 @@ def _states(program: _Program, reads_rows, head_arrays, frozen, batch, caches):
     if not reads_rows:
         return hidden, None
     run = functools.partial(extend_log_scale, config, dtype=dtype)
-    scales = [
-        run(head, arrays, frozen, hidden, batch["segment_ids"], None if cache is None else after(cache))[0]
-        for head, arrays, cache in zip(heads, head_arrays, caches.heads, strict=True)
-    ]
+    scales = []
+    for head, arrays, cache in zip(heads, head_arrays, caches.heads, strict=True):
+        before = None if cache is None else after(cache)
+        log_scale, _ = run(head, arrays, frozen, hidden, batch["segment_ids"], before)
+        scales.append(log_scale)
     return hidden, jnp.stack(scales)
 
 
