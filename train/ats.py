@@ -121,7 +121,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
             for index in np.split(order[: steps_per_epoch * batch_size], steps_per_epoch):
                 state, value = train_step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
                 epoch_losses.append(value)
-            print(f"{config.kind}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")
+            print(f"{directory.name}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")
             manager.save(epoch + 1, args=ocp.args.StandardSave(state))
     return jax.device_get(state[0])
 
