@@ -51,7 +51,7 @@ TABLE = {
         ("jnp.where(target_logit < self.max_logit, -jnp.inf, 0.0)", "0.0", f"{OPERATOR} -k any_size"),
     ],
     "kernels/operator.py": [
-        ("(ids, times_slope(x, z, call.options.softcap))", "(ids, x)", f"{OPERATOR} -k each_cotangent"),
+        ("(ids, times_slope(d_logit, z, call.options.softcap))", "(ids, d_logit)", f"{OPERATOR} -k each_cotangent"),
         ("jnp.where(jnp.isinf(centred), 0.0, centred)", "centred", f"{OPERATOR} -k 1e30"),
         ("inside = (ids >= 0) &", "inside = (ids >= -1) &", "kernels/test_sharded.py -k a_target_before"),
     ],

@@ -142,7 +142,9 @@ def hold_logits(
     arrays = Arrays(hidden, unembedding, targets, bias, where)
     dispatch, arrays = prepare(arrays, softcap, (), None, {"implementation": "chunked"})
     inputs, _, _ = flat_inputs(arrays, as_scale(None, hidden.shape[:-1]), -100)
-    holder = chunked.Chunked(chunked.all_logits(dispatch.options, operator.with_dtypes(inputs)))
+    inputs = operator.with_dtypes(inputs).masked()
+    _, logits = chunked.block_logits(dispatch.options, inputs, 0, len(unembedding))
+    holder = chunked.Chunked(logits)
 
     def stats(log_scale: Float[Array, "*B"], statistics: Sequence[str]) -> VocabStats:
         scale = jnp.exp(log_scale)
@@ -173,7 +175,7 @@ def _run_on_auto_axes(
     """`run_call` where no axis of the mesh is explicit; `holder` has the logits, see `hold_logits`."""
     call = dispatch.call()
     inputs, valid, bad_target = flat_inputs(arrays, scale, ignore_index)
-    length = dispatch.shapes.hidden.shape[0]
+    length = dispatch.shapes.hidden.shape[0]  # N, up to a multiple of the shards
     inputs = inputs._replace(
         hidden=padded(inputs.hidden, length),
         scale=padded(inputs.scale, length, 1),
@@ -185,6 +187,7 @@ def _run_on_auto_axes(
     else:  # not through `compute`: an implementation that holds traced arrays cannot be a static argument
         call = call._replace(implementation=holder)
         values, _, _ = operator.forward(call, operator.with_dtypes(inputs), call.statistics)
+
     values = {name: x[: valid.size].reshape(*valid.shape, *x.shape[1:]) for name, x in values.items()}
     if "target_logit" in values:
         # No NaN in passing where a token does not count: jax_debug_nans would stop there.

@@ -50,7 +50,7 @@ def _chunk_size(options: Options, tokens: int, vocab_size: int) -> int:
     return min(options.chunk_size or choose_chunk_size(tokens, vocab_size), vocab_size)
 
 
-def _block_logits(options: Options, inputs: Inputs, start: Array | int, width: int) -> tuple[Array, Array]:
+def block_logits(options: Options, inputs: Inputs, start: Array | int, width: int) -> tuple[Array, Array]:
     """Rows `start` to `start + width` of W, and softcap(h W_cᵀ + b_c), float32 [N, C]."""
     weights = take_rows(inputs.unembedding, start, width)
     z = options.matmul(inputs.hidden, weights, (1, 1))
@@ -65,12 +65,13 @@ def fold(step: Callable, carry: Any, size: int, width: int, saved: _Saved | None
     A step receives the z that `saved` holds for its piece, or None. The first step runs outside the scan in three
     cases: its piece is ragged, so that nothing is padded or masked; there is no `carry` yet; or logits are `saved`.
     """
-    ragged = size % width
-    starts = jnp.arange(ragged, size, width, dtype=jnp.int32)
     first, others = (None, None) if saved is None else saved
+    ragged = size % width
+    scan_from = 0
     if ragged or carry is None or saved is not None:
-        carry, first = step(carry, 0, ragged or width, first)
-        starts = starts if ragged else starts[1:]
+        scan_from = ragged or width
+        carry, first = step(carry, 0, scan_from, first)
+    starts = jnp.arange(scan_from, size, width, dtype=jnp.int32)
     if starts.size:
         carry, others = jax.lax.scan(lambda carry, x: step(carry, x[0], width, x[1]), carry, (starts, others))
     return carry, (first, others)
@@ -118,11 +119,6 @@ def add_gradients(
     )
 
 
-def all_logits(options: Options, inputs: Inputs) -> Array:
-    """All logits, for `Chunked`: [N, V] float32, of a few tokens whose statistics are wanted at several scales."""
-    return _block_logits(options, inputs.masked(), 0, inputs.unembedding.shape[0])[1]
-
-
 class Chunked(Implementation):
     """Runs anywhere, with any options; `logits` are those of the forward pass, computed chunk by chunk if None."""
 
@@ -150,7 +146,7 @@ class Chunked(Implementation):
         def step(total: Moments | None, start: Array | int, width: int, _: None) -> tuple[Moments, Array | None]:
             weights = None
             if self._logits is None:
-                weights, z = _block_logits(options, inputs, start, width)
+                weights, z = block_logits(options, inputs, start, width)
             else:
                 z = jax.lax.dynamic_slice_in_dim(self._logits, start, width, axis=1)
             moments = stats.moments(z, options.scales or scale, targets, start, needed - computed_apart)
@@ -187,7 +183,7 @@ class Chunked(Implementation):
 
         def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> tuple[Gradients, None]:
             if z is None:
-                weights, z = _block_logits(options, inputs, start, width)
+                weights, z = block_logits(options, inputs, start, width)
             else:
                 weights = take_rows(unembedding, start, width)
             # At most 1: with logits or scales of 1e30 the rounding of s·z is large.

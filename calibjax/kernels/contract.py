@@ -194,10 +194,7 @@ class Implementation:
 
 
 def first_order(static: int) -> Callable[..., Any]:
-    """A pass by kernels that JAX cannot differentiate: one error where a second derivative would need it.
-
-    The first `static` arguments are static; the others are pytrees of arrays.
-    """
+    """A pass by kernels, with `static` static arguments first: one error where a second derivative would need it."""
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         checked = jax.custom_jvp(run, nondiff_argnums=tuple(range(static)))

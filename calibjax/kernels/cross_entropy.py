@@ -87,8 +87,7 @@ def linear_cross_entropy(
         their hidden state. NaN where a target of a token that counts lies outside [0, V).
 
     Raises:
-        ValueError: for shapes, dtypes or options that do not fit.
-        NotImplementedError: where the implementation named cannot run this call here, or none can.
+        ValueError, NotImplementedError: as `vocab_stats`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -198,9 +197,8 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
         def block_rows(x: Any) -> Any:
             return chunked.take_rows(x, start, size)
 
-        unembedding, bias = inputs.unembedding, inputs.bias
         block = jax.tree.map(block_rows, inputs._replace(unembedding=None, bias=None))
-        block = block._replace(unembedding=unembedding, bias=bias)
+        block = block._replace(unembedding=inputs.unembedding, bias=inputs.bias)
         outputs, _rows, saved = operator.forward(call, block, call.statistics, save=True)
 
         def reduced(outputs: dict[str, Array], s: Array) -> Array:

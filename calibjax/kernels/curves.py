@@ -115,8 +115,7 @@ def vocab_curves(
         `VocabCurves`, float32. Tokens that do not count hold 0, even with NaN in their hidden state.
 
     Raises:
-        ValueError: for shapes, dtypes or options that do not fit.
-        NotImplementedError: where the implementation named cannot run this call here, or none can.
+        ValueError, NotImplementedError: as `vocab_stats`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -36,22 +36,23 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
     Differentiable in `scale`: the slope is the derivative of the value, the curvature is the derivative of the slope,
     and the derivative of the curvature is taken as 0.
 
-    Args:
-        nodes: K ascending scales.
-        jets: value, slope and curvature at the nodes, [..., K] each; constants under differentiation.
-        scale: [...], > 0.
+    `nodes` are K ascending scales, `jets` are at the nodes, [..., K] each, and constants under differentiation.
     """
     table = np.asarray(nodes, scale.dtype)
-    index = jnp.searchsorted(table[1:-1], scale, side="right", method="compare_all")  # of the node below
-    left = Jet(*(_at(x, index) for x in jets))
-    right = Jet(*(_at(x, index + 1) for x in jets))
-    start, end = jnp.asarray(table)[index], jnp.asarray(table)[index + 1]
+    # The interval between the nodes `lower` and `lower` + 1; beyond the ends, the first or the last interval.
+    lower = jnp.searchsorted(table[1:-1], scale, side="right", method="compare_all")
+    left = Jet(*(_take_last(x, lower) for x in jets))
+    right = Jet(*(_take_last(x, lower + 1) for x in jets))
+    start, end = jnp.asarray(table)[lower], jnp.asarray(table)[lower + 1]
     is_below, is_above = scale < table[0], scale > table[-1]
     below = extrapolate(left, jnp.where(is_below, scale - start, 0.0))
     between = _hermite(start, left, end, right, jnp.clip(scale, start, end))
     above = extrapolate(right, jnp.where(is_above, scale - end, 0.0))
-    regions = zip(below, between, above, strict=True)
-    return Jet(*(jnp.select([is_below, is_above], [low, high], middle) for low, middle, high in regions))
+
+    def select(below: Array, between: Array, above: Array) -> Array:
+        return jnp.select([is_below, is_above], [below, above], between)
+
+    return jax.tree.map(select, below, between, above)
 
 
 @interpolate.defjvp
@@ -61,7 +62,7 @@ def _interpolate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tange
     return jet, Jet(jet.slope * d_scale, jet.curvature * d_scale, jnp.zeros_like(jet.curvature))
 
 
-def _at(x: Float[Array, "... K"], index: Array) -> Array:
+def _take_last(x: Float[Array, "... K"], index: Array) -> Array:
     """x[..., index], [...]. On TPUs by a masked sum, because a gather there is serial over tokens."""
     if platform().name == "tpu":
         column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
@@ -106,14 +107,15 @@ def extrapolate(jet: Jet, distance: Array) -> Jet:
     are in effect at large scales. This must stay above 0, the limit of log Σ exp(s·u) for one largest logit; where it
     would not, g is −f'/f, and the curvature has a step at the node.
     """
-    value, slope, curvature = jet
-    falls = slope < 0.0
-    fall = jnp.where(falls, -slope, 1.0)
-    rate = jnp.maximum(curvature / fall, fall / jnp.maximum(value, 1e-30))
-    rate = jnp.where(falls, jnp.minimum(rate, 1e30), 0.0)
-    x = jnp.maximum(rate * distance, 1e-30)
-    decay, mean_decay = jnp.exp(-x), -jnp.expm1(-x) / x
-    above = Jet(value + slope * distance * mean_decay, slope * decay, rate * fall * decay)
-    parabola = value + distance * (slope + 0.5 * distance * curvature)
+    f, slope, curvature = jet
+    is_falling = slope < 0.0
+    descent = jnp.where(is_falling, -slope, 1.0)  # −f'
+    g = jnp.maximum(curvature / descent, descent / jnp.maximum(f, 1e-30))
+    g = jnp.where(is_falling, jnp.minimum(g, 1e30), 0.0)
+    g_delta = jnp.maximum(g * distance, 1e-30)
+    decay = jnp.exp(-g_delta)
+    mean_decay = -jnp.expm1(-g_delta) / g_delta  # of exp(−g t) over t from 0 to δ
+    above = Jet(f + slope * distance * mean_decay, slope * decay, g * descent * decay)
+    parabola = f + distance * (slope + 0.5 * distance * curvature)
     below = Jet(parabola, slope + distance * curvature, curvature)
-    return jax.tree.map(lambda x, y: jnp.where(distance > 0.0, x, y), above, below)
+    return jax.tree.map(lambda high, low: jnp.where(distance > 0.0, high, low), above, below)

@@ -158,18 +158,21 @@ def _statistics_fwd(call: Call, primals: Any) -> tuple[dict[str, Array], tuple[A
     if any(perturbed):
         differentiated = tuple(() if x else None for x in perturbed)
         residuals = Residuals(inputs, outputs, expected_row, saved, differentiated)
-    names = ("expected_logit", "logit_variance")
-    d_scale = tuple(outputs.get(name) if primals.scale.perturbed else None for name in names)
+    d_scale = (None, None)  # ∂ log_normalizer/∂s and ∂ expected_logit/∂s
+    if primals.scale.perturbed:
+        d_scale = (outputs.get("expected_logit"), outputs.get("logit_variance"))
     return {name: x for name, x in outputs.items() if name in call.statistics}, (d_scale, residuals)
 
 
 def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotangents: dict[str, Any]) -> tuple[Inputs]:
     zero = jax.custom_derivatives.SymbolicZero
     g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
-    derivatives, input_residuals = residuals
-    pairs = zip(("log_normalizer", "expected_logit"), derivatives, strict=True)
-    terms = [g[name] * derivative for name, derivative in pairs if name in g and derivative is not None]
-    d_scale = sum(terms[1:], start=terms[0]) if terms else None
+    derivatives_in_scale, input_residuals = residuals
+    d_scale = None
+    for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives_in_scale, strict=True):
+        if name in g and derivative is not None:
+            term = g[name] * derivative
+            d_scale = term if d_scale is None else d_scale + term
     gradients = Gradients()
     if input_residuals is not None:
         cast = []
@@ -199,21 +202,20 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
     wanted = frozenset(name for name, flag in flags if flag is not None)
 
     def backward(d_target: Array | None, wanted: frozenset[str], expected_row: Array | None) -> Gradients:
-        one_hots = (
+        one_hots = []
+        for ids, d_logit, z in (
             (inputs.targets, d_target, outputs.get("target_logit")),
             (outputs.get("argmax"), g.get("max_logit"), outputs.get("max_logit")),
-        )
+        ):
+            if ids is not None and d_logit is not None and z is not None:
+                one_hots.append((ids, times_slope(d_logit, z, call.options.softcap)))
         cotangents = Cotangents(
             log_normalizer=log_normalizer,
             softmax=softmax,
             centred=centred,
             expected_logit=None if centred is None else outputs["expected_logit"],
             uniform=g["mean_logit"] / inputs.unembedding.shape[0] if "mean_logit" in g else None,
-            one_hots=tuple(
-                (ids, times_slope(x, z, call.options.softcap))
-                for ids, x, z in one_hots
-                if ids is not None and x is not None and z is not None
-            ),
+            one_hots=tuple(one_hots),
             expected_row=expected_row,
             saved=residuals.saved,
         )
@@ -237,9 +239,8 @@ _GATHERED_BYTES = 8 * 2**20  # of the rows of W, in float32, that are gathered a
 
 
 def closed_form_hidden(inputs: Inputs, cotangents: Cotangents) -> Array:
-    """dh [N, D] without a product where `cotangents.hidden_is_closed`.
+    """dh = softmax·expected_row + Σ_k g_k W[ids_k] + uniform Σ_v W_v, [N, D], where `cotangents.hidden_is_closed`.
 
-    dh = softmax·expected_row + Σ_k g_k W[ids_k] + uniform Σ_v W_v.
     It replaces `cotangents.expected_row`, in its dtype; without one, dh is float32. Blocks of tokens are summed in
     float32 one after another. 0 where a token is not valid.
     """

@@ -193,11 +193,6 @@ def _input_specs(sharding: VocabSharding) -> Any:
     return Inputs(tokens, weights, bias=P(sharding.vocab), scale=tokens, targets=tokens, valid=tokens)  # pyright: ignore
 
 
-def _per_device_specs(sharding: VocabSharding) -> P:
-    """Sharding of arrays that stay on their device: a leading axis with one entry per device."""
-    return P((*sharding.vocab, *sharding.tokens))
-
-
 _Step = Callable[[Any, Inputs, Array | int, Any], tuple[Any, Any]]
 
 
@@ -290,17 +285,17 @@ def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: in
 def _gather(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
     """`mine` of every shard, all but `argmax` in one collective."""
     floats, structure = jax.tree.flatten(mine._replace(argmax=None))
-    rows = [x.reshape(len(x), -1).T for x in floats]
+    rows = [x.reshape(len(x), -1).T for x in floats]  # [N] as [1, N], and [N, K] as [K, N]
     ends = np.cumsum([len(x) for x in rows])[:-1]
     gathered = jax.lax.all_gather(jnp.concatenate(rows), axes)
     argmax = None if mine.argmax is None else jax.lax.all_gather(mine.argmax, axes)
-
-    def shard(k: int) -> Moments:
-        parts = zip(jnp.split(gathered[k], ends), floats, strict=True)
-        moments = structure.unflatten([x.T.reshape(y.shape) for x, y in parts])
-        return moments._replace(argmax=None if argmax is None else argmax[k])
-
-    return [shard(k) for k in range(len(gathered))]
+    shards = []
+    for k in range(len(gathered)):
+        rows_of_shard = jnp.split(gathered[k], ends)
+        fields = [x.T.reshape(like.shape) for x, like in zip(rows_of_shard, floats, strict=True)]
+        moments = structure.unflatten(fields)
+        shards.append(moments._replace(argmax=None if argmax is None else argmax[k]))
+    return shards
 
 
 def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Moments:
@@ -340,8 +335,8 @@ class Sharded(Implementation):
     def check(self, options: Options, inputs: Inputs, platform: Platform) -> str:
         if self.inner.is_dense:
             raise NotImplementedError("it is dense and takes no sharding.")
-        notes = [self.inner.check(options, part, platform) for part in _parts(self.sharding, inputs)]
-        return notes[0]
+        note, *_ = [self.inner.check(options, part, platform) for part in _parts(self.sharding, inputs)]
+        return note
 
     def saved_bytes(self, itemsize: int) -> float:
         return self.inner.saved_bytes(itemsize)
@@ -357,7 +352,8 @@ class Sharded(Implementation):
                 targets = None if part.targets is None else part.targets - start
                 moments, saved = self.inner.forward(options, needed, save, part._replace(targets=targets))
                 moments = moments._replace(argmax=None if moments.argmax is None else moments.argmax + start)
-                return moments if total is None else stats.merge(total, moments, scale), saved
+                total = moments if total is None else stats.merge(total, moments, scale)
+                return total, saved
 
             scale = options.scales_of_sums(inputs)
             nothing = _no_moments(options, needed, *inputs.hidden.shape) if sharding.width else None
@@ -374,7 +370,8 @@ class Sharded(Implementation):
             per_device = (total.expected_row, (saved, saved_tail))
             return total._replace(expected_row=None), jax.tree.map(lambda x: x[None], per_device)
 
-        out_specs = (P(sharding.tokens), _per_device_specs(sharding))
+        one_per_device = P((*sharding.vocab, *sharding.tokens))
+        out_specs = (P(sharding.tokens), one_per_device)
         spread = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
         moments, (expected_row, saved) = spread(main, tail)
         return moments._replace(expected_row=expected_row), saved
@@ -402,7 +399,7 @@ class Sharded(Implementation):
         def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, per_device: Any) -> tuple[Any, Gradients]:
             expected_row, (saved, saved_tail) = jax.tree.map(lambda x: x[0], per_device)
             softmax = cotangents.softmax
-            if expected_row is not None:  # its part of dh
+            if expected_row is not None:  # the softmax part of dh is softmax · expected_row, added below
                 cotangents = cotangents._replace(softmax=None)
 
             def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
@@ -434,7 +431,8 @@ class Sharded(Implementation):
             return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
 
         specs = _input_specs(sharding)
-        in_specs = (specs, P(), P(sharding.tokens), _per_device_specs(sharding))
+        one_per_device = P((*sharding.vocab, *sharding.tokens))
+        in_specs = (specs, P(), P(sharding.tokens), one_per_device)
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
         whole, rest = spread(main, tail, cotangents, per_device)
         joined = []

@@ -173,7 +173,6 @@ def moments(
         inside = (local >= 0) & (local < width)
         column = jnp.clip(local, 0, width - 1)[:, None]
         target = jnp.where(inside, jnp.take_along_axis(logits, column, axis=1)[:, 0], 0.0)
-
     if isinstance(scale, tuple):
         weight, first, second = sums_at(scale, shifted)
     else:

@@ -67,7 +67,6 @@ def top_logits(
     valid = None if where is None else jnp.broadcast_to(jnp.asarray(where), shape).reshape(-1)
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
-
     ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
     z = jnp.einsum("nd,nkd->nk", flat, unembedding[ids], preferred_element_type=jnp.float32, precision="highest")
     if bias is not None:
@@ -82,13 +81,13 @@ def top_logits(
 def _top_ids(
     k: int, sharding: VocabSharding | None, hidden: Array, unembedding: Array, bias: Array | None
 ) -> Int[Array, "N k"]:
-    sharding = None if sharding is None or sharding.explicit_axes else sharding.without_trivial_axes()
-    if (
-        sharding is None
-        or not (sharding.tokens or sharding.vocab)
-        or unembedding.shape[0] % sharding.count(sharding.vocab)
-        or hidden.shape[0] % sharding.count(sharding.tokens)
-    ):
+    if sharding is None or sharding.explicit_axes:
+        return _best(k, hidden, unembedding, bias).ids
+    sharding = sharding.without_trivial_axes()
+    is_split = bool(sharding.tokens or sharding.vocab)
+    rows_divide = unembedding.shape[0] % sharding.count(sharding.vocab) == 0
+    tokens_divide = hidden.shape[0] % sharding.count(sharding.tokens) == 0
+    if not (is_split and rows_divide and tokens_divide):
         return _best(k, hidden, unembedding, bias).ids
 
     def local(hidden: Array, unembedding: Array, bias: Array | None) -> Array:

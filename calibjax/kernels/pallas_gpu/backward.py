@@ -39,8 +39,7 @@ def _dz(
 ) -> Float[Array, "N C"]:
     """dz of a chunk of the vocabulary by the kernel, C padded to whole tiles.
 
-    `values` are what `contract.token_values` returns for the tokens; `ids` are the columns of the one-hots, counted
-    from the first column of the chunk.
+    `values`: `contract.token_values` of the tokens; `ids`: columns of the one-hots, from the chunk's first column on.
     """
     schedule = choose(hidden.shape[0], weights.shape[0], blocks, platform().device_kind)
     columns, count = schedule.blocks.columns, weights.shape[0]
@@ -56,10 +55,10 @@ def _dz(
         def fold(first, whole, state):
             # Loaded again for each tile: kept while the next is multiplied, they would make other values spill.
             per_token = {key: plgpu.load(refs.token_values, (i, rows), optimized=False) for i, key in enumerate(values)}
-            if ids:
-                per_token |= {f"ids{k}": plgpu.load(refs.ids, (k, rows), optimized=False) for k in range(len(ids))}
+            per_token |= {f"ids{k}": plgpu.load(refs.ids, (k, rows), optimized=False) for k in range(len(ids))}
             for offset in range(0, columns, _SLICE):
-                z = softcap_in_units(options, biased(whole[:, offset : offset + _SLICE], refs.bias, first + offset))
+                logits = biased(whole[:, offset : offset + _SLICE], refs.bias, first + offset)
+                z = softcap_in_units(options, logits)
                 column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
 
                 def value(name: str, per_token=per_token, shape=z.shape) -> Array | None:
@@ -202,8 +201,10 @@ def gradients(
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
         return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
 
-    if saved is None or saved.common is None or "softmax" not in values or {"centred", "bias"} & {*values, *wanted}:
-        total, done = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into), False
+    needs_dz = "softmax" not in values or "centred" in values or "bias" in wanted
+    if saved is None or saved.common is None or needs_dz:
+        done = False
+        total = chunked.first_gradients(inputs._replace(hidden=hidden), wanted, into)
     else:
         saved, c, done = _put_one_hots(saved, values, ids, unembedding.shape[0])
         uniform = jnp.where(done, values["uniform"], 0.0) if "uniform" in values else None

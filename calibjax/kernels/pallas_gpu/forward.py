@@ -80,15 +80,15 @@ def _fold(
         if "argmax" in state:
             new["argmax"] = jnp.where(part > new["best"], start + i * _PART, new["argmax"])
         new["best"] = jnp.maximum(new["best"], part)
-    name = "shared" if "shared" in state else "best"
-    if name == "shared":
+    reference = "shared" if "shared" in state else "best"
+    if reference == "shared":
         best = jnp.max(new["best"], axis=1)
-        follows = (best - state[name]) * scale > rise
-        new[name] = jnp.where(follows, best, state[name])
-    new = _rebase(new, _wide(state[name]) - _wide(new[name]), scale)
+        follows = (best - state["shared"]) * scale > rise
+        new["shared"] = jnp.where(follows, best, state["shared"])
+    new = _rebase(new, _wide(state[reference]) - _wide(new[reference]), scale)
     exponentials = []
     for x in z:
-        shifted = x - _wide(new[name], x.shape[1])
+        shifted = x - _wide(new[reference], x.shape[1])
         e = jnp.exp2(shifted * _wide(scale, x.shape[1]))
         exponentials.append(e)
         terms = {"weight": e}
@@ -141,7 +141,6 @@ class Exponentials(NamedTuple):
         The error of z is up to 2⁻⁸/s. Where p is 0, z is −inf, or such that its slope under the soft-cap is right to
         2⁻⁸. `log_normalizer`: lse·log₂e, inf for tokens that do not count.
         """
-
         length = self.references.shape[1]
         values = jax.lax.dynamic_slice_in_dim(self.values, start, count, axis=1)[:length].astype(jnp.float32)
         references = jax.lax.dynamic_slice_in_dim(self.references, start // SLICE, count // SLICE).T
@@ -217,14 +216,17 @@ def _run(
             state = dict(zip(names, values, strict=True))
             rise = 0.0 if common is None else _RISE
             for offset in range(0, columns, SLICE):
-                raw = softcap_in_units(options, biased(whole[:, offset : offset + SLICE], refs.bias, first + offset))
+                logits = biased(whole[:, offset : offset + SLICE], refs.bias, first + offset)
+                raw = softcap_in_units(options, logits)
                 z = raw if bias is None else jnp.maximum(raw, FLOOR)  # it may be −inf
                 if vocab_size % columns:
                     column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
                     z = jnp.where(column < vocab_size - first - offset, z, FLOOR)
-                state, e = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, rise)
+                state, exponentials = _fold(state, [z] if save else _parts(z), raw, scale, first + offset, rise)
                 if save:
-                    e = e[0] if options.softcap is None else jnp.where(e[0] >= SMALLEST_SAVED, e[0], raw * raw - 1.0)
+                    (e,) = exponentials
+                    if options.softcap is not None:
+                        e = jnp.where(e >= SMALLEST_SAVED, e, raw * raw - 1.0)
                     write(e, state["shared"], first, offset)
             return [state[name] for name in names]
 
@@ -242,19 +244,21 @@ def _run(
 
     outputs = over_tiles(statistics, hidden, unembedding, arguments, results, scratch, schedule, interpret)
     pieces = {name: outputs["floats"][:, i, :tokens] for i, name in enumerate(floats)}
-    pieces |= {"argmax": outputs["argmax"][:, :tokens]} if "argmax" in names else {}
+    if "argmax" in names:
+        pieces["argmax"] = outputs["argmax"][:, :tokens]
     return pieces, outputs.get("exponentials"), outputs.get("references")
 
 
 def _merged(pieces: Moments, scale: Float[Array, " N"]) -> Moments:
     """The moments of the whole vocabulary, from those of its pieces [P, N]: pairs of them at a time."""
     merge = jax.vmap(stats.merge, (0, 0, None))
+
+    def take(start: int, end: int) -> Moments:
+        return jax.tree.map(lambda x: x[start:end], pieces)
+
     while (count := pieces.max_logit.shape[0]) > 1:
         half = count // 2
-        first, second, rest = (
-            jax.tree.map(lambda x, part=part: x[part], pieces)
-            for part in (slice(half), slice(half, 2 * half), slice(2 * half, None))
-        )
+        first, second, rest = take(0, half), take(half, 2 * half), take(2 * half, count)
         pieces = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), merge(first, second, scale), rest)
     return jax.tree.map(lambda x: x[0], pieces)
 
@@ -285,8 +289,8 @@ def moments(
             inside = (targets >= 0) & (targets < inputs.unembedding.shape[0])
             common = jnp.where(inside, jnp.maximum(target, FLOOR), FLOOR)
     states, exponentials, references = _run(options, needed, save, inputs, power, common, schedule, interpret)
-    powers = {"best": 1, "first": 1, "second": 2, "total": 1}
-    pieces = {name: x * unit ** powers[name] if name in powers else x for name, x in states.items()}
+    in_logits = {"best": unit, "first": unit, "second": unit**2, "total": unit}  # the factor of each value
+    pieces = {name: x * in_logits[name] if name in in_logits else x for name, x in states.items()}
     pieces["max_logit"] = pieces.pop("best")
     merged = _merged(Moments(**{"argmax": None, **pieces}), scale)._replace(target=target)
     if exponentials is None or references is None:

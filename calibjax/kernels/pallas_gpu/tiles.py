@@ -28,8 +28,8 @@ Fold = Callable[[Array, Array, list[Any]], Sequence[Any]]
 
 def whole_tiles(x: Array) -> Array:
     """`x` padded with zeros to whole tiles of TMA; itself where it has them."""
-    padding = [(0, -size % tile) for size, tile in zip(x.shape, TILE, strict=True)]
-    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+    missing = [-size % tile for size, tile in zip(x.shape, TILE, strict=True)]
+    return jnp.pad(x, [(0, count) for count in missing]) if any(missing) else x
 
 
 def softcap_in_units(options: Options, z: Array) -> Array:
@@ -137,10 +137,10 @@ def _kernel(body: Callable[..., None], refs: Refs, schedule: Schedule) -> None:
 
                 def tile(columns, carry):
                     step, *state = carry
-                    return (
-                        step + steps,
-                        *fold(columns * blocks.columns, _multiply(refs, schedule, warpgroup, step), state),
-                    )
+                    following = step + steps
+                    first_column = columns * blocks.columns
+                    z = _multiply(refs, schedule, warpgroup, step)
+                    return following, *fold(first_column, z, state)
 
                 after, *state = jax.lax.fori_loop(start, end, tile, (step, *initial))
                 return state
@@ -181,13 +181,14 @@ def over_tiles(
     }
     names = ("hidden", "weights", *arguments, *results, *memory)
 
-    def kernel(*references: Any) -> None:
-        _kernel(body, Refs(zip(names, references, strict=True)), schedule)
+    def kernel(*operands: Any) -> None:
+        def with_memory(*scoped: Any) -> None:
+            _kernel(body, Refs(zip(names, (*operands, *scoped), strict=True)), schedule)
+
+        pl.run_scoped(with_memory, *memory.values(), collective_axes="warpgroup")
 
     outputs = plgpu.kernel(
-        lambda *operands: pl.run_scoped(
-            lambda *scoped: kernel(*operands, *scoped), *memory.values(), collective_axes="warpgroup"
-        ),
+        kernel,
         out_type=list(results.values()),
         grid=(schedule.programs,),
         grid_names=("program",),

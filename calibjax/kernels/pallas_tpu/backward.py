@@ -28,6 +28,7 @@ from calibjax.kernels.stats import slope_in_units
 from calibjax.runtime.arrays import round_up
 
 Places = dict[str, int]  # name of a per-token value -> its row in the packed array
+_GRID = {"d_hidden": (0, 1), "d_unembedding": (1, 0)}  # a kernel's grid dimensions along tokens and vocabulary
 
 
 class Exponentials(NamedTuple):
@@ -56,7 +57,8 @@ def dz_of_unit(
     # exp(s reference − lse), and where p has no other use, times the cotangent `softmax`.
     factor = jnp.exp2(reference * values["scale"] - values["log_normalizer"])
     if "softmax" in values and "centred" not in values:
-        factor, values = factor * values["softmax"], {**values, "softmax": jnp.ones_like(factor)}
+        factor = factor * values["softmax"]
+        values = {**values, "softmax": jnp.ones_like(factor)}
     needs_logits = options.softcap is not None or "centred" in values
     inverse = LOG2_E / values["scale"] if needs_logits else None
 
@@ -71,7 +73,8 @@ def dz_of_unit(
                 z = jnp.maximum(z, -1.0)
                 slope = jnp.where(saved < 0.0, size, slope_in_units(z, options.softcap))
                 p = jnp.maximum(saved, 0.0) * factor
-        dz, k = dz_of_logits(options, z, values.get, hit, p, slope), 0
+        dz = dz_of_logits(options, z, values.get, hit, p, slope)
+        k = 0
         while (exact := values.get(f"dz{k}")) is not None:
             dz = jnp.where(hit(k), exact, dz)
             k += 1
@@ -85,12 +88,15 @@ def packed(options: Options, inputs: Inputs, cotangents: Cotangents) -> tuple[Ar
 
     With saved exponentials "dz{k}", dz at the k-th of their known columns, takes the place of "g{k}".
     """
-    values, one_hots, saved = token_values(options, inputs, cotangents), cotangents.one_hots, cotangents.saved
+    values = token_values(options, inputs, cotangents)
+    one_hots, saved = cotangents.one_hots, cotangents.saved
     if saved is not None:
         values = {name: x for name, x in values.items() if not name.startswith("g")}
         for k, (ids, z) in enumerate(saved.known):
             dz = dz_of_logits(options, z, values.get, lambda _: jnp.array(False))
-            values[f"dz{k}"] = sum((jnp.where(other == ids, g, 0.0) for other, g in one_hots), dz)
+            for other_ids, g in one_hots:
+                dz = dz + jnp.where(other_ids == ids, g, 0.0)
+            values[f"dz{k}"] = dz
         one_hots = saved.known
     values |= {f"ids{k}": common.pack_ids(ids) for k, (ids, _) in enumerate(one_hots)}
     if inputs.valid is not None:
@@ -148,7 +154,8 @@ def write_dz(
         for k in range(0, size, height):
             pieces = []
             if references is not None and k % unit == 0:
-                dz_of = dz_of_unit(options, references[k // unit * 8 : k // unit * 8 + 8, lanes], per_token)
+                row = k // unit * 8
+                dz_of = dz_of_unit(options, references[row : row + 8, lanes], per_token)
             rows = z_ref[k : k + height, lanes].astype(jnp.float32)
             for half in range(k, k + height, 8):
 
@@ -203,7 +210,6 @@ def _kernel(
     step, steps = pl.program_id(1), pl.num_programs(1)
     axes = common.Axes.of(vocab_size, width)
     sums = refs.gradient if refs.sums is None else refs.sums
-
     pl.when(step == 0)(lambda: _begin(refs, sums))
     if refs.clears is not None:
         pl.when(refs.clears[step] > 0)(lambda: _clear(refs, places))
@@ -224,7 +230,8 @@ def _kernel(
         columns, lanes = unit_at(c)
         references = refs.references
         if for_hidden and references is not None:
-            references = references.at[pl.ds(c * unit // unit_saved * 8, pl.cdiv(unit, unit_saved) * 8), :]
+            first_row = c * unit // unit_saved * 8
+            references = references.at[pl.ds(first_row, pl.cdiv(unit, unit_saved) * 8), :]
         write_dz(
             options,
             places,
@@ -270,20 +277,19 @@ def _kernel(
             refs.d_bias[...] = jnp.sum(refs.bias_sums[...].T, axis=0, keepdims=True)
 
 
-_GRID = {"d_hidden": (0, 1), "d_unembedding": (1, 0)}
-"""The dimensions of a kernel's grid along tokens and vocabulary."""
-
-
 def _operands(
     kind: str, inputs: Inputs, saved: Exponentials | None, values: Array, blocks: Blocks, unit_saved: int
 ) -> common.Operands:
     """What a kernel reads, by blocks; with saved exponentials no bias, and of hidden and unembedding what passes."""
-    (hidden, unembedding, bias, _, _, valid), (block, columns, _), (i, j) = inputs, blocks, _GRID[kind]
+    hidden, unembedding, bias, _, _, valid = inputs
+    block, columns, _ = blocks
+    i, j = _GRID[kind]
     axes = common.Axes.of(*unembedding.shape)
     operands = {"tokens": (values, pl.BlockSpec((len(values), block), lambda *step: (0, step[i])))}
     if saved is not None:
         # Where a block has fewer columns than a unit, several have the same references.
-        sharing, rows = max(unit_saved // columns, 1), 8 * pl.cdiv(columns, unit_saved)
+        sharing = max(unit_saved // columns, 1)
+        rows = 8 * pl.cdiv(columns, unit_saved)
         references_spec = pl.BlockSpec((rows, block), lambda *step: (step[j] // sharing, step[i]))
         operands["saved"] = (saved.values, pl.BlockSpec((columns, block), lambda *step: (step[j], step[i])))
         operands["references"] = (saved.references, references_spec)
@@ -330,7 +336,6 @@ def gradients(
     scratch: dict[str, Any] = {"dz": pltpu.VMEM(unit_shape, dtype)}
     if saved is None:
         scratch["z"] = pltpu.VMEM(unit_shape, jnp.float32)
-
     axes = common.Axes.of(vocab_size, width)
     outputs = {}
     spec: Any = axes.block(columns, width, lambda j, i: j)

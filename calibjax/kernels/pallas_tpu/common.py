@@ -96,10 +96,7 @@ def without_infinities(z: Array, has_bias: bool) -> Array:
 
 
 def walk_blocks(total: int, size: int, step: Array, walk: Callable[[int], None]) -> int:
-    """Traces `walk(rows of this block)` for full blocks and, where they do not divide `total`, for the last.
-
-    Returns the rows of the last block.
-    """
+    """Traces `walk(rows of this block)` for full blocks and, if smaller, the last; returns the rows of the last."""
     steps = pl.cdiv(total, size)
     last = total - (steps - 1) * size
     if last == size:

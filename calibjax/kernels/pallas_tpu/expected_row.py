@@ -23,30 +23,30 @@ from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
 from calibjax.kernels.stats import FLOOR, slope_in_units
 
 
+def _pieces(refs: Refs, unit: int, c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
+    """`pieces`, `raw`, `places` of some tokens of unit c for `add_pieces`; `count` columns of the block exist."""
+    pieces, raw, places = [], [], []
+    for k in range(c * unit, (c + 1) * unit, LANES):
+        z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
+        keep = None
+        if not isinstance(count, int) or count - k < LANES:
+            keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k
+        finite = common.without_infinities(z, refs.bias is not None)
+        pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
+        raw.append(z if keep is None else jnp.where(keep, z, 0.0))
+        places.append(k)
+    return pieces, raw, places
+
+
 def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> None:
     """A grid step: the logits of a block of the vocabulary, and the exponentials and sums of the one before."""
-    state, has_bias = refs.state, refs.bias is not None
-    columns, unit = blocks.columns, blocks.unit
+    state, columns, unit = refs.state, blocks.columns, blocks.unit
     step = pl.program_id(1)
     last = pl.cdiv(vocab_size, columns) - 1
     left = vocab_size - last * columns
     tokens, width = refs.hidden.shape
     axes = common.Axes.of(vocab_size, width)
     groups = [pl.ds(start, min(64, tokens)) for start in range(0, tokens, 64)]
-
-    def pieces_of(c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
-        """`pieces`, `raw`, `places` of some tokens of unit c for `add_pieces`; `count` columns of the block exist."""
-        pieces, raw, places = [], [], []
-        for k in range(c * unit, (c + 1) * unit, LANES):
-            z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
-            keep = None
-            if not isinstance(count, int) or count - k < LANES:
-                keep = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) < count - k
-            finite = common.without_infinities(z, has_bias)
-            pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
-            raw.append(z if keep is None else jnp.where(keep, z, 0.0))
-            places.append(k)
-        return pieces, raw, places
 
     def multiply(c: int, count: int):
         """The logits of unit c of this block, and the best of each lane."""
@@ -56,20 +56,21 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             z = z + refs.bias[:, unit_columns]
         refs.z[c] = common.softcap_in_units(options, z)
         for part in groups:
-            pieces, _, places = pieces_of(c, part, count)
+            pieces, _, places = _pieces(refs, unit, c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name in _BEST}
-            for name, x in statistics.with_best(old, pieces, places, jnp.minimum(step, last) * columns).items():
+            first_column = jnp.minimum(step, last) * columns
+            new = statistics.with_best(old, pieces, places, first_column)
+            for name, x in new.items():
                 state[name][part, :] = x
 
     def absorb(c: int, count: Array | int):
         """Folds unit c of the block before, of which `count` columns exist, into the state; writes their weights."""
         for part in groups:
             target = None if refs.target is None else refs.target[part, :] - (step - 1) * columns
-            pieces, raw, places = pieces_of(c, part, count)
+            pieces, raw, places = _pieces(refs, unit, c, part, count)
             old = {name: ref[part, :] for name, ref in state.items() if name not in (*_BEST, "top")}
-            new, weights = statistics.add_pieces(
-                old, pieces, raw, places, refs.scale[part, :], target, state["top"][part, :]
-            )
+            scale, reference = refs.scale[part, :], state["top"][part, :]
+            new, weights = statistics.add_pieces(old, pieces, raw, places, scale, target, reference)
             for name, x in new.items():
                 state[name][part, :] = x
             for i, (e, z, k) in enumerate(zip(weights, pieces, places, strict=True)):
@@ -169,13 +170,14 @@ def _write(refs: Refs, vocab_size: int) -> None:
         refs.expected_row[part, :] = (refs.sums[part, :] / sums["weight"]).astype(refs.expected_row.dtype)
         moments, _ = statistics.rebase(sums, state["top"][:, :1] - best, refs.scale[part, :][:, :1])
         moments["max_logit"] = best
-        if "argmax" in state:
-            index = jnp.where(state["best"] == best, (state["argmax"] + lane).astype(jnp.float32), float(vocab_size))
-            moments["argmax"] = jnp.min(index, axis=1, keepdims=True)
+        if "argmax" in state:  # the lowest among the lanes whose maximum is the best
+            is_best = state["best"] == best
+            index = (state["argmax"] + lane).astype(jnp.float32)
+            moments["argmax"] = jnp.min(jnp.where(is_best, index, float(vocab_size)), axis=1, keepdims=True)
         for row, name in enumerate(statistics.OUTPUTS):
             if name in moments:
-                turned = jnp.where(diagonal, moments[name], 0.0)
-                refs.moments[row : row + 1, part] = jnp.sum(turned, axis=0, keepdims=True)
+                on_diagonal = jnp.where(diagonal, moments[name], 0.0)  # its column sums turn [128, 1] to [1, 128]
+                refs.moments[row : row + 1, part] = jnp.sum(on_diagonal, axis=0, keepdims=True)
 
     refs.moments[...] = jnp.zeros(refs.moments.shape, jnp.float32)
     _tiles(refs, walk)
