@@ -59,6 +59,7 @@ def points(confidence, correct, where, counts: bool = False) -> Points:
     confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
     weight = weights_of(where, confidence.shape)
     known = _inside(confidence) & _inside(correct)
+
     # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
     confidence, correct = (jnp.where(known, x, 0.0) for x in (confidence, correct))
     # At 0 and 1 the gradient passes whole, of which `jnp.clip` takes half.
@@ -149,9 +150,10 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, co
     if not all(map(is_known, (*arrays.values(), where))):
         return
     weights = np.ones(shape) if where is None else np.asarray(where).astype(np.float64)
-    single = np.finfo(np.float32)
-    beyond = (weights > single.max / max(weights.size, 1)) | ((weights > 0) & (weights < single.tiny))
-    bad = ~_allowed(weights, counts) | beyond
+    float32 = np.finfo(np.float32)
+    overflows = weights > float32.max / max(weights.size, 1)  # their sum may
+    underflows = (weights > 0) & (weights < float32.tiny)
+    bad = ~_allowed(weights, counts) | overflows | underflows
     if bad.any():
         kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0, sums in float32"
         reason = " This metric depends on the number of points." if counts else ""

@@ -37,8 +37,9 @@ def _smoothed_error(waves: Float[Array, " M"], bandwidth: Array) -> Array:
     """
     k = jnp.arange(_FINE + 1)
     decayed = waves * jnp.exp(-jnp.square(jnp.pi * k * bandwidth) / 2)
-    size = jnp.abs(jnp.fft.irfft(decayed, n=2 * _FINE)[: _FINE + 1]) * (2 * _FINE)
-    return (jnp.sum(size) - (size[0] + size[-1]) / 2) / _FINE
+    smoothed = jnp.fft.irfft(decayed, n=2 * _FINE)[: _FINE + 1]  # r_σ / (2 _FINE) at the nodes
+    size = jnp.abs(smoothed) * (2 * _FINE)
+    return (jnp.sum(size) - (size[0] + size[-1]) / 2) / _FINE  # the trapezoidal rule
 
 
 @metric()
@@ -187,14 +188,16 @@ def curve_from_sums(sums: np.ndarray, *, seed: int = 0) -> ReliabilityCurve:
     error = float(smooth_ece(jnp.asarray(nodes), jnp.asarray(np.clip(accuracy, 0, 1)), where=jnp.asarray(count)))
     bandwidth = float(np.clip(error, *_BANDWIDTHS))
     confidence = np.arange(101) / 100
-    # The Gaussian kernel reflected at 0 and 1, [101, NODES + 1]; further images are negligible for σ <= 1/2.
+    # K_σ(t, x), [101, NODES + 1]. Reflection at 0 and 1 gives x the images x ± 2, −x and 2 − x, and further ones, which
+    # are negligible for σ <= 1/2.
     t, x = confidence[:, None], nodes[None, :]
-    images = [np.exp(-np.square(d / bandwidth) / 2) for d in (t - x - 2, t - x, t - x + 2, t + x - 2, t + x)]
-    kernel = sum(images) / (bandwidth * np.sqrt(2 * np.pi))
+    distances = (t - x - 2, t - x, t - x + 2, t + x - 2, t + x)
+    gaussians = [np.exp(-np.square(distance / bandwidth) / 2) for distance in distances]
+    kernel = sum(gaussians) / (bandwidth * np.sqrt(2 * np.pi))
     weight = kernel @ count
-    shown = weight / kernel.max(axis=1) >= _LEAST
+    effective_count = weight / kernel.max(axis=1)
+    shown = effective_count >= _LEAST
     curve = np.where(shown, (kernel @ correct) / np.maximum(weight, 1e-30), 0.0)
-
     groups = len(sums)
     draws = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=_RESAMPLES)
     smoothed = np.tensordot(sums, kernel, axes=(1, 1))  # [G, 2, 101]

@@ -144,7 +144,6 @@ def resample_metric(
     if statistic is not None:
         sums = pooled_sums(confidence, correct, groups=groups, seed=seed, **options)
         return resample_sums(sums, statistic, resamples=resamples, seed=seed)
-
     pool = _pool_of_point(len(confidence), groups, seed)
     mapped = _mapped(metric, tuple(sorted(options.items())))
     arrays = [jnp.asarray(x) for x in (pool, confidence, correct)]
@@ -231,10 +230,10 @@ def _sums_of_pools(
         cells = np.bincount(pool * (bins + 1) + index, weights=value, minlength=pools * (bins + 1))
         return cells.reshape(pools, bins + 1)
 
-    kinds = np.stack([add(x) for x in (np.ones_like(c), c, y, y * y)])
+    sums = np.stack([add(x) for x in (np.ones_like(c), c, y, y * y)])  # [4, pools, bins + 1]
     return CalibrationSums(
-        *kinds[..., :bins],
-        dropped=kinds[..., bins].T,
+        *sums[..., :bins],
+        dropped=sums[..., bins].T,
         brier=np.bincount(pool, weights=(c - y) ** 2, minlength=pools),
         nll=np.bincount(pool, weights=-np.asarray(log_prob, np.float64), minlength=pools),
     )

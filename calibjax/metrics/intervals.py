@@ -338,14 +338,15 @@ def _observe(
         by_model.append(part)
         weights += [sign / models] * models
     sums = CalibrationSums(*(np.concatenate(x, axis=1) for x in zip(*by_model, strict=True)))  # [G, M, ...]
-    excess, points = sums.confidence - sums.correct, sums.points
+    excess = sums.confidence - sums.correct  # D_i of each model and bin
+    points = sums.points  # n_i
     n = points.sum(axis=0)
     if not n.all():
         return None
     gaps = excess.sum(axis=0) / n[:, None]
     fraction = sums.count.sum(axis=0) / n[:, None]
 
-    residual = (excess - gaps * points[..., None]) / n[:, None]
+    residual = (excess - gaps * points[..., None]) / n[:, None]  # u_i / n
     residual = residual.reshape(groups, -1)
     covariance = residual.T @ residual * (groups / max(groups - 1, 1))
     if groups == 1:

@@ -85,6 +85,7 @@ def grouping_loss(
 
     def fitted_on(half):
         def class_mean(fraction):
+            """Mean features [bins, F] of the class that takes a fraction of each point, and its size [bins]."""
             weight = member * jnp.where(half, data.weight * fraction, 0.0)[:, None]
             size = jnp.sum(weight, axis=0)
             return jnp.dot(weight.T, x, precision="highest") / jnp.maximum(size, 1e-9)[:, None], size
@@ -92,11 +93,12 @@ def grouping_loss(
         right, n_right = class_mean(data.correct)
         wrong, n_wrong = class_mean(1 - data.correct)
         both = (n_right > 0) & (n_wrong > 0)
-        direction = jnp.where(both[:, None], right - wrong, 0.0)
+        normal = jnp.where(both[:, None], right - wrong, 0.0)  # of the hyperplane in each bin
         fraction = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
-        middle = jnp.sum(direction * (fraction * right + (1 - fraction) * wrong), axis=-1)
-        side = jnp.dot(x, direction.T, precision="highest") > middle[None, :]
-        region = jnp.sum(jnp.where(member > 0, side, False), axis=-1)
+        mean = fraction * right + (1 - fraction) * wrong
+        threshold = jnp.sum(normal * mean, axis=-1)
+        is_above = jnp.dot(x, normal.T, precision="highest") > threshold[None, :]  # [N, bins]
+        region = jnp.sum(jnp.where(member > 0, is_above, False), axis=-1)  # 0 or 1 in the point's own bin
         weight = jnp.where(half, 0.0, data.weight)
         explained, bias, induced = grouping_parts(data._replace(weight=weight), region, 2, bins)
         return jnp.where(jnp.any(weight > 0), explained - bias - induced, jnp.nan)
@@ -126,12 +128,11 @@ def grouping_parts(
     y = data.correct
     values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
     sums = jnp.stack([per_cell(value) for value in values])
-    sums = jnp.where(sums[:1] > 1, sums, 0.0)
+    sums = jnp.where(sums[:1] > 1, sums, 0.0)  # regions of one point are ignored
     n_r, y_r, yy_r = sums[:3]  # [bins, number] each
     whole = jnp.sum(sums, axis=-1)
-    _, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)  # means over the bin, [bins] each
     n_b = whole[0]
-
+    _, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)  # means over the bin, [bins] each
     mean_r = y_r / jnp.maximum(n_r, 1.0)
     all_points = jnp.maximum(jnp.sum(n_b), 1.0)
     explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points

@@ -56,8 +56,9 @@ def bin_index(confidence: Float[AnyArray, "..."], bins: int, closed: Closed = "r
     index = _search(jnp.asarray(edges[1:-1]), confidence, side)
     if closed != "none":
         return index
-    is_on_edge = _search(jnp.asarray(edges), confidence, "left") < _search(jnp.asarray(edges), confidence, "right")
-    return jnp.where(is_on_edge, bins, index)
+    edges_below = _search(jnp.asarray(edges), confidence, "left")
+    edges_up_to = _search(jnp.asarray(edges), confidence, "right")
+    return jnp.where(edges_below < edges_up_to, bins, index)
 
 
 def equal_mass_index(confidence: Float[AnyArray, " N"], weight: Float[AnyArray, " N"], bins: int) -> Int[Array, " N"]:
@@ -154,12 +155,10 @@ def sums_of_index(
     log_prob = jnp.full(confidence.shape, jnp.nan) if log_prob is None else log_prob
     confidence, correct, log_prob = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct, log_prob))
     arrays = (jnp.asarray(index), weight, confidence, correct, log_prob)
-
     groups, n = confidence.shape[:-1], confidence.shape[-1]
     chunk = max(64, _CHUNK // max(math.prod(groups), 1))
     if n <= chunk:
         return _chunk_sums(arrays, bins)
-
     padding = [(0, 0)] * len(groups) + [(0, -n % chunk)]  # weight 0
     in_chunks = (jnp.pad(x, padding).reshape(*groups, -1, chunk) for x in arrays)
     pieces = tuple(jnp.moveaxis(x, -2, 0) for x in in_chunks)
@@ -189,12 +188,12 @@ def _chunk_sums(arrays: tuple[Array, ...], bins: int) -> CalibrationSums:
     index, weight, confidence, correct, log_prob = arrays
     counts = weight > 0
     member = jax.nn.one_hot(index, bins + 1, dtype=jnp.float32, axis=-2)
-    kinds = jnp.stack([jnp.ones_like(confidence), confidence, correct, jnp.square(correct)], axis=-1)
-    kinds = jnp.where(counts[..., None], kinds * weight[..., None], 0.0)
-    kinds = jnp.matmul(member, kinds, precision="highest")
+    values = jnp.stack([jnp.ones_like(confidence), confidence, correct, jnp.square(correct)], axis=-1)
+    values = jnp.where(counts[..., None], values * weight[..., None], 0.0)
+    sums = jnp.matmul(member, values, precision="highest")  # [..., bins + 1, 4]
     return CalibrationSums(
-        *jnp.moveaxis(kinds[..., :bins, :], -1, 0),
-        dropped=kinds[..., bins, :],
+        *jnp.moveaxis(sums[..., :bins, :], -1, 0),
+        dropped=sums[..., bins, :],
         brier=jnp.sum(jnp.where(counts, weight * jnp.square(confidence - correct), 0.0), axis=-1),
         nll=-jnp.sum(jnp.where(counts, weight * log_prob, 0.0), axis=-1),
     )
