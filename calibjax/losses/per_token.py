@@ -80,8 +80,8 @@ def selective_smoothing(
     alpha = jnp.asarray(alpha, jnp.float32)
     right_weight, wrong_weight = 1.0 - alpha, alpha
     if balanced:
-        real = jnp.broadcast_to(True if where is None else where, counts.shape)
-        known = real if count_ignored else counts
+        not_padding = jnp.broadcast_to(True if where is None else where, counts.shape)
+        known = not_padding if count_ignored else counts  # right or wrong
         n, n_right, n_known = (jnp.sum(x).astype(jnp.float32) for x in (counts, counts & right, known))
         right_weight, wrong_weight = _balanced_weights(alpha, n, n_right, n_known - n_right)
     # Right tokens pass no gradient through the mean: a bias of −inf makes it −inf, and 0·inf would be NaN.
@@ -94,10 +94,11 @@ def selective_smoothing(
 
 def _balanced_weights(alpha: Array, n: Array, n_right: Array, n_wrong: Array) -> tuple[Array, Array]:
     """Weights of a right and a wrong token, whose mean over n tokens is the balanced loss; 0 without one of a kind."""
+    # w_right = right/m and w_wrong = wrong/m weight the two means. The caller's mean divides by n: a factor n/n_right
+    # makes it the mean over the right tokens alone.
     right, wrong = (1.0 - alpha) * n_wrong, alpha * n_right
     m = right + wrong
     both = (n_right > 0) & (n_wrong > 0)
-    # The caller's mean divides by n: a factor n/n_right makes it the mean over the right tokens alone.
     right_weight = right * n / jnp.maximum(m * n_right, 1e-30)
     wrong_weight = wrong * n / jnp.maximum(m * n_wrong, 1e-30)
     return jnp.where(both, right_weight, 0.0), jnp.where(both, wrong_weight, 0.0)
