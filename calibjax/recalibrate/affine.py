@@ -93,8 +93,8 @@ def fit_one_vs_rest(logits: Float[np.ndarray, "N K"], labels: Int[np.ndarray, " 
 
     log_odds = np.asarray(_log_odds(jnp.asarray(logits)).T)
     fits = [regression(columns, (z, labels == k), (1.0, 0.0), -LIMIT, LIMIT) for k, z in enumerate(log_odds)]
-    x, values, converged, iterations = zip(*fits, strict=True)
-    slope, intercept = np.array(x, np.float32).T
+    params, values, converged, iterations = zip(*fits, strict=True)
+    slope, intercept = np.array(params, np.float32).T
     return VectorState(slope, intercept, Minimum(slope, sum(values), all(converged), max(iterations)).report())
 
 
@@ -182,12 +182,14 @@ def _smoothed_log_probs(log_scale: Any, uniform: Any, logits: Array) -> Array:
 
 
 def _structured_loss(params, rows, extra):
+    """NLL of softmax((I + C) x + b) plus (λ/N) K (Σ b_i² + Σ C_ii² + (K − 1) Σ_{i≠j} C_ij²); `extra`: λ/N."""
+    x, labels = rows
     change, intercept = params
     classes = len(intercept)
     diagonal = jnp.sum(jnp.square(jnp.diagonal(change)))
-    pairs = (classes - 1) * (jnp.sum(jnp.square(change)) - diagonal)
-    penalty = extra * classes * (jnp.sum(jnp.square(intercept)) + diagonal + pairs)
-    return _nll(rows[0] + _dense(params, rows[0]), rows[1]) + penalty
+    off_diagonal = (classes - 1) * (jnp.sum(jnp.square(change)) - diagonal)
+    penalty = extra * classes * (jnp.sum(jnp.square(intercept)) + diagonal + off_diagonal)
+    return _nll(x + _dense(params, x), labels) + penalty
 
 
 def fit_structured(

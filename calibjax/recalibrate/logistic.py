@@ -79,12 +79,7 @@ def regression(
 ) -> Minimum:
     """The x `[P]` in [low, high] with the least mean log loss of σ(Σ_p x_p z_p), plus ridge Σ_{p<P} x_p².
 
-    Args:
-        columns: maps n of the predictors to z `[P, n]`, float64.
-        data: predictors `[N]` or `[N, C]` and targets `[N]`; targets in [0, 1].
-        start: initial x, `[P]`.
-        low, high: bounds, `[P]` or scalars.
-        ridge: weight of the penalty, >= 0.
+    `columns` maps n of the predictors, `[N]` or `[N, C]`, to z `[P, n]`, float64. The targets `[N]` are in [0, 1].
     """
     predictors, targets = data
     pieces = ceil_div(len(targets), _BLOCK)
@@ -128,8 +123,9 @@ def _fit(
         low, high = map(np.array, bounds)
         return regression(columns, (confidence, correct), start, low, high)
 
-    fits = [(fit_with(epsilon), epsilon) for epsilon in clips]
-    best, epsilon = min(fits, key=lambda fit: np.float32(fit[0].value))  # the smallest ε where several are equal
+    fits = {epsilon: fit_with(epsilon) for epsilon in clips}
+    epsilon = min(fits, key=lambda epsilon: np.float32(fits[epsilon].value))  # the smallest where several are equal
+    best = fits[epsilon]
     params = map(np.asarray, best.x.astype(np.float32))
     return *params, np.asarray(epsilon, np.float32), best.report()
 

@@ -47,36 +47,37 @@ def fit(confidence: np.ndarray, correct: np.ndarray, categories: np.ndarray, *, 
     of bins of equal width. `report.loss`: the Brier score; `report.iterations`: number of patches.
     """
     names, category_of = np.unique(categories, return_inverse=True)
-    groups = len(names)
+    everyone = len(names)  # the number of the category that all predictions are in, too
+    cells = (everyone + 1) * bins
     q = confidence.copy()
     patches = []
     margin = np.float32(1 / (len(confidence) + 2))
     while len(patches) < _MAX_PATCHES:
         # Each prediction is in two cells: one of its category, and one of all predictions.
         level = np.asarray(_bin(q, bins))
-        cells = np.concatenate([category_of * bins + level, groups * bins + level])
+        cell = np.concatenate([category_of * bins + level, everyone * bins + level])
         expected = np.concatenate([q, q]).astype(np.float64)
         observed = np.concatenate([correct, correct])
-        size = (groups + 1) * bins
-        count = np.bincount(cells, minlength=size)
-        residual = np.bincount(cells, weights=observed - expected, minlength=size)
-        chance = np.sqrt(np.bincount(cells, weights=expected * (1 - expected), minlength=size))
-        least = np.maximum(_DEVIATIONS * chance, 1e-3)
-        gain = np.where(np.abs(residual) > least, residual**2 / np.maximum(count, 1), 0)
+        count = np.bincount(cell, minlength=cells)
+        residual = np.bincount(cell, weights=observed - expected, minlength=cells)
+        deviation = np.sqrt(np.bincount(cell, weights=expected * (1 - expected), minlength=cells))
+        is_worse_than_chance = np.abs(residual) > np.maximum(_DEVIATIONS * deviation, 1e-3)
+        gain = np.where(is_worse_than_chance, residual**2 / np.maximum(count, 1), 0)
         worst = int(np.argmax(gain))
         if gain[worst] <= 0:
             break
         category, bin_ = divmod(worst, bins)
         shift = np.float32(residual[worst] / count[worst])
-        in_cell = (level == bin_) & ((category == groups) | (category_of == category))
+        in_cell = (level == bin_) & ((category == everyone) | (category_of == category))
         shifted = np.clip(q + shift, margin, 1 - margin)
         q = np.where(in_cell, shifted, q).astype(np.float32)
-        patches.append((EVERYONE if category == groups else names[category], bin_, shift))
+        patches.append((EVERYONE if category == everyone else names[category], bin_, shift))
     loss = float(np.mean(np.square(q.astype(np.float64) - correct)))
+    category, bin_, shift = zip(*patches, strict=True) if patches else ((), (), ())
     return PatchState(
-        category=np.array([patch[0] for patch in patches], np.int32),
-        bin=np.array([patch[1] for patch in patches], np.int32),
-        shift=np.array([patch[2] for patch in patches], np.float32),
+        category=np.array(category, np.int32),
+        bin=np.array(bin_, np.int32),
+        shift=np.array(shift, np.float32),
         bins=np.asarray(bins, np.int32),
         margin=np.asarray(margin),
         report=FitReport.of(loss, len(patches) < _MAX_PATCHES, len(patches)),

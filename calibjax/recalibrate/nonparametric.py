@@ -74,8 +74,10 @@ def fit_venn_abers(confidence: np.ndarray, correct: np.ndarray) -> VennAbersStat
     """
     x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
     right = np.bincount(point, weights=correct)
+    wrong = weight - right
     p1 = np.append(_with_one_right(weight, right), 1.0)
-    p0 = 1 - np.append(_with_one_right(weight[::-1], (weight - right)[::-1]), 1.0)[::-1]
+    one_minus_p0 = np.append(_with_one_right(weight[::-1], wrong[::-1]), 1.0)[::-1]
+    p0 = 1 - one_minus_p0
     return VennAbersState(x, p0.astype(np.float32), p1.astype(np.float32), FitReport.of())
 
 
@@ -129,11 +131,12 @@ def fit_histogram(confidence: np.ndarray, correct: np.ndarray, *, bins: int = 15
     n = len(x)
     bins = min(bins, n)
     cuts = np.arange(1, bins) * n // bins
-    # An edge at a confidence itself would part equal ones wherever `apply` rounds scaled ones up.
-    ends = np.unique(np.searchsorted(x, x[cuts - 1], side="right"))
+    ends = np.unique(np.searchsorted(x, x[cuts - 1], side="right"))  # of runs, after the last of equal confidences
     ends = ends[ends < n]
+    # An edge at a confidence itself would part equal ones wherever `apply` rounds scaled ones up.
     middle = (x[ends - 1].astype(np.float64) + x[ends]) / 2
-    edges = np.minimum(middle.astype(np.float32), np.nextafter(x[ends], np.float32(0)))
+    below_next = np.nextafter(x[ends], np.float32(0))
+    edges = np.minimum(middle.astype(np.float32), below_next)
     ends = np.append(ends, n)
     counts = np.diff(ends, prepend=0)
     values = np.add.reduceat(target, ends - counts) / counts

@@ -91,7 +91,7 @@ def minimize(
     bounds: tuple[Any, Any] | None = None,
     max_iterations: int = 1000,
 ) -> tuple[Any, FitReport]:
-    """Minimises the mean of `loss` over the rows by L-BFGS-B in float64.
+    """Minimises the mean of `loss` over the rows by L-BFGS-B in float64; returns float32 parameters and a `FitReport`.
 
     In float32 a likelihood would be known to 1e-7 only, and its optimum to the square root of that. A fit without
     bounds and of at most 512 parameters is preconditioned by the Hessian on a sample of the rows, so that it takes few
@@ -104,10 +104,6 @@ def minimize(
         rows: arrays `[N, ...]` with a common first axis.
         extra: pytree, the third argument of `loss`.
         bounds: pytrees like `start`: lowest and highest values.
-        max_iterations: largest number of iterations.
-
-    Returns:
-        The parameters, float32 in the structure of `start`, and the `FitReport`.
     """
     with jax.enable_x64(True):
         pieces = ceil_div(sum(row.size for row in rows), _BLOCK)
@@ -179,12 +175,8 @@ def descend(
     The initial parameters are among the candidates: a network that starts as the identity stays the identity where
     training does not help. All batches have one size, so that one program serves any data.
 
-    Args:
-        loss, start, rows, extra: as in `minimize`; `start` is float32.
-        seed: random seed of the split and the batches.
-
-    Returns:
-        The parameters, and a `FitReport`: `converged` where the held-out loss stopped falling before the last step.
+    Arguments as in `minimize`, with `start` in float32; `seed` is that of the split and the batches. The `FitReport` is
+    `converged` where the held-out loss stopped falling before the last step.
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(rows[0]))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-5  # on u = log s: `fit_temperature` has converged
 _PASSES = 40  # largest number of passes over the data
 _FLAT = 1e-6  # curvature in nats a token: less is rounding, and the data have no optimum here
+_BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 
 class TemperatureFit(NamedTuple):
@@ -185,9 +186,6 @@ def fit_to_target(logits: Float[np.ndarray, "N K"], target_logit: Float[np.ndarr
     fitted = fit_temperature(sums_at)
     report = FitReport.of(fitted.nll, fitted.converged, fitted.iterations)
     return TemperatureState(np.asarray(fitted.log_scale, np.float32), report)
-
-
-_BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 
 @jax.jit
