@@ -162,7 +162,7 @@ TABLE = {
     "data/choices.py": [("len(tokens) - 1 <= max_tokens", "len(tokens) <= max_tokens", "data/test_choices.py")],
     "nn/experts.py": [
         ("base = top if mixture.normalized else logits", "base = top", "nn/test_experts.py -k routing"),
-        ("ranks - starts[flat], count", "ranks, count", "nn/test_experts.py -k products"),
+        ("ranks - starts[expert_of]", "ranks", "nn/test_experts.py -k products"),
     ],
     "nn/attention.py": [
         ("allowed &= distance < (", "allowed &= distance <= (", "models/test_decoder.py -k window"),

@@ -124,8 +124,9 @@ def attend_by_blocks(
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if time == 1:
         return attend_by_products(query, past, mask, **options)
-    groups = query.shape[2] // past[0][0].shape[1]
-    *earlier, (keys, values) = [(jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)) for k, v in past]
+    queries_per_key = query.shape[2] // past[0][0].shape[1]
+    repeated = [tuple(jnp.repeat(x, queries_per_key, axis=1) for x in part) for part in past]
+    *earlier, (keys, values) = repeated
     columns = keys.shape[2]
     first = mask.shape[-1] - columns  # of the last part
 
@@ -204,12 +205,9 @@ def suits_splash(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -
     """
     _, length, _, width = query.shape
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    return (
-        length % _SPLASH_BLOCKS[-1] == 0
-        and width % 16 == 0
-        and (query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None))
-        and _devices_divide(query, key)
-    )
+    divides = length % _SPLASH_BLOCKS[-1] == 0 and width % 16 == 0
+    suits_dtype = query.dtype == jnp.bfloat16 or (query.dtype == jnp.float32 and precision is None)
+    return divides and suits_dtype and _devices_divide(query, key)
 
 
 def _devices_divide(query: Float[Array, "B T Q H"], key: Float[Array, "B S K H"]) -> bool:

@@ -360,15 +360,15 @@ class Attention(_Layer):
         if past is None:
             mixed = attend(query, key, value, context.visible, **options)
         else:
-            *shared, cache = past
-            columns = [keys.shape[2] for keys, _ in past]
-            start = context.visible.start
-            assert start is not None, "`past` requires a context with `start`"
-            start = start - sum(columns[:-1])
-            key, value = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 2) for x, y in zip(cache, new, strict=True))
-            mask = context.visible.mask(hidden.shape[1], sum(columns))
+            *shared, (keys, values) = past
+            shared_columns = sum(shared_keys.shape[2] for shared_keys, _ in shared)
+            assert context.visible.start is not None, "`past` requires a context with `start`"
+            start = context.visible.start - shared_columns
+            keys = jax.lax.dynamic_update_slice_in_dim(keys, new[0], start, 2)
+            values = jax.lax.dynamic_update_slice_in_dim(values, new[1], start, 2)
+            mask = context.visible.mask(hidden.shape[1], shared_columns + keys.shape[2])
             assert mask is not None
-            mixed = attend_by_blocks(query, [*shared, (key, value)], mask, **options)
+            mixed = attend_by_blocks(query, [*shared, (keys, values)], mask, **options)
         output = self._dense(cfg.hidden_size, "o", cfg.output_bias)
         return output(mixed.reshape(*hidden.shape[:2], -1)), new
 

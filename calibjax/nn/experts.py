@@ -76,34 +76,38 @@ def mix(
     `weights` and `chosen` come from `route`; an index outside `[0, E)` contributes zero. `params` has for `gate`, `up`
     and `down` a `kernel` `[E, in, out]` and optionally a `bias` `[E, out]`; `activation` is a function of gate and up.
     """
-    # Each copy of a token has a slot: `token` and `expert` are by slot, `slot` is by copy.
+    # Each of K copies of a token has a slot: `token` and `expert` are by slot, `slot` and `expert_of` by copy.
     experts = params["up"]["kernel"].shape[0]
-    tokens, copies = chosen.shape
-    rows = tokens * copies
+    tokens, per_token = chosen.shape
+    copies = tokens * per_token
     is_local = (chosen >= 0) & (chosen < experts)
-    flat = jnp.where(is_local, chosen, experts).reshape(rows)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+    expert_of = jnp.where(is_local, chosen, experts).reshape(copies)  # E: none of these
+    order = jnp.argsort(expert_of, stable=True)  # copies by their expert
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[expert_of].add(1)
     starts = jnp.cumsum(sizes) - sizes
-    ranks = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows, dtype=jnp.int32))
+    ranks = jnp.zeros(copies, jnp.int32).at[order].set(jnp.arange(copies, dtype=jnp.int32))  # places in `order`
     if platform().name == "tpu" or use_ragged_dot.value:  # the slots of the experts follow each other without gaps
-        token, expert, slot = order // copies, jnp.minimum(flat[order], experts - 1), ranks
+        slot = ranks
+        token = order // per_token
+        expert = jnp.minimum(expert_of[order], experts - 1)
 
         def multiply(x: Array, kernels: Array) -> Array:
             return jax.lax.ragged_dot(x, kernels, sizes[:-1])
     else:  # blocks of slots, each of one expert; the token of a slot that is not used is any
-        average = max(rows // experts, 1)
+        average = max(copies // experts, 1)
         block = min(max(8, 2 ** (average.bit_length() - 1)), _LARGEST_BLOCK)  # a power of two, at most the average
         # Every group that is not empty has at most one block that is not full.
-        count = min(rows, rows // block + min(experts, rows))
-        blocks = ceil_div(sizes[:-1], block)
+        count = min(copies, copies // block + min(experts, copies))
+        blocks = ceil_div(sizes[:-1], block)  # of each expert
         ends = jnp.cumsum(blocks)
-        first = jnp.append(ends - blocks, count) * block
-        slot = jnp.where(flat < experts, first[flat] + ranks - starts[flat], count * block)
-        owners = jnp.arange(rows, dtype=jnp.int32) // copies
-        token = jnp.zeros(count * block, jnp.int32).at[slot].set(owners, mode="drop")
-        owner = jnp.searchsorted(ends, jnp.arange(count, dtype=ends.dtype), side="right", method="compare_all")
-        expert = jnp.repeat(jnp.minimum(owner, experts - 1), block)
+        first_slots = jnp.append(ends - blocks, count) * block
+        slot = first_slots[expert_of] + ranks - starts[expert_of]
+        slot = jnp.where(expert_of < experts, slot, count * block)
+        token_of = jnp.arange(copies, dtype=jnp.int32) // per_token
+        token = jnp.zeros(count * block, jnp.int32).at[slot].set(token_of, mode="drop")
+        number = jnp.arange(count, dtype=ends.dtype)
+        expert_of_block = jnp.searchsorted(ends, number, side="right", method="compare_all")
+        expert = jnp.repeat(jnp.minimum(expert_of_block, experts - 1), block)
 
         def multiply(x: Array, kernels: Array) -> Array:
             pairs = (x.reshape(-1, block, x.shape[-1]), expert[::block])
