@@ -196,10 +196,10 @@ class CandidateFits:
         others = np.setdiff1d(np.arange(len(self.tokens.source)), self.folds[fold])
         params = self._train(candidate, self.tokens.take(others), left_out=fold)
         fold_tokens = self.tokens.take(self.folds[fold])
-        parts = [
-            to_host(_log_scale(candidate.head, fold_tokens.scales, params, batch))[:real_rows]
-            for batch, real_rows in eval_batches(fold_tokens.arrays, self.plan.batch_size)
-        ]
+        parts = []
+        for batch, real_rows in eval_batches(fold_tokens.arrays, self.plan.batch_size):
+            log_scale = to_host(_log_scale(candidate.head, fold_tokens.scales, params, batch))
+            parts.append(log_scale[:real_rows])
         return np.concatenate(parts)[fold_tokens.counted]
 
     def _design(self, head: HeadConfig) -> Design:

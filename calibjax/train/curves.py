@@ -46,6 +46,7 @@ _BLOCK_OF_DEVICE = 1024  # on each of several devices: a pass may gather an unem
 _HONORED = ("nans", "infs", "division", "functions")
 _ANY_ORDER = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{name}": True for name in _HONORED}}
 _SAVE_EVERY = 20.0  # seconds between records of the progress of a pass
+_EVERYWHERE = "_everywhere"  # after the name of a feature that is stored at every position
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
 
 
@@ -101,9 +102,6 @@ def features_of(head: HeadConfig, arrays: Mapping[str, Any], scales: tuple[float
     parts = {name: arrays[key] for name, key in stored.items() if key}
     stats = curves_of(arrays, scales).at(1.0) if len(parts) < len(head.features) else None
     return join_features(head.features, parts, stats)
-
-
-_EVERYWHERE = "_everywhere"
 
 
 def _stored_as(head: HeadConfig, feature: str) -> str | None:

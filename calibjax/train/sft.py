@@ -209,7 +209,6 @@ def fit_sft(
     config = options.configure(lm.config)
     lora = options.lora
     objective = SftObjective(model=config, options=options, dtype=lm.dtype)
-
     place = functools.partial(jax.device_put, lm.params, param_shardings(mesh, lm.params))
     if lora is None:
         frozen = None

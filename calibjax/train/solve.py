@@ -61,13 +61,16 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     varies = (deviation > 1e-6 * np.abs(mean)) & (deviation > 0)
     deviation = np.where(varies, deviation, 1.0)
     features /= deviation.astype(np.float32)
-    widths = [FEATURES[name].width for name in head.features]  # None: as wide as the model
-    decayed = np.repeat([width is None for width in widths], [width or head.hidden_size for width in widths])
+    decayed: list[bool] = []
+    for name in head.features:
+        width = FEATURES[name].width
+        is_state = width is None  # as wide as the model
+        decayed += [is_state] * (head.hidden_size if is_state else width)
     placed = _place({"features": features, **curve_arrays})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
     curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
-    return Design(features, mean, deviation, decayed, curves, curvature, start, count)
+    return Design(features, mean, deviation, np.array(decayed), curves, curvature, start, count)
 
 
 _features = jax.jit(features_of, static_argnums=(0, 2))  # one program, where each operation would be compiled alone
@@ -125,9 +128,8 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    Args:
-        weights: of the tokens; 1 by default.
-        start: where the search begins, such as the solution for a larger decay; by default temperature scaling.
+    `weights`: of the tokens, by default 1; `start`: such as the solution for a larger decay, by default temperature
+    scaling.
     """
     padded = np.zeros(len(design.features), np.float32)
     padded[: design.tokens] = 1.0 if weights is None else weights
@@ -170,13 +172,12 @@ def likelihood_sums_at(
 ) -> Callable[[Float[Array, ""]], Iterator[recalibrate.LikelihoodSums]]:
     """The likelihood as a function of u, where e^u multiplies the scale of every token; as sums of each sequence.
 
-    Args:
-        log_scale: log s of the tokens that count; 0 by default.
-        top_label: take the likelihood that the most likely token is right, instead of the target's.
+    `log_scale`: log s of the tokens that count, by default 0. `top_label`: take the likelihood that the most likely
+    token is right, instead of the target's.
     """
     arrays = tokens.flat()
     count = len(arrays["valid"])
-    sequence = np.repeat(np.arange(len(tokens.source)), tokens.counted.sum(axis=1))
+    sequence = np.repeat(np.arange(len(tokens.source)), tokens.counted.sum(axis=1))  # of each token
     arrays["log_scale"] = np.zeros(count, np.float32) if log_scale is None else log_scale
     placed = _place(arrays)
     base_log_scale = placed.pop("log_scale")
