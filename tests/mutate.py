@@ -243,7 +243,7 @@ TABLE = {
             "data/test_table.py -k server-chat",
         ),
         ('if item["rank"] <= len(listed)', 'if item["rank"]', "data/test_table.py -k unlikely"),
-        ("after.lstrip().startswith(text)", "place == 0", "data/test_table.py -k reasoning"),
+        ("joined.lstrip().startswith(text)", "place == 0", "data/test_table.py -k reasoning"),
         ("not _UNKNOWN_LOG_PROB < value", "not _UNKNOWN_LOG_PROB <= value", "data/test_table.py -k sentinel"),
     ],
     "data/formats.py": [

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
+_STREAMED = "a part of a streamed response; save whole responses (stream=false)."
 _UNKNOWN_LOG_PROB = -9999.0  # what OpenAI writes in place of a log-probability that is not known
 
 
 def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     """The rows of a table. Records are flattened, with `tokens` to a row for each token; other rows are unchanged."""
-    columns = rows.first
+    columns = next((row for row in rows if not _body(row).get("error")), rows.first)
     body = _body(columns)
     names = ("choices", "output", "logprobs", "completion_probabilities")
     parts = [part for name in names for part in _records(body.get(name))[:1]]
@@ -127,6 +128,10 @@ def _scalars(row: Row) -> dict[str, Any]:
 
 def _read_choices(row: Row) -> list[_Choice]:
     body = _body(row)
+    if error := body.get("error"):
+        raise UserError(f"the server answered with an error: {str(error)[:200]}.")
+    if "delta" in body or body.get("stop") is False or body.get("done") is False:  # OpenAI, llama.cpp, Ollama
+        raise UserError(_STREAMED)
     choices = _records(body.get("choices"))
     if choices:
         return [_read_choice(choice) for choice in choices]
@@ -141,8 +146,8 @@ def _read_choices(row: Row) -> list[_Choice]:
 
 
 def _read_choice(choice: Row) -> _Choice:
-    if "delta" in choice:
-        raise UserError("a part of a streamed response; save whole responses (stream=false).")
+    if "delta" in choice or ("text" in choice and choice.get("finish_reason", "") is None):
+        raise UserError(_STREAMED)
     logprobs = choice.get("logprobs") or {}
     message = choice.get("message") or {}
     text = message.get("content") if message else choice.get("text")
@@ -157,8 +162,12 @@ def _read_choice(choice: Row) -> _Choice:
 def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
     """A choice whose tokens are objects with `token`, `logprob` and `top_logprobs`."""
     if not items:
-        raise UserError("the response holds no log-probabilities; ask the server for them (logprobs=true, or =5).")
-    return _Choice(text, reasoning, [item["token"] for item in items], [item["logprob"] for item in items], [])
+        ask = "ask the server for them (logprobs=true, or =5); a refusal and a tool call may have none"
+        raise UserError(f"the response holds no log-probabilities; {ask}.")
+    # The text of a token that holds a part of a character is a substitute; its bytes are not.
+    given = [(item["token"], item.get("bytes")) for item in items]
+    tokens = [token if part is None else bytes(part).decode(errors="surrogateescape") for token, part in given]
+    return _Choice(text, reasoning, tokens, [item["logprob"] for item in items], [])
 
 
 def _answers(row: Row) -> list[Row]:
@@ -195,7 +204,8 @@ def _reasoning_tokens(choice: _Choice) -> int:
     after, text = "", "" if is_cut else text.strip()
     for place in reversed(range(len(choice.tokens))):
         after = choice.tokens[place] + after
-        if text and after.lstrip().startswith(text):
+        joined = after.encode(errors="surrogateescape").decode(errors="replace")
+        if text and joined.lstrip().startswith(text):
             return place
     raise UserError("the tokens do not hold the answer, so its tokens cannot be told from those of the reasoning.")
 

@@ -22,7 +22,7 @@ from calibjax.runtime.options import Fraction, check_value
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
-    "label, and optionally group and category; --columns confidence=NAME names a column; responses of a server: .jsonl"
+    "label, and optionally group and category; --columns confidence=NAME names a column; --truth FILE adds one"
 )
 # What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
 _ROLES: dict[str, tuple[str, ...]] = {
@@ -355,6 +355,8 @@ class _Columns:
             return Predictions(logits=logits, confidence=confidence, correct=correct), probabilities
         if logits is not None:
             return Predictions(logits=logits), probabilities
+        if self.skipped.count and not len(self.broken):
+            raise UserError(f"{self._path}: no row can be read; the first: {self.skipped.first}")
         raise UserError(f"{self._path}: {_EXPECTED}; got: {_listed(self.names)}.")
 
     def readable_rows(self) -> np.ndarray:
