@@ -284,6 +284,8 @@ def _options(row: Row) -> list[Row]:
     answers = row["filtered_resps"]
     if len(answers) < 2 or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
         raise UserError("expected log-likelihoods of options in filtered_resps; a written or a single answer has none.")
+    if "acc_mutual_info" in row:
+        answers = answers[: len(answers) // 2]  # the others are those without the question
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
     largest = max(logits)
     chosen = logits.index(largest)
@@ -293,7 +295,7 @@ def _options(row: Row) -> list[Row]:
     if correct is not None:
         flat["correct"] = float(correct)
     if target.isdecimal() and int(target) < len(logits):
-        if correct is not None and (int(target) == chosen) != (float(correct) == 1):
+        if correct is not None and (int(target) == chosen) != float(correct):
             raise UserError(f"target {target} and acc {correct} disagree: is acc of another choice?")
         flat["label"] = int(target)
     return [{**_scalars(row), **flat}]
