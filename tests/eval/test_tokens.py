@@ -224,7 +224,7 @@ def test_verdict_of_a_choice():
     for kept, chosen, expected in (
         ("joint-4", [scaling, compared("joint-4", beats=True)], "Chosen: joint-4"),
         ("joint-4", [scaling, compared("joint-4")], "Kept, as the loss is fixed: joint-4"),
-        ("temperature scaling", [], "No loss beats temperature scaling beyond noise"),
+        ("temperature scaling", [], "No candidate beats temperature scaling beyond noise"),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
         assert kept_candidate(comparison) == kept

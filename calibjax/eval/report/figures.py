@@ -92,7 +92,8 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         yield Drawing("training", "Loss during training", _training_panels(document["training"]))
     if "comparison" in document:
         draw = functools.partial(_frontier, document["comparison"])
-        panel = Panel("NLL and calibration error", "ring: chosen", draw, 7.6, 3.2)
+        height = 3.0 + 0.18 * len(document["comparison"]["candidates"])
+        panel = Panel("NLL and calibration error", "ring: chosen", draw, 4.6, height)
         yield Drawing("frontier", "NLL and calibration error of every loss on sequences not trained on", [panel])
     if "layers" in document:
         yield Drawing("layers", "Calibration of the prediction of every layer", _layer_panels(document))
@@ -191,7 +192,7 @@ def _frontier(comparison: Row, ax: "Axes") -> None:
     ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
     ax.margins(0.15)
     style_axes(ax)
-    legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    ax.figure.legend(loc="outside lower left", fontsize="small", frameon=False, labelcolor=INK)
 
 
 def _layer_panels(document: Document) -> list[Panel]:

@@ -260,7 +260,7 @@ def kept_candidate(comparison: Row) -> str:
 def choice_verdict(comparison: Row) -> str:
     measured = "NLL, Brier score and debiased calibration error are of sequences that training never saw"
     if not comparison["chosen"]:
-        return f"No loss beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
+        return f"No candidate beats temperature scaling beyond noise, so temperature scaling is kept. {measured}."
     scaled, best = comparison["chosen"]
     if not best["beats_temperature"]:
         return f"Kept, as the loss is fixed: {best['candidate']}, which does not beat temperature scaling. {measured}."
