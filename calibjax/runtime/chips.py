@@ -44,7 +44,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "h100:8"."""
+    """Parses "v5e:4x4" (chips along each axis), Google Cloud's "v5e-16", "v5litepod-16" or "v5p-32", or "v5e:8"."""
     kind, sign, shape = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text, flags=re.S).groups()  # pyright: ignore
     kind = {"v5litepod": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
@@ -52,9 +52,9 @@ def parse_topology(text: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", shape):
         raise UserError(f"--topology {text}: expected the chip and its number, such as v5e-16, v5e:4x4 or h100:8.")
     chip = CHIPS[kind]
-    if sign == "-" and chip.platform == "tpu" and shape.isdigit():  # Google Cloud's name: as square as can be
-        axes, cores = ([1, 1, 1], 2) if kind == "v5p" else ([1, 1], 1)  # a name counts the cores of chips
-        chips = max(int(shape) // cores, 1)
+    if chip.platform == "tpu" and shape.isdigit():  # as Google Cloud's slices: as square as can be
+        axes, cores = ([1, 1, 1], 2) if kind == "v5p" else ([1, 1], 1)
+        chips = max(int(shape) // cores, 1) if sign == "-" else int(shape)  # Google Cloud's name counts cores
         while math.prod(axes) < chips:
             axes[axes.index(min(axes))] *= 2
         if math.prod(axes) != chips:

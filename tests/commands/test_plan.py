@@ -374,6 +374,7 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
         ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-8", "v5e:2x4", 8),
         ("v5p-16", "v5p:2x2x2", 8),
+        ("v5p:8", "v5p:2x2x2", 8),
         ("v5p:4x4x2", "v5p:4x4x2", 32),
         ("h100-8", "h100:8", 8),
     ],

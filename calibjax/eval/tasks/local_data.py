@@ -74,7 +74,8 @@ def load_tasks(
         except UserError:
             raise
         except Exception as error:  # of the hub, of datasets, of a task file: whatever goes wrong is the task's
-            hint = "" if is_local else " Its questions come from the hub; --assets names a folder that has some."
+            local = ", ".join(sorted(file.stem.removesuffix("_local") for file in TASKS.glob("*.yaml")))
+            hint = "" if is_local else f" Its questions come from the hub; a folder of --assets may hold {local}."
             raise UserError(f"tasks: {name} cannot be loaded: {first_line(error)}.{hint}") from error
         tasks[name] = BenchmarkTask(parts, "local data" if is_local else "hub")
         count = sum(len(task.eval_docs) for task in parts.values())
