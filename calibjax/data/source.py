@@ -326,10 +326,7 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
 
 def is_text(text: str) -> bool:
     """Whether a string is Unicode text; it is not where it holds half of a surrogate pair."""
-    try:
-        return text.isascii() or bool(text.encode("utf-8"))
-    except UnicodeEncodeError:
-        return False
+    return text.isascii() or text.encode("utf-8", "ignore").decode() == text
 
 
 def _parquet(file: BinaryIO) -> _Read:
@@ -339,10 +336,6 @@ def _parquet(file: BinaryIO) -> _Read:
     return _numbered(row for batch in batches for row in batch.to_pylist())
 
 
-def _document(file: BinaryIO) -> _Read:
-    yield "the file", {"text": io.TextIOWrapper(file, encoding="utf-8-sig").read()}
-
-
 _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
     ".jsonl": ("json", _json),
     ".ndjson": ("json", _json),
@@ -350,7 +343,7 @@ _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
     ".csv": ("csv", _csv),
     ".tsv": ("csv", functools.partial(_csv, delimiter="\t")),
     ".parquet": ("parquet", _parquet),
-    ".txt": ("text", _document),
+    ".txt": ("text", lambda file: iter([("the file", {"text": io.TextIOWrapper(file, encoding="utf-8-sig").read()})])),
 }
 _EXPECTED = f"one of {', '.join(_READERS)} (each but .parquet may end in .gz as well)"
 

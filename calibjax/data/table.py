@@ -137,7 +137,11 @@ def read_table(
     table = PredictionTable(predictions, groups, categories, probabilities).take(rows)
     predictions, groups = table.predictions, table.groups
     if table.categories is not None:
-        predictions = predictions._replace(categories=_category_numbers(path, table.categories))
+        labels = table.categories.tolist()
+        numbers = [zlib.crc32(label.encode()) & 0x7FFFFFFF for label in labels]  # the same in every file
+        if len(set(numbers)) < len(set(labels)):
+            raise UserError(f"{path}: category: two labels have one checksum; change a letter of one of them.")
+        predictions = predictions._replace(categories=np.array(numbers, np.int32))
     if groups is not None:  # by first appearance, so that labels as numbers and as text give the same result
         number_of = {label: number for number, label in enumerate(dict.fromkeys(groups.tolist()))}
         groups = np.array([number_of[label] for label in groups.tolist()])
@@ -150,14 +154,6 @@ def _split_divisor(role: str, column: str, names: Sequence[str]) -> tuple[str, f
     if match is None or role not in ("confidence", "correct") or column in names or not float(match[2]):
         return column, 1.0
     return match[1], float(match[2])
-
-
-def _category_numbers(path: Path, labels: np.ndarray) -> np.ndarray:
-    """A number of each label that is the same in every file."""
-    numbers = [zlib.crc32(label.encode()) & 0x7FFFFFFF for label in labels.tolist()]
-    if len(set(numbers)) < len(set(labels.tolist())):
-        raise UserError(f"{path}: category: two labels have one checksum; change a letter of one of them.")
-    return np.array(numbers, np.int32)
 
 
 def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:

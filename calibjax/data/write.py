@@ -29,8 +29,7 @@ def write_rows(out: Path, rows: Callable[[], Iterator[Row]]) -> None:
             return
         text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8", newline="", write_through=True)
         if out.suffix == ".jsonl":
-            for row in rows():
-                text.write(_json(row) + "\n")
+            text.writelines(_json(row) + "\n" for row in rows())
         else:
             names = list(dict.fromkeys(name for row in rows() for name in row))
             delimiter = "\t" if out.suffix == ".tsv" else ","

@@ -217,8 +217,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
 
     def draw(name: str, ax: "Axes") -> None:
         for number, block in enumerate(blocks):
-            rows = [row for row in sweep if row["layer"] in (0, block)]
-            rows.sort(key=operator.itemgetter("strength"))
+            rows = sorted((row for row in sweep if row["layer"] in (0, block)), key=operator.itemgetter("strength"))
             style, strength = _style(number, f"block {block}"), [row["strength"] for row in rows]
             value, low, high = values_and_ends(row["held_out"][name] for row in rows).T
             ax.plot(strength, value, **style)

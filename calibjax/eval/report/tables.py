@@ -133,11 +133,8 @@ def pair_of(results: Row) -> tuple[str, str]:
     before = next((name for name in _BEFORE if name in names), names[0])
     if "sort" in results:
         return before, winner(results)
-    for key in _AFTER:
-        for name in names:
-            if name.partition("-")[0] == key:
-                return before, name
-    return before, before
+    fitted = (name for key in _AFTER for name in names if name.partition("-")[0] == key)
+    return before, next(fitted, before)
 
 
 def winner(results: Row) -> str:
