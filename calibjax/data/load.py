@@ -14,6 +14,7 @@ from calibjax.data.formats import Format, recognise
 from calibjax.data.render import describe_template
 from calibjax.data.sequences import Layout, Sequences, check_context, make_sequences, tokens_needed
 from calibjax.data.source import Row, Rows, Skipped, read_source
+from calibjax.runtime.arrays import as_array
 from calibjax.runtime.errors import UserError, quantity
 
 
@@ -131,7 +132,7 @@ def load_text(
     vocab_size = lm.config.vocab_size
     examples = []
     for row, text in enumerate(source):
-        tokens = np.asarray(text)
+        tokens = as_array(text)
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             got = f"{tokens.dtype} of shape {tokens.shape}"
             raise UserError(f"text {row}: expected two or more token ids, got {got}. One text is [[1, 2, 3]].")

@@ -21,7 +21,7 @@ from calibjax.heads import FittedHead
 from calibjax.metrics import Closed
 from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, parameter_count
 from calibjax.recalibrate.contract import at_labels, checked_fields, class_count
-from calibjax.runtime.arrays import AnyArray, ceil_div, label_numbers
+from calibjax.runtime.arrays import AnyArray, ceil_div, label_numbers, plain_array
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.options import Bins, check_value
@@ -352,6 +352,7 @@ def compare(
     for name, data in (("fit", fit), ("held_out", held_out)):
         if not isinstance(data, Predictions):
             raise UserError(f"{name}: expected Predictions, got {type(data).__name__}.")
+    fit, held_out = (Predictions(*map(plain_array, data)) for data in (fit, held_out))
     fields = ("confidence", "correct") if fit.logits is None else ("logits", "labels")
     for data in (fit, held_out):
         checked_fields(data, fields, impossible="logits" in fields)

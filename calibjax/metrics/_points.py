@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from calibjax.runtime.arrays import as_array
+from calibjax.runtime.arrays import plain_array
 
 _ROUNDING = 1e-5
 Metric = TypeVar("Metric", bound=Callable[..., Any])
@@ -102,33 +101,19 @@ def metric(
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
-            args = tuple(map(plain_array, args))
-            kwargs = {name: plain_array(value) for name, value in kwargs.items()}
-            values = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
+            values = {name: plain_array(value) for name, value in bound.items()}
             first, second, *_ = signature.parameters
             check({name: values[name] for name in (first, second)}, values.get("where"), rank, counts)
             bandwidth = values.get("bandwidth")
             if bandwidth is not None and is_known(bandwidth) and not bandwidth > 0:
                 raise ValueError(f"bandwidth: expected a number above 0, got {bandwidth}.")
-            return jitted(*args, **kwargs) if len(values[first]) else jnp.float32(jnp.nan)
+            return jitted(**values) if len(values[first]) else jnp.float32(jnp.nan)
 
         vars(checked).update(from_sums=from_sums, norm=norm)
         return cast(Metric, checked)
 
     return wrap
-
-
-def plain_array(value: Any) -> Any:
-    """A list, a column of pandas or a tensor of PyTorch as a NumPy array; other values unchanged.
-
-    An array on a mesh with axes of type Explicit is replicated: sorts and sums over its points need no sharding then.
-    """
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and isinstance(value.sharding, NamedSharding):
-        mesh = value.sharding.mesh
-        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
-            return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
-    foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.ndarray | np.generic)
-    return as_array(value) if foreign or isinstance(value, list | tuple) else value
 
 
 def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, counts: bool = False) -> None:
@@ -138,15 +123,14 @@ def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, co
     """
     arrays, where = {name: plain_array(array) for name, array in arrays.items()}, plain_array(where)
     shapes = [np.shape(array) for array in arrays.values()]
-    names = " and ".join(arrays)
     if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
-        raise ValueError(f"{names}: expected the same shape with {rank or 'any'} axes, got {shapes}.")
+        raise ValueError(f"{' and '.join(arrays)}: expected the same shape with {rank or 'any'} axes, got {shapes}.")
     shape = shapes[0] if rank is None else shapes[0][:1]
     if where is not None and np.shape(where) != shape:
         raise ValueError(f"where: expected one entry for each of {shape[0]} points, got shape {np.shape(where)}.")
-    for name, array in arrays.items():
+    for name, array in (*arrays.items(), ("where", np.True_ if where is None else where)):
         if np.dtype(array.dtype).kind in "cOSU":
-            raise ValueError(f"{name}: expected real numbers in [0, 1], got {array.dtype}.")
+            raise ValueError(f"{name}: expected real numbers, got {array.dtype}.")
     if not all(map(is_known, (*arrays.values(), where))):
         return
     weights = np.ones(shape) if where is None else np.asarray(where).astype(np.float64)

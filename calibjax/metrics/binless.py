@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from calibjax.metrics._points import array_namespace, check, metric, nonzero, plain_array, points, weights_of
-from calibjax.runtime.arrays import AnyArray, as_array, ceil_div, label_numbers
+from calibjax.metrics._points import array_namespace, check, metric, nonzero, points, weights_of
+from calibjax.runtime.arrays import AnyArray, as_array, ceil_div, label_numbers, plain_array
 
 NODES = 256  # grid intervals of the reliability curve on [0, 1]; its smallest bandwidth spans five of them
 GROUPS = 200  # largest number of groups that the band resamples: its width has a relative error of (2 GROUPS)^-½, 5%
@@ -132,11 +132,11 @@ def grid_sums(
     Returns:
         float32 `[..., NODES + 1, 2]`: at each node the number of points, and Σ correctness.
     """
-    confidence, correct = (jnp.asarray(plain_array(x)).astype(jnp.float32) for x in (confidence, correct))
-    counts = weights_of(plain_array(where), confidence.shape) > 0
+    confidence, correct, where = map(plain_array, (confidence, correct, where))
+    counts = weights_of(where, np.shape(confidence)) > 0
     check({"confidence": confidence, "correct": correct}, counts, rank=None)
-    confidence = jnp.clip(confidence, 0.0, 1.0)
-    node, upper = _nodes_of(jnp.where(counts, confidence, 0.0), NODES)
+    confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
+    node, upper = _nodes_of(jnp.where(counts, jnp.clip(confidence, 0.0, 1.0), 0.0), NODES)
     values = jnp.stack([jnp.ones_like(confidence), correct], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 

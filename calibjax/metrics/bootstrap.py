@@ -23,7 +23,7 @@ from calibjax.metrics._points import check
 from calibjax.metrics.errors import ece_from_sums
 from calibjax.metrics.intervals import Interval, PairedDifference, error_comparison, error_interval, sign_test
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index
-from calibjax.runtime.arrays import as_array, label_numbers
+from calibjax.runtime.arrays import as_array, label_numbers, plain_array
 from calibjax.runtime.options import Closed
 
 POOLS = 10_000
@@ -167,13 +167,13 @@ def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> t
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
         raise ValueError("where: expected True or False for each point; resampling does not take weights.")
-    if groups is not None and np.shape(groups) != np.shape(confidence):
-        raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {np.shape(groups)}.")
+    groups = None if groups is None else as_array(groups)
+    if groups is not None and groups.shape != np.shape(confidence):
+        raise ValueError(f"groups: expected one label for each of {len(confidence)} points, got {groups.shape}.")
     counts = np.ones(len(confidence), bool) if where is None else np.asarray(where, bool)
     if not counts.any():
         raise ValueError("expected at least one point that counts, got none.")
-    if groups is not None:
-        groups = np.asarray(groups)[counts]
+    groups = None if groups is None else groups[counts]
     return as_array(confidence)[counts], as_array(correct)[counts], groups
 
 
@@ -267,7 +267,7 @@ def metric_interval(
 
 def _on_all_points(metric: Callable, arrays: tuple[Any, Any], options: dict[str, Any]) -> float:
     metric_options = {name: value for name, value in options.items() if name not in ("groups", "resamples", "seed")}
-    return float(metric(*(jnp.asarray(as_array(x)) for x in arrays), **metric_options))
+    return float(metric(*map(plain_array, arrays), **metric_options))
 
 
 def compare_resamples(

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from calibjax.metrics._points import check, is_known, metric, points
 from calibjax.metrics.errors import bias_from_sums, ece_from_sums, mce_from_sums, rmsce_from_sums
 from calibjax.metrics.sums import CalibrationSums, total_sums
-from calibjax.runtime.arrays import AnyArray, as_array
+from calibjax.runtime.arrays import AnyArray, plain_array
 
 
 @metric(from_sums=lambda sums: sums.brier / sums.points)
@@ -62,7 +62,7 @@ def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..
     `successes` c in [0, n] (else ValueError) and `samples` n have one shape, or n is a scalar. Every metric accepts the
     fraction as `correct`: a noisy target, of expected Brier score (confidence − q)² + q(1 − q)/n at a success rate q.
     """
-    c, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (successes, samples))
+    c, n = (jnp.asarray(plain_array(x)) for x in (successes, samples))
     wrong = (c < 0) | (c > n)
     if is_known(wrong) and wrong.any():
         raise ValueError("successes: expected 0 to samples.")
@@ -86,7 +86,7 @@ def capability_error(
     Returns:
         float32, same shape; NaN where n < 2. Raises ValueError outside jit for values out of range.
     """
-    confidence, n = (jnp.asarray(as_array(x) if is_known(x) else x) for x in (confidence, samples))
+    confidence, n = (jnp.asarray(plain_array(x)) for x in (confidence, samples))
     check({"confidence": confidence}, rank=None)
     fraction = success_fraction(successes, n)
     variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.metrics._points import check, plain_array, weights_of
-from calibjax.runtime.arrays import AnyArray
+from calibjax.metrics._points import check, weights_of
+from calibjax.runtime.arrays import AnyArray, plain_array
 from calibjax.runtime.options import Closed
 
 _CHUNK = 2**8  # points that are added in plain float32; the sums of chunks are added in two floats
@@ -136,8 +136,7 @@ def calibration_sums(
         where: `[..., N]`, False for points that do not count; or weights >= 0.
     """
     confidence, correct, log_prob, where = map(plain_array, (confidence, correct, log_prob, where))
-    confidence, correct = jnp.asarray(confidence), jnp.asarray(correct)
-    weight = weights_of(where, confidence.shape)
+    weight = weights_of(where, np.shape(confidence))
     check({"confidence": confidence, "correct": correct}, weight, rank=None)
     return sums_of_index(bin_index(confidence, bins, closed), confidence, correct, bins, weight, log_prob)
 

@@ -24,7 +24,7 @@ from calibjax.models.gguf import is_gguf
 from calibjax.models.model import LanguageModel
 from calibjax.models.tokenizer import gguf_stop_tokens
 from calibjax.nn.kv_cache import Cache, fork
-from calibjax.runtime.arrays import round_up
+from calibjax.runtime.arrays import as_array, round_up
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
@@ -360,7 +360,7 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     """The values as integers; raises `UserError` for fractions, and for what int32 does not hold."""
     array = np.array(None)
     with contextlib.suppress(ValueError):  # rows of different lengths
-        array = np.asarray(values)
+        array = as_array(values)
     whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
     if whole and array.size:
         whole = max(int(array.max()), -int(array.min())) <= INT_MAX

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.recalibrate.contract import IMPOSSIBLE, Predictions, checked_fields
 from calibjax.recalibrate.temperature import TemperatureState, fit_to_target
-from calibjax.runtime.arrays import AnyArray, as_array
+from calibjax.runtime.arrays import AnyArray, as_array, plain_array
 from calibjax.runtime.errors import UserError
 
 
@@ -28,7 +28,7 @@ def sample_agreement(
         answers = as_array(answers)
         if answers.dtype.kind not in "iu" or (answers != answers.astype(np.int32)).any():
             raise UserError("answers: expected 32-bit integers; np.unique(answers, return_inverse=True) gives them.")
-    counts = jnp.ones(answers.shape, bool) if where is None else jnp.asarray(where)
+    counts = jnp.ones(answers.shape, bool) if where is None else jnp.asarray(plain_array(where))
 
     def question(row: tuple[Array, Array]) -> tuple[Array, Array]:
         samples, mask = row

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.runtime.arrays import AnyArray, as_array
+from calibjax.runtime.arrays import AnyArray, as_array, plain_array
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import check_value
 
@@ -101,7 +101,7 @@ class Method:
 
     def apply(self, state: Any, data: Predictions) -> Array:
         """Calibrated log_probs `[N, K]` or confidence `[N]`, see `returns`: float32, pure and jittable."""
-        values = {name: getattr(data, name) for name in self.apply_reads}
+        values = {name: plain_array(getattr(data, name)) for name in self.apply_reads}
         fields = (value if name in INTEGERS else jnp.asarray(value, jnp.float32) for name, value in values.items())
         return self.apply_arrays(state, *fields)
 
@@ -137,7 +137,7 @@ def checked_fields(
         UserError: for a missing field, shapes that do not fit, no rows, too many classes, or a value that is not finite
             or out of range, with the first such row.
     """
-    arrays = {field: _array(field, getattr(data, field)) for field in fields}
+    arrays = {field: host_field(field, getattr(data, field)) for field in fields}
     unembedding = arrays.pop("unembedding", None)
     rows = _rows(arrays, where)
     if where is not None:
@@ -145,10 +145,8 @@ def checked_fields(
     if impossible:
         logits = arrays["logits"]
         arrays["logits"] = np.where(np.isneginf(logits), np.float32(IMPOSSIBLE), logits)
-    classes = None if unembedding is None else len(unembedding)
-    if "logits" in arrays:
-        classes = arrays["logits"].shape[1]
-    if max_classes is not None and classes is not None and classes > max_classes:
+    classes = class_count(Predictions(**arrays, unembedding=unembedding))
+    if max_classes is not None and classes > max_classes:
         limit = f"a method with parameters for each class takes at most {max_classes:,} classes"
         raise UserError(f"{limit}, got {classes:,}; take temperature, ensemble_temperature or ats.")
     _check_values(arrays, rows, classes)
@@ -166,7 +164,7 @@ def checked_fields(
     return tuple(arrays[field] for field in fields)
 
 
-def _array(field: str, value: Any) -> np.ndarray:
+def host_field(field: str, value: Any) -> np.ndarray:
     """A field on the host, its dtype and number of axes checked; floats as float32."""
     if value is None:
         raise UserError(f"this method needs {field}: give Predictions({field}=...).")
@@ -191,7 +189,7 @@ def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarra
         raise UserError(f"expected one row a prediction in every field, got {lengths}.")
     rows = np.arange(next(iter(lengths.values())))
     if where is not None:
-        where = np.asarray(where)
+        where = as_array(where)
         if where.shape != rows.shape or where.dtype != bool:
             raise UserError(f"where: expected bool {rows.shape}, got {where.dtype} {where.shape}.")
         rows = rows[where]

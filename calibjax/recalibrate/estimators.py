@@ -55,9 +55,8 @@ class Estimator:
             width = class_count(data)
             self.classes_ = np.arange(width)
             if not np.issubdtype(truth.dtype, np.integer):
-                counts = np.ones(len(truth), bool)
-                if np.shape(where) == truth.shape:  # `Method.fit` refuses another shape
-                    counts = as_array(where).astype(bool)
+                # `Method.fit` refuses a mask of another shape.
+                counts = as_array(where).astype(bool) if np.shape(where) == truth.shape else np.ones(len(truth), bool)
                 self.classes_ = np.unique(truth[counts])
                 if len(self.classes_) != width:
                     raise UserError(f"y: expected {width} distinct labels, one a column, got {len(self.classes_)}.")
@@ -66,7 +65,7 @@ class Estimator:
         else:
             self.classes_ = np.arange(2)
             data = data._replace(correct=truth)
-        state = method.fit(data, None if where is None else as_array(where), **self.get_params())
+        state = method.fit(data, where, **self.get_params())
         self.n_features_in_ = 1 if np.ndim(X) == 1 else np.shape(X)[1]
         self.recalibrator_ = Recalibrator(self.method, state, {})
         return self
@@ -132,8 +131,7 @@ class Estimator:
         values = as_array(X)
         if first == "confidence" and values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
-        further = {name: as_array(value) for name, value in fields.items()}
-        return Predictions(**{first: values}, **further)
+        return Predictions(**{first: values}, **fields)
 
 
 def _estimator(name: str, method: str) -> type[Estimator]:

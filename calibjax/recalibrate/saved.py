@@ -11,8 +11,9 @@ import numpy as np
 from flax.errors import ScopeParamShapeError
 from jaxtyping import Array
 
-from calibjax.recalibrate.contract import Method, Predictions, checked_fields, class_count
+from calibjax.recalibrate.contract import Method, Predictions, checked_fields, class_count, host_field
 from calibjax.recalibrate.methods import METHODS
+from calibjax.runtime.arrays import plain_array
 from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
 from calibjax.runtime.files import json_text
@@ -50,9 +51,9 @@ class Recalibrator(NamedTuple):
         if missing:
             reads = ", ".join(self.method.apply_reads)
             raise UserError(f"{self.name} reads {reads}: the predictions have no {', '.join(missing)}.")
-        reads = Predictions(**{field: getattr(data, field) for field in self.method.apply_reads})
+        reads = Predictions(**{field: plain_array(getattr(data, field)) for field in self.method.apply_reads})
         divided = tuple(name for name in self.method.apply_reads if name != "unembedding")
-        rows = {name: np.asarray(getattr(reads, name)) for name in divided}
+        rows = {name: host_field(name, getattr(reads, name)) for name in divided}
         count = len(next(iter(rows.values())))
         if not count:
             return np.asarray(_apply(self.method, self.state, reads))

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from calibjax.runtime.errors import UserError
 
@@ -35,16 +37,31 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """An array, series, frame or tensor on the host; torch's bfloat16, which NumPy lacks, as float32."""
+    """An array, series, frame or tensor on the host; torch's bfloat16 as float32. Masked values raise `UserError`."""
     if hasattr(values, "detach"):  # a tensor of torch
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
-    return np.asarray(values)
+    if np.ma.is_masked(values):
+        raise UserError("expected an array without masked values: leave them out, or give where= where there is one.")
+    values = np.asarray(values)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)  # JAX misreads the bytes of another order
+
+
+def plain_array(value: Any) -> Any:
+    """Lists and arrays of other libraries as `as_array` reads them; an array of JAX, or None, unchanged.
+
+    An array on a mesh with axes of type Explicit is replicated: sorts and sums over its points need no sharding then.
+    """
+    sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
+    is_foreign = hasattr(value, "__array__") and not isinstance(value, jax.Array | np.generic)
+    return as_array(value) if is_foreign or isinstance(value, list | tuple) else value
 
 
 def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
     """The number of each of `count` labels, `[count]`, from 0 in sorted order. Raises `UserError` for a missing one."""
-    labels = np.asarray(labels)
+    labels = as_array(labels)
     if labels.shape != (count,):
         raise UserError(f"{name}: expected one label for each of {count} points, got {labels.shape}.")
     if any(label is None or (label != label) is not False for label in labels.tolist()):  # also NaN and pandas' NA
@@ -59,7 +76,7 @@ def as_indices(values: Any) -> jax.Array:
     """
     if isinstance(values, jax.Array):
         return values
-    values = np.asarray(values)
+    values = as_array(values)
     if values.dtype.kind in "iu" and values.dtype.itemsize >= 4:
         limits = np.iinfo(np.int32)
         values = np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)

@@ -52,11 +52,12 @@ def test_arrays_frames_and_tensors():
     frame, series = pd.DataFrame(LOGITS, columns=list("abcd")), pd.Series(LABELS)
     np.testing.assert_array_equal(recalibrate.VectorScaling().fit(frame, series).predict_proba(frame), want)
     tensor = torch.tensor(LOGITS, requires_grad=True)
-    np.testing.assert_array_equal(
-        recalibrate.VectorScaling().fit(tensor, torch.tensor(LABELS)).predict_proba(tensor), want
-    )
+    fitted = recalibrate.VectorScaling().fit(tensor, torch.tensor(LABELS))
+    np.testing.assert_array_equal(fitted.predict_proba(tensor), want)
     half = recalibrate.TemperatureScaling().fit(tensor.bfloat16(), torch.tensor(LABELS))
-    assert np.isfinite(half.predict_proba(LOGITS)).all()
+    assert np.isfinite(half.recalibrator_(logits=tensor.bfloat16())).all()
+    fits = [recalibrate.EnsembleTemperatureScaling().fit(LOGITS, LABELS.astype(order)) for order in ("<i4", ">i4")]
+    np.testing.assert_array_equal(*[fit.predict_proba(LOGITS) for fit in fits])
     words = np.array(["ant", "bee", "cat", "dog"])[LABELS]
     named = recalibrate.VectorScaling().fit(LOGITS, words)
     np.testing.assert_array_equal(named.predict_proba(LOGITS), want)

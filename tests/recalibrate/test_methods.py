@@ -14,6 +14,7 @@ import oracle
 import pytest
 import recalibration_data
 from oracle import EPS, assert_within
+from sklearn.isotonic import IsotonicRegression
 
 from calibjax import UserError
 from calibjax.recalibrate import (
@@ -114,8 +115,6 @@ def unpenalised(x, y, **options):
     "name", ["platt", "confidence_temperature", "matrix", "dirichlet", "one_vs_rest_platt", "isotonic"]
 )
 def test_scikit_learn(name):
-    from sklearn.isotonic import IsotonicRegression
-
     confidence, correct = recalibration_data.binary()
     logits, labels = recalibration_data.classes()
     if name == "isotonic":
@@ -168,8 +167,6 @@ def test_stacking_is_a_penalised_logistic_regression():
 
 def test_venn_abers_by_its_definition():
     """Isotonic regression (scikit-learn) of the calibration data and the new confidence, as wrong and as right."""
-    from sklearn.isotonic import IsotonicRegression
-
     rng = np.random.default_rng(50)
     confidence = rng.beta(4, 2, 60).round(2)
     correct = (rng.random(60) < confidence**2).astype(np.float32)
@@ -700,6 +697,7 @@ def test_mistakes_are_named():
         ("confidence: row 1 holds nan", Predictions(confidence=[0, np.nan, 0, 0, 0], correct=y), None),
         ("no prediction counts", Predictions(confidence=c, correct=y), np.zeros(5, bool)),
         ("where: expected bool", Predictions(confidence=c, correct=y), np.ones(5)),
+        ("masked", Predictions(confidence=np.ma.masked_array(c, y > 0), correct=y), None),
         ("confidence: expected real numbers, got complex128", Predictions(confidence=c + 2j, correct=y), None),
     ):
         with pytest.raises(UserError, match=message):

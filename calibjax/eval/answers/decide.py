@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from calibjax.runtime.arrays import AnyArray, label_numbers
+from calibjax.runtime.arrays import AnyArray, as_array, label_numbers
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Fraction, check_value
 
@@ -69,7 +69,7 @@ def decide(
         >>> result["thresholds"]["answers"]["threshold"]
         0.398
     """
-    confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct)
+    confidence, correct = as_array(confidence).astype(np.float64), as_array(correct)
     if confidence.ndim not in (1, 2) or correct.shape != confidence.shape[:1] or not len(correct):
         raise UserError(f"expected confidence [N] or [N, K] and correct [N], got {confidence.shape}, {correct.shape}.")
     for name, value in (("risk", risk), ("level", level)):
