@@ -24,8 +24,8 @@ class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOption
     Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
     the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
     found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons, and
-    what the model does without them. --data with the columns question, choices (or A, B, ...) and answer is read
-    as multiple choice, anything else as text.
+    what the model does without them. --data with the columns question, choices (or options, or A, B, ...) and
+    answer is read as multiple choice, anything else as text.
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.

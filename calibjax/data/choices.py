@@ -16,7 +16,8 @@ from calibjax.runtime.errors import UserError
 # Text before the letter. The first cue after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 _LETTERS = string.ascii_uppercase
-_COLUMNS = ("question", "choices", "answer", "answerKey", "subject", *_LETTERS)
+_CONTEXT = ("context", "passage", "article")
+_COLUMNS = ("question", *_CONTEXT, "choices", "options", "answer", "answerKey", "answer_idx", "subject", *_LETTERS)
 
 
 class Choices(NamedTuple):
@@ -32,9 +33,9 @@ class Choices(NamedTuple):
 
 
 def is_multiple_choice(rows: Rows) -> bool:
-    """Whether rows have the columns question, choices (or A, B, ...) and answer (or answerKey)."""
+    """Whether rows have the columns question, choices (or options, or A, B, ...) and answer (or answerKey)."""
     row = with_names(rows.first, _COLUMNS)
-    has_choices = "choices" in row or {"A", "B"} <= row.keys()
+    has_choices = "choices" in row or "options" in row or {"A", "B"} <= row.keys()
     return has_choices and "question" in row and ("answer" in row or "answerKey" in row)
 
 
@@ -47,9 +48,10 @@ def choice_sequences(
     (Hendrycks et al. 2021, arXiv 2009.03300); without space, colon or both where some letter is not a single token.
 
     Args:
-        rows: with the columns question, choices, equally many in each row, and answer, and optionally subject. Choices
-            are a list, or ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the
-            index of the right one, from 0, or its label: A, B, ..., or ARC's.
+        rows: with the columns question, choices (or options), equally many in each row, and answer, and optionally
+            subject and context (or passage, article), which is written before the question. Choices are a list, or
+            ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the index of the
+            right one, from 0, or its label: A, B, ..., or ARC's.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random by `seed`, in the order of the rows; by default all.
 
@@ -98,9 +100,11 @@ def choice_sequences(
 def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     """The text up to the cue, the index of the right choice and the number of choices: `count`, unless it is 0."""
     columns = itertools.takewhile(lambda letter: row.get(letter) not in (None, ""), _LETTERS)
-    choices: Any = row["choices"] if "choices" in row else [row[letter] for letter in columns]
-    labels, answer = list(_LETTERS), row.get("answer", row.get("answerKey"))
-    if isinstance(choices, Mapping):  # ARC's
+    choices: Any = row.get("choices", row.get("options", [row[letter] for letter in columns]))
+    labels, answer = list(_LETTERS), row.get("answer_idx", row.get("answer", row.get("answerKey")))
+    if isinstance(choices, Mapping) and "A" in choices:  # MedQA's
+        labels, choices = list(choices), list(choices.values())
+    elif isinstance(choices, Mapping):  # ARC's
         choices, labels = choices.get("text"), [str(label) for label in choices.get("label") or _LETTERS]
     if str(answer) in labels:
         answer = labels.index(str(answer))
@@ -112,11 +116,12 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
         expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
         raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-    parts = [row.get("question"), *choices]
+    question = [*(row[name] for name in _CONTEXT if row.get(name)), row.get("question")]
+    parts = [*question, *choices]
     if not all(isinstance(part, str | int | float) and is_text(str(part)) for part in parts):
-        raise UserError(f"{place}: expected Unicode text in question and choices, got {ascii(parts)[:60]}.")
+        raise UserError(f"{place}: expected Unicode text in question, context and choices, got {ascii(parts)[:60]}.")
     lines = [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False)]
-    return "\n".join([str(parts[0]), *lines, ""]), answer, count
+    return "\n".join([*map(str, question), *lines, ""]), answer, count
 
 
 def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:

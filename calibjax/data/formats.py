@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from calibjax.data.source import Row, Rows, is_text, with_names
 from calibjax.runtime.errors import UserError
 
-_INPUTS = ("input", "context")
+_INPUTS = ("input", "context", "passage", "article")
 _RESPONSES = ("response", "completion", "answer", "output")
 _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("chat", ("messages", "conversations")),
@@ -70,8 +70,14 @@ def recognise(
         UserError: there are no rows, `text_column` is missing, no format matches the columns, or `prompt_template` does
             not apply to the format or is not a format string.
     """
+    rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     format = _recognise(rows, text_column)
     template = prompt_template
+    row = with_names(rows.first, ("choices", "options", "A", "B"))
+    has_choices = row.get("choices") or row.get("options") or {"A", "B"} <= row.keys()
+    if template is None and format.kind == "prompt" and format.columns[0] == "question" and has_choices:
+        hint = "`eval layers` reads them; else write the choices into the question, or give a prompt template."
+        raise UserError(f"{rows.name}: multiple choice, whose choices no prompt would contain. {hint}")
     if template is not None:
         if format.kind not in ("instruction", "prompt"):
             raise UserError(f"prompt_template is for instructions and prompts, but rows are {format}. Leave it out.")
@@ -86,8 +92,7 @@ def recognise(
     return replace(format, prompt_template=template, score_template_text=score_template_text)
 
 
-def _recognise(rows: Rows | Sequence[Row], text_column: str | None) -> Format:
-    rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
+def _recognise(rows: Rows, text_column: str | None) -> Format:
     columns = rows.first
     plain = "document" if rows.documents else "text"
     if text_column is not None:

@@ -46,10 +46,17 @@ def test_what_is_asked(merges, cue):
     assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == f"Where?\nA. here\nB. there\nC. no\n{cue}"
     assert np.flatnonzero(sequences.where[0]).tolist() == [len(tokens) - 1]
     arc = {"choices": {"text": ["here", "there", "no"], "label": [1, 2, 3]}, "answerKey": "3"}
-    for form in (arc, arc | {"answerKey": 3}, {"A": "here", "b": "there", "C": "no", "D": "", "answer": "C"}):
-        rows = Rows([{"question": "Where?", **form}], "made")
+    columns = {"A": "here", "b": "there", "C": "no", "D": ""}
+    medqa = {"options": {"A": "here", "B": "there", "C": "no"}, "answer": "no", "answer_idx": "C"}
+    race = {"Options": ["here", "there", "no"], "answer": "C"}
+    for form in (arc, arc | {"answerKey": 3}, columns | {"answer": "C"}, medqa, race):
+        rows = Rows([{"question": "Where?", **form}, {"question": "Where?", "article": "He left.", **form}], "made")
         assert is_multiple_choice(rows)
-        np.testing.assert_array_equal(choice_sequences(rows, tokenizer, 200).sequences.tokens, [tokens])
+        read = choice_sequences(rows, tokenizer, 200).sequences
+        after = tokenizer("He left.\n")["input_ids"]
+        np.testing.assert_array_equal(read.tokens[0][read.segment_ids[0] > 0], tokens)
+        np.testing.assert_array_equal(read.tokens[1], [*after, *tokens])
+        np.testing.assert_array_equal(read.targets[read.where], [vocabulary["C"]] * 2)
 
 
 def test_questions_that_are_too_long_are_counted_and_some_are_drawn():

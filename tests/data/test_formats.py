@@ -15,6 +15,7 @@ from calibjax.runtime.errors import UserError
         (["prompt", "completion"], "prompt", ["prompt", "completion"]),
         (["question", "output"], "prompt", ["question", "output"]),
         (["question", "context", "answer"], "prompt", ["question", "context", "answer"]),
+        (["question", "passage", "answer"], "prompt", ["question", "passage", "answer"]),
         (["messages", "prompt", "response"], "chat", ["messages"]),
         (["conversations"], "chat", ["conversations"]),
     ],
@@ -35,3 +36,8 @@ def test_errors_list_what_is_there():
         recognise([{"alpha": 1, "beta": 2}])
     with pytest.raises(UserError, match=r"text_column='txt' is missing. The columns are: alpha, beta"):
         recognise([{"alpha": 1, "beta": 2}], "txt")
+    question = {"question": "Who?", "answer": "B"}
+    for choices in ({"choices": ["I", "you"]}, {"Options": {"A": "I", "B": "you"}}, {"A": "I", "B": "you"}):
+        assert recognise([question | choices], prompt_template="{question}").kind == "prompt"
+        with pytest.raises(UserError, match=r"multiple choice.*`eval layers` reads"):
+            recognise([question | choices])
