@@ -124,7 +124,8 @@ def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> s
 
 
 Message = dict[str, Any]
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT files
+_ROLES = {"human": "user", "prompter": "user", "observation": "tool"}  # of ShareGPT's and OASST's files
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant")
 SEPARATOR = "\n\n"  # between messages where there is no chat template
 
 
@@ -165,6 +166,10 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
         roles = [message["role"] for message in messages[-len(turns) :]]
     if "assistant" not in roles:
         raise UserError(f"{where}: no message of role assistant (or gpt) to predict. Roles: {', '.join(roles)}.")
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
+        mark = f"<{name.removesuffix('s')}>"
+        if row.get(name) and any(mark in message["content"] for message in messages):
+            raise UserError(f"{place}, column {name!r}: {mark} stands for what is no text. Only text is read.")
     return Conversation(messages, tuple(answers), options)
 
 
@@ -210,7 +215,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
         raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
     trained = message.pop("train", message.pop("training", None))  # axolotl's
     weight = message.pop("weight", trained)
-    if weight not in (None, 0, 1) or (weight and role not in ("assistant", "gpt", "function_call")):
+    if weight not in (None, 0, 1) or (weight and _ROLES.get(role, role) not in ("assistant", "function_call")):
         raise UserError(f"{where}: expected a weight of 0, or 1 only for the assistant, got {weight!r} for {role!r}.")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
