@@ -154,6 +154,7 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
     every = sorted(file for file in directory.glob("**/*") if file.is_file() and _suffix(file) in _READERS)
     # Copies that notebooks and versioning keep, such as .ipynb_checkpoints/train-checkpoint.csv, are no data.
     every = [file for file in every if not any(part[0] == "." for part in file.relative_to(directory).parts)]
+    every = [file for file in every if file.name != "dataset_infos.json"]  # of the hub: descriptions of splits
     files = [file for file in every if file.parent == directory] or every
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
@@ -300,13 +301,9 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
         delimiter = "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
     # Strict: a quote that is never closed would make one cell of all rows after it.
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    names = next(rows, [])
-    # Spreadsheets leave columns unnamed. Repeated names get a number, so that only reading one by its name raises.
-    columns = [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, 1)]
+    columns = _distinct(next(rows, []))
     if not is_text("".join(columns)):
         raise ValueError("invalid UTF-8 in the first line; save the file as UTF-8")
-    if len(set(columns)) < len(columns):
-        raise ValueError(f"two columns of the same name: {', '.join(columns)}")
     before, start = start - 1, start + rows.line_num
     try:
         for cells in rows:
@@ -324,6 +321,14 @@ def _csv(file: BinaryIO, delimiter: str | None = None) -> _Read:
         raise ValueError(f"line {start}: {error}: a cell that begins with a quote must end with one") from error
 
 
+def _distinct(names: list[str]) -> list[str]:
+    """Spreadsheets leave columns unnamed. Repeated names get a number, so that only reading one by its name raises."""
+    columns = [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, 1)]
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"two columns of the same name: {', '.join(columns)}")
+    return columns
+
+
 def is_text(text: str) -> bool:
     """Whether a string is Unicode text; it is not where it holds half of a surrogate pair."""
     return text.isascii() or text.encode("utf-8", "ignore").decode() == text
@@ -332,8 +337,10 @@ def is_text(text: str) -> bool:
 def _parquet(file: BinaryIO) -> _Read:
     import pyarrow.parquet
 
-    batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000)
-    return _numbered(row for batch in batches for row in batch.to_pylist())
+    opened = pyarrow.parquet.ParquetFile(file)
+    columns = _distinct(opened.schema_arrow.names)
+    batches = opened.iter_batches(batch_size=1000)
+    return _numbered(row for batch in batches for row in batch.rename_columns(columns).to_pylist())
 
 
 _READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import datasets
+import pyarrow.parquet
 import pytest
 
 from calibjax.data import read_source
@@ -40,6 +41,9 @@ def test_a_document_and_a_table_with_hostile_names(tmp_path):
     assert (list(rows), rows.documents) == ([{"text": "one\n\ntwo é\n"}], True)
     rows = read_source(write(tmp_path / "a.csv", b"text,n,n,,\nNA,1,2,,\n"))
     assert list(rows) == [{"text": "NA", "n (2)": "1", "n (3)": "2", " (4)": "", " (5)": ""}]
+    table = pyarrow.table([["NA"], [1], [2]], names=["text", "n", "n"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert list(read_source(tmp_path / "a.parquet")) == [{"text": "NA", "n (2)": 1, "n (3)": 2}]
 
 
 def test_directory(tmp_path):
@@ -62,6 +66,7 @@ def test_directories_of_the_hub_and_of_datasets(tmp_path):
         part.to_parquet(tmp_path / f"clone/data/{name}-00000-of-00001.parquet")
         part.to_parquet(tmp_path / f"clone/data/.ipynb_checkpoints/{name}-checkpoint.parquet")
         part.to_parquet(tmp_path / f"folders/{name}/0.parquet")
+    (tmp_path / "clone/dataset_infos.json").write_text('{"default": {"features": {}}}')
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "several")
     parts["test"].save_to_disk(tmp_path / "one")
     for folder in ("clone", "folders", "several"):
