@@ -186,6 +186,8 @@ def _find_answers(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, with the end of the sequence if it is missing, and whether the loss includes each of them."""
     begin, end = offsets.T
+    # Tokenizers that trim offsets give spaces no width: they stand where the token before them ends.
+    begin = np.where(begin < end, begin, np.minimum(begin, np.append(0, end[:-1])))
     loss_mask = np.zeros(len(ids), bool)
     for first, last in rendered.answers or ():
         # A token without width, such as a leading space that the tokenizer has inserted, counts as one character.

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from assets import tokenizer_of
 from tiny import CHATML, character_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from calibjax.data import examples as examples_module
 from calibjax.data import recognise, tokenize_rows
@@ -83,6 +84,17 @@ def test_with_chat_template():
     ):
         *_, example = tokenize(rows, tokenizer, **options)
         assert show(example, tokenizer) == expected
+
+
+def test_spaces_where_a_tokenizer_trims_offsets():
+    """As Pythia's does: a space is scored where the answer holds it, and only there."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate([*characters, "</s>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    (example,) = tokenize([{"prompt": "Add ", "response": " x "}], tokenizer, prompt_template="{prompt}")
+    assert show(example, tokenizer) == "AddĠ[ĠxĠ</s>]"
 
 
 def test_chat_template_of_a_real_model():
