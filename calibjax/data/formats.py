@@ -72,24 +72,23 @@ def recognise(
     """
     rows = rows if isinstance(rows, Rows) else Rows(rows, "the data")
     format = _recognise(rows, text_column)
-    template = prompt_template
     row = with_names(rows.first, ("choices", "options", "A", "B"))
     has_choices = row.get("choices") or row.get("options") or {"A", "B"} <= row.keys()
-    if template is None and format.kind == "prompt" and format.columns[0] == "question" and has_choices:
+    if prompt_template is None and format.kind == "prompt" and format.columns[0] == "question" and has_choices:
         hint = "`eval layers` reads them; else write the choices into the question, or give a prompt template."
         raise UserError(f"{rows.name}: multiple choice, whose choices no prompt would contain. {hint}")
-    if template is not None:
+    if prompt_template is not None:
         if format.kind not in ("instruction", "prompt"):
             raise UserError(f"prompt_template is for instructions and prompts, but rows are {format}. Leave it out.")
         try:
-            fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+            fields = [name for _, name, _, _ in Formatter().parse(prompt_template) if name is not None]
         except ValueError as error:
-            raise UserError(f"prompt_template={template!r} is not a format string: {error}.") from error
+            raise UserError(f"{prompt_template=} is not a format string: {error}.") from error
         if not fields or not all(field.isidentifier() for field in fields):
-            raise UserError(f"prompt_template={template!r}: expected columns in braces, as {{{format.columns[0]}}}.")
+            raise UserError(f"{prompt_template=}: expected columns in braces, as {{{format.columns[0]}}}.")
         if format.columns[-1] in fields:
-            raise UserError(f"prompt_template={template!r} contains the response {format.columns[-1]!r}. Leave it out.")
-    return replace(format, prompt_template=template, score_template_text=score_template_text)
+            raise UserError(f"{prompt_template=} contains the response {format.columns[-1]!r}. Leave it out.")
+    return replace(format, prompt_template=prompt_template, score_template_text=score_template_text)
 
 
 def _recognise(rows: Rows, text_column: str | None) -> Format:
@@ -187,18 +186,16 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
     """A prompt and its response as messages, after those of the column `history`: pairs of prompt and response."""
     prompt, *inputs, response = format.columns
     text = string_at(row, prompt, place)
-    if prompt != "prompt" and not inputs:
-        inputs = _INPUTS  # which the first row, by which the columns were chosen, may have lacked
+    if prompt != "prompt":  # a row may hold several, or one that the first row lacks
+        inputs = dict.fromkeys((*inputs, *_INPUTS))
     for column in inputs:
         if more := string_at(row, column, place, optional=True):
             text += SEPARATOR + more
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
-    parts = []
-    for request, answer in [*pairs, (text, string_at(row, response, place))]:
-        parts.append((place, [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]))
-    return parts
+    pairs = [*pairs, (text, string_at(row, response, place))]
+    return [(place, [{"role": "user", "content": q}, {"role": "assistant", "content": a}]) for q, a in pairs]
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
@@ -238,8 +235,7 @@ def _read_call(call: Any, where: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {str(call)[:60]!r}.")
-    arguments = _parsed(function.get("arguments", {}), where)
-    function = {**function, "arguments": arguments}
+    function = {**function, "arguments": _parsed(function.get("arguments", {}), where)}
     return {**call, "function": function} if "function" in call else function
 
 
