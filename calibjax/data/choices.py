@@ -102,10 +102,9 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     columns = itertools.takewhile(lambda letter: row.get(letter) not in (None, ""), _LETTERS)
     choices: Any = row.get("choices", row.get("options", [row[letter] for letter in columns]))
     labels, answer = list(_LETTERS), row.get("answer_idx", row.get("answer", row.get("answerKey")))
-    if isinstance(choices, Mapping) and "A" in choices:  # MedQA's
-        labels, choices = list(choices), list(choices.values())
-    elif isinstance(choices, Mapping):  # ARC's
-        choices, labels = choices.get("text"), [str(label) for label in choices.get("label") or _LETTERS]
+    if isinstance(choices, Mapping):  # ARC's, or MedQA's, which are named by their labels
+        labels = [str(label) for label in choices.get("label") or (_LETTERS if "text" in choices else choices)]
+        choices = choices.get("text") or list(choices.values())
     if str(answer) in labels:
         answer = labels.index(str(answer))
     elif isinstance(answer, str) and answer.isdecimal():

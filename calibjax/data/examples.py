@@ -127,9 +127,9 @@ def _encode(
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Token ids `[n]`, and the half-open ranges of characters that they stand for, `[n, 2]`, or None."""
     # verbose=False suppresses warnings about texts beyond the model's context, which are cut into sequences later.
-    options: Any = {"return_offsets_mapping": True} if offsets else {}
     texts = [item.text for item in rendered]
-    encoded: Any = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, **options)
+    options: Any = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": offsets}
+    encoded: Any = tokenizer(texts, verbose=False, **options)
     ranges = encoded["offset_mapping"] if offsets else [None] * len(texts)
     for ids, spans in zip(encoded["input_ids"], ranges, strict=True):
         spans = None if spans is None else np.asarray(spans, np.int64).reshape(-1, 2)

@@ -28,8 +28,7 @@ def choose_seq_len(
     length = 128
     if not format.is_plain and layout != "full":
         examples = islice(tokenize_rows(rows, format, tokenizer), 1000)
-        lengths = [len(example.tokens) for example in examples]
-        most = np.percentile(lengths or [0], 95)
+        most = np.percentile([len(example.tokens) for example in examples] or [0], 95)
         length = int(np.clip(np.ceil(most / 64) * 64, 128, 1024))
     return length if max_positions is None else min(length, max_positions)
 

@@ -255,9 +255,8 @@ def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
     try:
         with pyarrow.parquet.ParquetFile(path.absolute()) as file:
             names = file.schema_arrow.names
-            repeated = sorted({name for name in names if names.count(name) > 1})
-            if repeated:
-                raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}: expected different names of columns, got {', '.join(names)}.")
             table = file.read([name for name in names if _may_have_role(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
@@ -582,6 +581,5 @@ def _list(cell: Any) -> list[float] | None:
 
 
 def _is_finite(values: np.ndarray) -> np.ndarray:
-    """Whether each value is a finite float32."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= np.finfo(np.float32).max)

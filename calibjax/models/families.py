@@ -308,13 +308,11 @@ def _norms(layer: str = "layers.{}", **targets: str) -> tuple[Rule, ...]:
 
 
 def _linear(source: str, *targets: str, transpose: bool = True, by_head: bool = False) -> tuple[Rule, Rule]:
-    """Rules of a projection: its weight, and its bias if it has one."""
     kernels, biases = (tuple(f"{target}.{name}" for target in targets) for name in ("kernel", "bias"))
     return Rule(f"{source}.weight", kernels, transpose, by_head), Rule(f"{source}.bias", biases, by_head=by_head)
 
 
 def _linears(module: str, place: str, transpose: bool = True, **targets: str) -> tuple[Rule, ...]:
-    """Rules of the projections of a module, by their names in files."""
     return tuple(
         rule
         for name, target in targets.items()

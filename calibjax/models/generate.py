@@ -292,8 +292,7 @@ def generate(
         expected = f"expected 1 to {room} beside a prompt of {longest} tokens"
         raise UserError(f"max_new_tokens: {expected}; got {max_new_tokens}.{hint}")
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
-    shards = batch_shards(lm.mesh)
-    rows = round_up(len(ids), shards)
+    rows = round_up(len(ids), batch_shards(lm.mesh))
     width = round_up(longest, _PROMPT_COLUMNS)
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
     is_token = np.arange(width) >= width - np.array([len(row) for row in padded])[:, None]

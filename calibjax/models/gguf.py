@@ -429,7 +429,6 @@ def gguf_settings(file: GgufFile) -> Settings:
 
 
 def _rope(file: GgufFile, name: str, settings: Settings) -> Settings:
-    """The settings of rotary positions that differ from the default."""
     head_dim = settings["head_dim"]
     rotated = file.get(f"{name}.rope.dimension_count", int, head_dim)
     values = file.get(f"{name}.attention.value_length", int, head_dim)
@@ -525,7 +524,6 @@ def _entry(
     shift: float = 0.0,  # number that was added
     swapped: bool = False,  # whether the last two axes are swapped
 ) -> TensorEntry:
-    """An entry `name` of a tensor, or of one expert in it."""
     first, shape = 0, tensor.shape
     if expert is not None:
         first, shape = expert * shape[1], shape[1:]

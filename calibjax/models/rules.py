@@ -59,8 +59,7 @@ class Layout:
         if self.transpose:
             stored = (*stored[:-2], stored[-1], stored[-2])
         edges = [0, *(end // self.groups for end in ends)]
-        columns = [slice(start, end) for start, end in itertools.pairwise(edges)]
-        return stored, columns
+        return stored, [slice(start, end) for start, end in itertools.pairwise(edges)]
 
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
         """The parameter that holds `columns` of each group."""

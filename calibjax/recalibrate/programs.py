@@ -45,6 +45,5 @@ def _shapes(fitted: Recalibrator) -> dict[str, tuple[Any, ...]]:
         sizes[axis] = len(named_arrays(fitted.state)[name])
     shapes = {}
     for field in fitted.method.apply_reads:
-        axes = AXES.get(field, ("n",))
-        shapes[field] = tuple(sizes.get(axis, axis) for axis in axes)
+        shapes[field] = tuple(sizes.get(axis, axis) for axis in AXES.get(field, ("n",)))
     return shapes

@@ -156,9 +156,7 @@ def expected_value(annotation: Any, value: Any) -> str | None:
         return _expected_number(int, Range(1, INT_MAX), value)
     if kind is float:
         return _expected_number(float, Range(), value)
-    if kind is str or kind is Path:
-        return _expected_text(value)
-    return None
+    return _expected_text(value) if kind in (str, Path) else None
 
 
 def _expected_choice(choices: tuple[Any, ...], value: Any) -> str | None:

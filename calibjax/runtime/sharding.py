@@ -220,8 +220,7 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
 
     def on_device(part: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
         is_local, row = _local_index(row, _BATCH, part.shape[0])
-        states = jnp.where(is_local[:, None], part[row, position], 0)
-        return jax.lax.psum(states, _BATCH)
+        return jax.lax.psum(jnp.where(is_local[:, None], part[row, position], 0), _BATCH)
 
     specs = PartitionSpec(_BATCH), PartitionSpec(), PartitionSpec()
     return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)

@@ -115,8 +115,7 @@ def _value_and_slope(
 
 @jax.jit
 def _log_scale(x: Float[Array, " G"], features: Float[Array, "N F"]) -> Float[Array, " N"]:
-    raw = x[0] + jnp.matmul(features, x[1:], precision="highest")
-    return jnp.clip(raw, *_BOUNDS)
+    return jnp.clip(x[0] + jnp.matmul(features, x[1:], precision="highest"), *_BOUNDS)
 
 
 def solve(

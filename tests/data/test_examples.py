@@ -15,8 +15,6 @@ from calibjax.data.examples import _find_answers
 from calibjax.data.render import Rendered
 from calibjax.runtime.errors import UserError
 
-# As some reasoning models do: what the assistant said before the last turn is rewritten.
-FORGETFUL = CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '...' }}")
 TURNS = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello you"},
@@ -128,25 +126,11 @@ def test_tokens_without_width():
     assert mask.tolist() == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "message"),
-    [
-        ({"messages": TURNS}, FORGETFUL, r"row 0 .*leaves out text of the role 'system'.*--skip-broken"),
-        ({"messages": TURNS}, "{{ raise_exception('no system role') }}", "rejects the conversation: no system role"),
-        ({"messages": TURNS[:2]}, CHATML, "no message of role assistant.* Roles: system, user"),
-        ({"messages": "hello"}, CHATML, "row 0 .*expected a list of messages"),
-        ({"messages": [{"role": "user", "content": [1]}]}, CHATML, "message 0: expected text"),
-        ({"prompt": "a", "response": None}, None, "'response': expected a string, got nothing"),
-        ({"prompt": "a", "response": "b", "system": ["c"]}, None, "'system': expected a string, got list"),
-        ({"prompt": "a", "response": "b"}, "slow", "not a fast tokenizer"),
-    ],
-)
-def test_bad_rows(row, template, message, monkeypatch):
-    tokenizer = character_tokenizer(template)
-    if template == "slow":
-        monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match=message):
-        tokenize([row], tokenizer)
+def test_a_slow_tokenizer(monkeypatch):
+    tokenizer = character_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match="not a fast tokenizer"):
+        tokenize([{"prompt": "a", "response": "b"}], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +183,6 @@ def test_a_long_text_without_a_boundary(monkeypatch):
     """A word as long as the text: there is no place to join parts at."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    from transformers import PreTrainedTokenizerFast
-
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
     monkeypatch.setattr("calibjax.data.examples._PART", 4096)
     (example,) = tokenize([{"text": "a" * 20_000 + " b"}], fast)

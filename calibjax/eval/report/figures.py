@@ -46,8 +46,7 @@ class Drawing(NamedTuple):
     def figure(self) -> "Figure":
         """All panels side by side, with their titles."""
         widths = [panel.width for panel in self.panels]
-        height = max(panel.height for panel in self.panels) + 0.6
-        figure = _figure(sum(widths), height)
+        figure = _figure(sum(widths), max(panel.height for panel in self.panels) + 0.6)
         axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax=ax)

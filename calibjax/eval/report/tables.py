@@ -284,9 +284,7 @@ def held_out_table(document: Document, *, intervals: bool = False) -> TextTable:
             groups.append(title)
     with_interval = ("nll", "brier", "accuracy") if has_intervals else ()
     titles = [f"{column.title} [95% interval]" if column.key in with_interval else column.title for column in shown]
-    first = ()
-    if unit_of(sets[0][1]) == "questions":
-        first = ("ece", "accuracy")
+    first = ("ece", "accuracy") if unit_of(sets[0][1]) == "questions" else ()
     if all(compares_confidences(results) for _, results in sets):  # they differ in AUROC, and not in accuracy
         first = ("ece", "brier", "auroc")
     keys = [column.key for column in shown]
