@@ -3,6 +3,7 @@
 import functools
 import importlib
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -54,6 +55,8 @@ def compile_threads_once(monkeypatch):
         program(consts, *arguments)
 
     monkeypatch.setattr(_threads, "_run_jaxpr", run)
+    # The arguments of callbacks stay NumPy's: to make JAX's of them costs as much as what is done with them.
+    monkeypatch.setattr("jax._src.callback.api", SimpleNamespace(device_put=lambda arguments, device: arguments))
 
 
 @pytest.fixture

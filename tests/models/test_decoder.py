@@ -30,7 +30,6 @@ MIXED = dataclasses.replace(
     attention_softcap=2.0,
 )
 run_hidden = jax.jit(models.hidden_states, static_argnames=("config", "layers", "dtype"))
-run_logits = jax.jit(models.logits, static_argnames=("config", "dtype"))
 
 CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 ALL_CONFIGS = pytest.mark.parametrize("config", [LLAMA, GPT2, MIXED], ids=["llama", "gpt2", "mixed"])
