@@ -143,7 +143,7 @@ def test_finished_run_again(done, made, capsys):
             assert any(cell in line and f"{row['nll']:.4f}" in line for line in lines), cell
 
 
-def test_a_report_keeps_the_command_of_its_run(done, tmp_path, capsys):
+def test_a_report_keeps_the_command_of_its_run(done, undrawn, tmp_path, capsys):
     assert main(["report", str(done[0]), "--out", str(tmp_path / "again")]) == 0
     assert "calibjax train ats --model" in (tmp_path / "again" / "report.html").read_text()
 

@@ -253,7 +253,7 @@ def test_platt_wins_on_its_own_map(tmp_path, capsys):
     assert table.read_bytes() == before
 
 
-def test_a_fit_that_did_not_converge_is_shown(tmp_path, capsys):
+def test_a_fit_that_did_not_converge_is_shown(tmp_path, undrawn, capsys):
     """Separable: one threshold parts right from wrong, and Platt's slope would grow without end."""
     table, saved, out = tmp_path / "x.csv", tmp_path / "saved", tmp_path / "out"
     table.write_text("confidence,correct\n" + "0.2,0\n0.3,0\n0.7,1\n0.8,1\n" * 100)

@@ -65,7 +65,7 @@ def test_mistakes(tmp_path, capsys, content, message):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_the_file_that_repeats_it(tmp_path):
+def test_a_run_leaves_the_file_that_repeats_it(undrawn, tmp_path):
     table = tmp_path / "x.csv"
     table.write_text("confidence,correct\n" + "".join(f"0.{k % 9 + 1},{k % 2}\n" for k in range(40)))
     assert main(["compare", "--table", str(table), "--methods", "histogram", "--out", str(tmp_path / "a")]) == 0

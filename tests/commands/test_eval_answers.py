@@ -96,7 +96,7 @@ def test_the_table_is_what_the_samples_give(run, material):
     assert methods["consistency"]["brier"] == pytest.approx(((found["consistency"] - correct) ** 2).mean(), abs=1e-6)
 
 
-def test_a_killed_run_resumes_with_its_samples(run, monkeypatch):
+def test_a_killed_run_resumes_with_its_samples(run, undrawn, monkeypatch):
     """Of a run that was killed after the samples: none is drawn again, and the table is the same."""
     before = (run[0].out / "answers" / "triviaqa.jsonl").read_bytes()
     for file in (run[0].out / "answers").glob("*.*"):
@@ -116,7 +116,7 @@ PROBES = ("probe_correct_question", "probe_agreement_layers", "probe_capability_
 
 
 @pytest.mark.slow
-def test_probes(run, material, monkeypatch):
+def test_probes(run, material, undrawn, monkeypatch):
     """Fitted on questions that are not asked, kept, and read again by a run that resumes; a linear function each."""
     folder, lm = material
     probed, lines = dataclasses.replace(run[0], further_confidences=("consistency", *PROBES), out=folder / "probed"), []
@@ -138,7 +138,7 @@ def test_probes(run, material, monkeypatch):
     assert (probed.out / "answers" / "triviaqa.jsonl").read_bytes() == before
 
 
-def test_samples_belong_to_their_question(run, tmp_path):
+def test_samples_belong_to_their_question(run, undrawn, tmp_path):
     """The same samples where other questions are asked beside it, also in a run that resumes with other batches."""
     few = dataclasses.replace(run[0], limit=12, out=tmp_path / "few", further_confidences=("consistency",))
     eval_tasks.run(few, log=lambda _: None)

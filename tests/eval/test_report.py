@@ -191,9 +191,7 @@ def test_runs_of_other_figures_share_the_columns(runs):
     assert len(page.comparison_of([page.Run("run", without)])["drawing"].panels) == 1
 
 
-def test_report_of_several_runs(runs, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")  # to draw takes seconds
-    monkeypatch.setattr(page, "svg", lambda figure, name: "<svg></svg>")
+def test_report_of_several_runs(runs, capsys, tmp_path, undrawn):
     directories = [str(runs[0] / name) for name in ("text", "again")]
     assert main(["report", *directories, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith(f"report in {tmp_path}: report.html")

@@ -136,10 +136,8 @@ def test_names_are_no_formulas():
         assert page_of.svg(drawing.figure(), drawing.name)
 
 
-def test_files_stay_in_the_directory(tmp_path, monkeypatch):
+def test_files_stay_in_the_directory(tmp_path, undrawn):
     """Figures are named after tasks."""
-    monkeypatch.setattr(page_of, "png", lambda figure: b"\x89PNG")  # to draw takes seconds
-    monkeypatch.setattr(page_of, "svg", lambda figure, name: "<svg/>")
     out = tmp_path / "a" / "out"
     out.mkdir(parents=True)
     hostile = document(lambda name: f"../../{name}/<script>")
