@@ -228,16 +228,14 @@ def test_mutations_fit_the_sources():
     mutate.check()
 
 
-WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
-HEAVY = ("eval", "kernels", "losses.long_horizon", "metrics.scores", "models", "nn", "train")
+EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
+HEAVY = tuple(
+    f"calibjax.{name}" for name in ("eval", "kernels", "losses.long_horizon", "metrics.scores", "models", "nn", "train")
+)
 """Packages and modules whose examples train or compile for seconds."""
 
 
-def is_heavy(module):
-    return module.removeprefix("calibjax.").startswith(HEAVY)
-
-
-@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] * is_heavy(m)) for m in WITH_EXAMPLES])
+@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] * m.startswith(HEAVY)) for m in EXAMPLES])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0

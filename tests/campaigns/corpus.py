@@ -23,7 +23,7 @@ from calibjax.train.checkpoint import Checkpoints
 from calibjax.train.saved import save_head
 from calibjax.train.step import OptimizerConfig, TrainState
 
-CASES = Path(__file__).parents[1] / "data" / "cases"
+CASES = Path(__file__).parents[1] / "data" / "cases"  # of tests/data/test_table.py; those that are read are copied
 
 
 def make_corpus(directory: Path) -> None:
@@ -31,9 +31,13 @@ def make_corpus(directory: Path) -> None:
         (directory / name).mkdir(parents=True)
     _write_models(directory)
     _write_answers(directory)
-    _write_reports(directory / "reports")
+    for name, document in report_documents.documents().items():
+        (directory / "reports" / f"{name}-metrics.json").write_text(json.dumps(document))
+    (directory / "reports" / "tokens.json").write_text(json.dumps(report_documents.sample()))
     _write_rows(directory / "rows")
-    _write_tables(directory / "tables")
+    for expected in CASES.glob("*.expected.json"):
+        if "error" not in json.loads(expected.read_text()):
+            shutil.copy(CASES / expected.name.removesuffix(".expected.json"), directory / "tables")
 
 
 def checkpoint_run() -> dict[str, Any]:
@@ -120,12 +124,6 @@ def _write_answers(directory: Path) -> None:
     claim_answers(folder, tiny.make_lm(), {})
 
 
-def _write_reports(directory: Path) -> None:
-    for name, document in report_documents.documents().items():
-        (directory / f"{name}-metrics.json").write_text(json.dumps(document))
-    (directory / "tokens.json").write_text(json.dumps(report_documents.sample()))
-
-
 def _write_rows(directory: Path) -> None:
     turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]
     kinds = {
@@ -140,10 +138,3 @@ def _write_rows(directory: Path) -> None:
     (directory / "some.csv").write_text("prompt,completion\n" + "".join(f"ask {n},say {n}\n" for n in range(5)))
     (directory / "words.txt").write_text("all the words of a text\n" * 5)
     (directory / "words.txt.gz").write_bytes(gzip.compress(b"all the words of a text\n" * 5, mtime=0))
-
-
-def _write_tables(directory: Path) -> None:
-    """The cases of tests/data/test_table.py that are read."""
-    for expected in CASES.glob("*.expected.json"):
-        if "error" not in json.loads(expected.read_text()):
-            shutil.copy(CASES / expected.name.removesuffix(".expected.json"), directory)

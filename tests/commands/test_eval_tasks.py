@@ -242,7 +242,7 @@ def test_several_options_may_be_right_and_prompts_may_be_cut(material, run):
     assert results["methods"]["uncalibrated"]["nll"] is None
 
 
-def test_a_second_run_asks_nothing_again(run, monkeypatch, capsys):
+def test_a_second_run_asks_nothing_again(run, undrawn, monkeypatch, capsys):
     """Nor does it resume a run of other questions."""
     monkeypatch.setattr(TaskQuestions, "batches", None)
     again = benchmarks.run(run[0], log=lambda _: None)
@@ -289,7 +289,7 @@ def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
     assert row["nll"] == pytest.approx(-right.mean(), abs=1e-4)
 
 
-def test_fit_is_temperature_scaling_over_the_options(material, tmp_path):
+def test_fit_is_temperature_scaling_over_the_options(material, undrawn, tmp_path):
     """The factor by scipy on the questions set aside; all figures on the others, by hand."""
     folder, lm, arc, *_ = material
     options = {"assets": folder, "bins": BINS, "quiet": True, "batch_size": 8, "seed": 3, "out": tmp_path / "out"}
@@ -384,6 +384,16 @@ CHAT_TEMPLATE = (
 )
 
 
+@functools.cache
+def loaded_task(task, shots, assets):
+    several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
+    loaded = several["mmlu_high_school_us_history"] if task == "mmlu" else next(iter(several.values()))
+    loaded.set_config("num_fewshot", shots)
+    if shots == 3:  # drawn for each question, as by most tasks of the harness
+        loaded.sampler = ContextSampler(loaded.sampler.df)
+    return loaded
+
+
 @pytest.mark.parametrize("system", [None, "w1 w2"])
 @pytest.mark.parametrize(
     ("task", "shots"),
@@ -393,8 +403,7 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
     """The oracle: the harness's own requests with --apply_chat_template, rendered by transformers."""
     folder, lm, *_ = material
     assets = data_path("mmlu").parents[1] if task == "mmlu" else folder
-    several = task_manager([f"{task}_local"], assets).load([f"{task}_local"])["tasks"]
-    loaded = several["mmlu_high_school_us_history"] if task == "mmlu" else next(iter(several.values()))
+    loaded = loaded_task(task, shots, assets)
     tokenizer = lm.tokenizer
     tokenizer.chat_template = CHAT_TEMPLATE
 
@@ -402,9 +411,6 @@ def test_chats_have_the_requests_of_the_harness(material, task, shots, system):
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
-    loaded.set_config("num_fewshot", shots)
-    if shots == 3:  # drawn for each question, as by most tasks of the harness
-        loaded.sampler = ContextSampler(loaded.sampler.df)
     loaded.set_fewshot_seed(0)
     options = {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": system}
     loaded.build_all_requests(limit=5, chat_template=rendered, tokenizer_name="", **options)
