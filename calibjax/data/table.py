@@ -255,8 +255,9 @@ def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
     try:
         with pyarrow.parquet.ParquetFile(path.absolute()) as file:
             names = file.schema_arrow.names
-            if len(set(names)) < len(names):
-                raise UserError(f"{path}: expected different names of columns, got {', '.join(names)}.")
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
+                raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
             table = file.read([name for name in names if _may_have_role(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())

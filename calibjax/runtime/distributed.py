@@ -129,7 +129,8 @@ def _gathered(x: jax.Array) -> np.ndarray:
     is_same = [(process == process.take([0], axis)).all() for axis in range(process.ndim)]
     within = {name for name, same in zip(mesh.axis_names, is_same, strict=True) if same}
     named = [entry if isinstance(entry, tuple) else (entry,) for entry in x.sharding.spec]
-    spec = PartitionSpec(*(tuple(name for name in names if name in within) for names in named))
+    undivided = [tuple(name for name in names if name in within) for names in named]
+    spec = PartitionSpec(*undivided)
     parts = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, spec))(x)
     whole = np.empty(x.shape, x.dtype)
     for part in parts.addressable_shards:

@@ -253,7 +253,8 @@ def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
 
 def kept_candidate(comparison: Row) -> str:
     """The name of what was fitted in the end: a head with its loss, or temperature scaling."""
-    return (comparison["chosen"] or comparison["candidates"][:1])[-1]["candidate"]
+    chosen = comparison["chosen"] or comparison["candidates"][:1]
+    return chosen[-1]["candidate"]
 
 
 def choice_verdict(comparison: Row) -> str:
