@@ -29,10 +29,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 
 import jax
-from jax._src.interpreters import mlir
 
-# A new MLIR context with its dialects costs a fifth of a small program: those of a module of tests share one.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Imports and tracing make many small objects, and collections walk all that live: a fifth of a short run otherwise.
 gc.set_threshold(50_000, 20, 20)
@@ -41,7 +38,6 @@ gc.set_threshold(50_000, 20, 20)
 @pytest.fixture(autouse=True, scope="module")
 def survivors_are_not_walked_again():
     """Collections of later modules leave out what earlier ones left: traces and programs, millions of objects."""
-    mlir.make_ir_context.cache_clear()
     gc.collect()
     gc.freeze()
 
