@@ -15,7 +15,7 @@ _FORMATS: tuple[tuple[Any, ...], ...] = (
     ("chat", ("messages", "conversations")),
     ("instruction", ("instruction",), _INPUTS, ("output", "response")),
     ("instruction", ("instruction",), ("output", "response")),
-    ("prompt", ("prompt",), _RESPONSES),
+    ("prompt", ("prompt", "query"), _RESPONSES),
     ("prompt", ("question",), _INPUTS, _RESPONSES),
     ("prompt", ("question",), _RESPONSES),
     ("text", ("text", "content", "document")),

@@ -14,6 +14,7 @@ from calibjax.runtime.errors import UserError
         (["instruction", "context", "response"], "instruction", ["instruction", "context", "response"]),
         (["prompt", "completion"], "prompt", ["prompt", "completion"]),
         (["question", "output"], "prompt", ["question", "output"]),
+        (["type", "query", "original_question", "response"], "prompt", ["query", "response"]),  # MetaMathQA
         (["question", "context", "answer"], "prompt", ["question", "context", "answer"]),
         (["question", "passage", "answer"], "prompt", ["question", "passage", "answer"]),
         (["messages", "prompt", "response"], "chat", ["messages"]),
