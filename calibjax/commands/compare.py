@@ -73,7 +73,7 @@ class CompareOptions(
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
         ignored += [] if self.table is None else self.text.changed("skip_broken")
         if ignored:
-            raise UserError(f"{', '.join(ignored)}: not read with --{given[0]}; leave out.")
+            raise UserError(f"{', '.join(ignored)}: not read with --{given[0]}; leave them out.")
         if self.base_table is not None and self.table is None:
             raise UserError("--base-table: expected --table, with the rows of the post-trained model.")
         if self.save is not None:

@@ -72,7 +72,7 @@ def _read(
         sequences = options.text.read(options.data, lm, log, split=options.split)
         return groups.split_text(sequences, 0.5, log, order="sequential"), "tokens", {}
     if unread := options.text.changed("max_rows", "max_sequences", "skip_broken"):
-        raise UserError(f"{', '.join(unread)}: not read with multiple choice; leave out, or give --text-column.")
+        raise UserError(f"{', '.join(unread)}: not read with multiple choice; leave them out, or give --text-column.")
     longest, limit = lm.config.max_positions, options.text.max_sequences
     questions = choice_sequences(rows, lm.tokenizer, longest, limit=limit, seed=options.seed)
     check_ids(questions.sequences, lm.config.vocab_size)

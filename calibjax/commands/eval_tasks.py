@@ -29,7 +29,7 @@ class EvalTasksOptions(TasksOptions, groups.OutputOptions, groups.ChatOptions, g
     Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
     model, with temperature scaling and with a head. Prompts are those of lm-eval's task definitions; questions come
     from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. Started again with the same
-    options, a killed run resumes at the task (or subject) it was killed in. Needs `pip install calibjax[lm-eval]`.
+    options, a killed run resumes at the task (or subject) it was killed in. Needs the extra `lm-eval`.
 
     Attributes:
         tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,

@@ -57,12 +57,12 @@ class TrainLhtsOptions(groups.TrainingOutputOptions, groups.TextOptions, groups.
     def check(self) -> None:
         """Raises `UserError` where options do not fit together, or self-BLEU is not installed."""
         if not self.myopic:
-            raise UserError("--myopic: expected at least one temperature.")
+            raise UserError("--myopic: expected at least one temperature, such as 1, got none.")
         if self.analogies is None and self.analogy_rows != TrainLhtsOptions.analogy_rows:
             raise UserError("--analogy-rows: expected --analogies, the file of the questions.")
         rounds = (self.lhts.quantiles, self.lhts.partition_rounds)
         if not self.partition and rounds != (LhtsOptions.quantiles, LhtsOptions.partition_rounds):
-            raise UserError("--quantiles, --partition-rounds: of the baseline that --no-partition leaves out.")
+            raise UserError("--quantiles, --partition-rounds: of the baseline: leave out --no-partition or these.")
         seq_len, prompt = self.text.seq_len or 128, self.text_prompt_tokens
         if prompt >= seq_len:
             raise UserError(f"--text-prompt-tokens: expected less than --seq-len {seq_len}, got {prompt}.")

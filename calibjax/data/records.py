@@ -85,7 +85,7 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
         key = str(number if name is None else row.get(name, _body(row).get(name)))
         more = {column: value for column, value in known.get(key, {}).items() if column != name}
         if not more:
-            return UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}).")
+            return UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}); add one.")
         if both := more.keys() & row.keys():
             return UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
         return {**row, **more}
@@ -182,7 +182,7 @@ def _answers(row: Row) -> list[Row]:
         start = _prompt_tokens(row, choices) if echoes_prompt else _reasoning_tokens(choice)
         log_probs = [_checked_log_prob(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
-            raise UserError("the answer has no tokens.")
+            raise UserError("expected an answer of at least one token, got none; remove the row or give --skip-broken.")
         answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs), **_scalars(row)}
         flat.append({**answer, "correct": correct[number]} if isinstance(correct, list) else answer)
     return flat

@@ -52,7 +52,7 @@ class Sequences(NamedTuple):
 def check_context(seq_len: int, max_positions: int | None) -> None:
     """Raises `UserError` if `seq_len` exceeds the model's context of `max_positions`; None is no limit."""
     if max_positions is not None and seq_len > max_positions:
-        raise UserError(f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens.")
+        raise UserError(f"seq_len={seq_len} is longer than the model's context of {max_positions} tokens; lower it.")
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:

@@ -86,7 +86,7 @@ class LhtsOptions(TuningOptions):
         super().check(mesh)
         distinct = {f"{temperature:g}" for temperature in self.temperatures}
         if not distinct or len(distinct) < len(self.temperatures):
-            raise UserError("temperatures: expected at least one, and each once.")
+            raise UserError(f"temperatures: expected at least one, and each once, got {[*self.temperatures]}.")
 
     @classmethod
     def unset_value(cls, name: str) -> Any:

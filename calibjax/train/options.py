@@ -62,7 +62,7 @@ class AtsOptions:
         folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
             With several sets, each set is one fold.
         epochs: passes over the fitting sequences, for mlp and transformer heads.
-        batch_size: sequences per step.
+        batch_size: sequences per batch of the frozen pass, and per step of an mlp or transformer head.
         accumulate: micro-batches per step.
         learning_rate: peak learning rate, for mlp and transformer heads.
         warmup_fraction: fraction of the steps in which the learning rate rises, for mlp and transformer heads.

@@ -109,7 +109,7 @@ class TasksOptions:
         fields = {field for name in self.further_confidences for field in CONFIDENCES[name].fields}
         targets = {PROBES[name].target for name in self.further_confidences if name in PROBES}
         if changed and "clusters" not in fields and targets <= {"correct"}:
-            raise UserError(f"{', '.join(changed)}: further_confidences names none that reads samples; leave out.")
+            raise UserError(f"{', '.join(changed)}: further_confidences names none that reads samples; leave them out.")
 
     def resolved(self) -> "TasksOptions":
         """The options, with what is None taken from the preset, except `shots`."""
