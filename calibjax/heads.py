@@ -29,7 +29,7 @@ from calibjax.runtime.options import Range, check_options
 from calibjax.runtime.sharding import lookup
 
 MIN_SCALE, MAX_SCALE = 0.05, 10.0
-MAX_LOG_FACTOR = 6.0  # of the refitted factor, in absolute value: the bounds of `fit_temperature`
+MAX_LOG_FACTOR = 6.0  # largest |log_factor|; `fit_temperature` searches the same range
 NO_MIN_SCALE = 1e-30  # uniform to every digit of float32, but a normal number: the most likely token remains distinct
 
 Mask = Bool[Array, "B T"] | None

@@ -20,7 +20,7 @@ from calibjax.runtime.platforms import keep_compiled_programs
 from calibjax.runtime.sharding import make_mesh
 from calibjax.train import load_head
 
-BATCH_SIZE = 16  # rows a step
+BATCH_SIZE = 16  # rows per step
 
 
 @register_model("calibjax")
@@ -52,7 +52,7 @@ class CalibjaxLM(HarnessLM):
         max_batch_size: None = None,
     ):
         if max_batch_size is not None:
-            raise UserError(f"max_batch_size={max_batch_size!r}: not taken; batch_size is the number of rows a step.")
+            raise UserError(f"max_batch_size={max_batch_size!r}: not taken; batch_size is the number of rows per step.")
         if not str(batch_size).isdigit():
             raise UserError(f"batch_size: expected a number of rows, got {batch_size!r}.")
         mesh = None if (data, fsdp, tensor) == (1, 1, 1) else make_mesh((data, fsdp, tensor))

@@ -30,7 +30,7 @@ from calibjax.train.saved import save_head
 from calibjax.train.sft import SftObjective, SftOptions
 from calibjax.train.step import OptimizerConfig, create_state, make_train_step
 
-_LENGTH = 65  # tokens a sequence: 64 predictions
+_LENGTH = 65  # tokens per sequence: 64 predictions
 _TRAIN, _FIT, _HELD_OUT = 512, 2048, 1024  # sequences
 _BATCH_SIZE = 32
 

@@ -107,9 +107,9 @@ def subject_rows(
 ) -> list[dict[str, Any]]:
     """Mean confidence and accuracy of each subject ("" for none), the most overconfident first.
 
-    `correct` `[N]`: booleans, or numbers from 0 to 1.
-    Rows of subject, questions, confidence, accuracy (`{"value", "low", "high"}`, by `wilson_interval`) and gap,
-    confidence minus accuracy; empty if no question has a subject.
+    `correct` `[N]`: booleans, or numbers from 0 to 1. Each row has subject, questions, confidence, accuracy
+    (`{"value", "low", "high"}`, by `wilson_interval`) and gap, which is confidence − accuracy. Empty if no question has
+    a subject.
     """
     names, numbers = np.unique(np.asarray(subjects, str), return_inverse=True)
     rows: list[dict[str, Any]] = []

@@ -67,11 +67,20 @@ _BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on
 
 @jax.jit(static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
 def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, scored_only=False):
-    """Sums and outputs of every method on one batch; a configuration of None is the base model.
+    """For each method on one batch: `CalibrationSums` and `TokenOutputs`, which tokens count, and `metrics.grid_sums`.
 
-    All methods share the frozen forward pass, and the base model's statistics where heads have features of them.
-    `scored_only`: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all
-    methods; not for tokens that several devices hold.
+    All methods share the frozen forward pass, and the base model's statistics where heads have features of them. The
+    arguments before `head_arrays` and `scored_only` are static: a program is compiled for each of their values.
+
+    Args:
+        head_configs: a `HeadConfig` for each method; None is the base model.
+        dtype: that of the forward pass.
+        bins, closed: number and edges of the bins of confidence.
+        head_arrays: `FittedHead.arrays` for each method; those of the base model are not read.
+        frozen: the model's arrays, by `frozen_arrays`.
+        batch: the arrays of some sequences, by `eval_batches`.
+        scored_only: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all
+            methods; not for tokens that several devices hold.
     """
     hidden = batch_hidden(model_config, frozen, batch, dtype)
     shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
@@ -244,7 +253,7 @@ class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
-        results: method -> "ece", "nll" (nats a token) and "brier" (of the most likely token) with 95% intervals.
+        results: method -> "ece", "nll" (nats per token) and "brier" (of the most likely token) with 95% intervals.
         document: JSON-able: every figure, as `held_out` of metrics.json.
     """
 

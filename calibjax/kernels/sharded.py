@@ -6,7 +6,7 @@ shards, for N local tokens:
 
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
-| forward | all-gathers of the `Moments`, 2 to 6 numbers a token, and of `argmax`, for `stats.merge` | up to 24 N S |
+| forward | all-gathers of the `Moments`, 2 to 6 numbers per token, and of `argmax`, for `stats.merge` | up to 24 N S |
 | backward | one psum of dh, where hidden is differentiated | 4 N D |
 
 Where W is frozen, each shard keeps its term of `Moments.expected_row`, and the psum of dh in the backward pass adds it.

@@ -15,7 +15,7 @@ from calibjax.recalibrate.contract import FitReport
 from calibjax.runtime.arrays import ceil_div
 
 _BLOCK = 2**22  # float64 numbers processed at a time: in addition to its data, a fit holds a few times as many
-_SEPARATED = 1e-6  # nats a prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
+_SEPARATED = 1e-6  # nats per prediction: a fit this good is perfect up to rounding, and its optimum lies at infinity
 _MAX_PRECONDITIONED = 512  # largest number of parameters for which an unbounded fit is preconditioned by its Hessian
 _HESSIAN_ROWS = 512  # largest number of rows that the Hessian is computed from
 _HESSIAN_EVERY = 40  # iterations after which the Hessian is computed again

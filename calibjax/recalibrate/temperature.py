@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-5  # on u = log s: `fit_temperature` has converged
 _PASSES = 40  # largest number of passes over the data
-_FLAT = 1e-6  # curvature in nats a token: less is rounding, and the data have no optimum here
+_FLAT = 1e-6  # curvature in nats per token: less is rounding, and the data have no optimum here
 _BLOCK = 2**22  # logits: about a hundred megabytes in float64
 
 
@@ -29,7 +29,7 @@ class TemperatureFit(NamedTuple):
     Attributes:
         log_scale: log s; temperature T = exp(−log_scale).
         standard_error: of log_scale, robust to dependence inside a group (sandwich estimator over groups).
-        nll: mean negative log-likelihood at the minimum, nats a token.
+        nll: mean negative log-likelihood at the minimum, nats per token.
         nll_before: the same at s = 1.
         iterations: passes over the data.
         converged: the last step was below the tolerance; False where the data have no finite optimum.

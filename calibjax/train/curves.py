@@ -42,9 +42,9 @@ Keep = Literal["disk", "memory"]
 _BLOCK = 512  # tokens of one pass over the vocabulary, on one accelerator
 _BLOCK_OF_CPU = 256  # fewer, so that the last block of a batch has little padding
 _BLOCK_OF_DEVICE = 1024  # on each of several devices: a pass may gather an unembedding that is stored in parts
-# "Fast math" that still keeps NaN, infinities, divisions and exponentials exact.
-_HONORED = ("nans", "infs", "division", "functions")
-_ANY_ORDER = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{name}": True for name in _HONORED}}
+# XLA may reorder sums ("fast math"), but NaN, infinities, divisions and exponentials stay exact.
+_STILL_EXACT = ("nans", "infs", "division", "functions")
+_REORDER_SUMS = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{n}": True for n in _STILL_EXACT}}
 _SAVE_EVERY = 20.0  # seconds between records of the progress of a pass
 _EVERYWHERE = "_everywhere"  # after the name of a feature that is stored at every position
 _FIELDS = tuple(field.name for field in dataclasses.fields(VocabCurves) if field.name != "scales")
@@ -231,7 +231,7 @@ def _block(config, dtype, losses, frozen, hidden, targets, row, position):
 @functools.cache
 def _block_program(platform_name: str) -> Callable[..., VocabCurves]:
     """`_block`, compiled. XLA's CPU compiler vectorises the sums only where it may add their terms in another order."""
-    return jax.jit(_block, static_argnums=(0, 1, 2), compiler_options=_ANY_ORDER if platform_name == "cpu" else None)
+    return jax.jit(_block, static_argnums=(0, 1, 2), compiler_options=_REORDER_SUMS if platform_name == "cpu" else None)
 
 
 def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:

@@ -40,7 +40,7 @@ from calibjax.train.step import Schedule
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 
 Method = Literal["lhts", "partition"]
-_CONDITION_RATE = 30.0  # learning rate of a condition vector over that of weights, in units of the embedding's RMS
+_CONDITION_RATE = 30.0  # a condition vector's learning rate / the weights', when the embedding's RMS is 1
 _BLOCK_LOGITS = 2**24  # float32 logits of each model that KL(q ‖ p) stores at a time
 
 

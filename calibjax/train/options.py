@@ -19,10 +19,10 @@ from calibjax.train.step import OptimizerConfig
 HeadKind = Annotated[str, OneOf(HEADS)]
 LossName = Annotated[str, OneOf(LOSSES, others=("auto",))]
 
-AUTO = ("cross-entropy", "joint")  # the losses that `--loss auto` tries: proper scores
+AUTO = ("cross-entropy", "joint")  # losses that `--loss auto` tries: proper scores
 ALPHA_GRID = (1.0, 4.0, 20.0)  # of joint, from the lowest NLL towards the lowest calibration error
-AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))  # that are tried, the simplest first
-DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # that are tried for a linear head of hidden states
+AUTO_FEATURES = (("logit_statistics",), ("logit_statistics", "hidden_states"))  # in this order, the simplest first
+DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # tried for a linear head of hidden states, the largest first
 _NARROW = 64  # most units of an MLP head that is a candidate among others
 
 

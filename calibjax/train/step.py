@@ -72,6 +72,7 @@ class OptimizerConfig:
 
 
 def create_state(params: Any, optimizer: optax.GradientTransformation, carry: Any = ()) -> TrainState:
+    """The state before the first step; `carry` is what the objective keeps between steps."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), carry)
 
 

@@ -131,8 +131,8 @@ def tune(
 
     `nll_objective`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
     parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `consume`. `per_sequence`:
-    further arrays of a batch, one row a sequence. `carry`: initial state of a `CarryingObjective`. The other arguments
-    are those of `train` and `make_train_step`.
+    further arrays of a batch, one row per sequence. `carry`: initial state of a `CarryingObjective`. The other
+    arguments are those of `train` and `make_train_step`.
     """
     arrays = {**sequences.arrays(), **per_sequence}
     train_rows, validation_rows = validation_split(sequences, options.validation_fraction, context.seed)

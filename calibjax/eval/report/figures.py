@@ -169,7 +169,7 @@ def _training_panels(training: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
             values = curve[value]
             if values:
                 ax.plot(curve[step], values, **_style(number, name), markevery=max(1, len(values) // 8))
-        ax.set(xlabel="step", ylabel="nats a token")
+        ax.set(xlabel="step", ylabel="nats per token")
         style_axes(ax)
         if len(training) > 1:
             legend(ax)
@@ -188,7 +188,7 @@ def _frontier(comparison: Row, ax: "Axes") -> None:
         ax.plot(*at, **_style(number, candidate["candidate"]), linestyle="none")
         if candidate["candidate"] == kept_candidate(comparison):
             ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
-    ax.set(xlabel="NLL, nats a token", ylabel="debiased calibration error")
+    ax.set(xlabel="NLL, nats per token", ylabel="debiased calibration error")
     ax.margins(0.15)
     style_axes(ax)
     ax.figure.legend(loc="outside lower left", fontsize="small", frameon=False, labelcolor=INK)

@@ -2,7 +2,7 @@
 
 | pass | by | products | memory beyond inputs and outputs |
 |---|---|---|---|
-| statistics | a kernel, `forward` | 1 | 28 bytes a token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
+| statistics | a kernel, `forward` | 1 | 28 bytes per token for each piece of the vocabulary, up to 16 MiB or 9 pieces |
 | with `save_logits` | the same | 1 | the same and the exponentials in 16 bits, 2.06 bytes a logit |
 | gradients, backward | a kernel for dz, and XLA: `backward` | one per gradient + 1 | chunks of dz, W and dW; dh |
 | the same from saved exponentials | XLA | one per gradient | the same |

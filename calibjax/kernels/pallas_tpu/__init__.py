@@ -11,5 +11,5 @@
 At a D that is no multiple of 128, as 2,880, XLA stores W with the vocabulary along lanes (`common.Axes`). The kernels
 then have Wᵀ and form dWᵀ. XLA copies hidden states and dh, and W once where it gathers the rows of the targets.
 
-Memory beyond inputs and outputs: 32 bytes a token; with `save_logits` also exponentials, 2.1·N·V bytes in bfloat16.
+Memory beyond inputs and outputs: 32 bytes per token; with `save_logits` also exponentials, 2.1·N·V bytes in bfloat16.
 """
