@@ -82,6 +82,24 @@ def _hessian(loss: Loss, like: Any, x: Array, rows: tuple[Array, ...], extra: An
     return jax.lax.map(lambda column: jax.jvp(gradient, (x,), (column,))[1], jnp.eye(x.size, dtype=x.dtype))
 
 
+def _newton_lbfgs(
+    objective: Objective, hessian: Callable[[np.ndarray], np.ndarray], start: np.ndarray, max_iterations: int
+) -> Minimum:
+    """`preconditioned_lbfgs` with the Hessian of where it stands, computed again after some iterations."""
+    best = Minimum(start, np.inf, False, 0)
+    while not best.converged and best.iterations < max_iterations:
+        matrix = hessian(best.x)
+        matrix += np.diag(_RIDGE * np.diag(matrix) + 1e-12)
+        steps = min(_HESSIAN_EVERY, max_iterations - best.iterations)
+        end = preconditioned_lbfgs(objective, best.x, matrix, maxiter=steps)
+        if not end.iterations:  # a Hessian of saturated probabilities, nearly 0, leads nowhere
+            end = lbfgs(objective, best.x, maxiter=steps)
+        best = end._replace(iterations=best.iterations + end.iterations)
+        if not end.iterations:
+            break
+    return best
+
+
 def minimize(
     loss: Loss,
     start: Any,
@@ -125,17 +143,11 @@ def minimize(
         else:
             stride = ceil_div(len(rows[0]), _HESSIAN_ROWS)
             sample = tuple(jnp.asarray(row[::stride]) for row in rows)
-            best = Minimum(x, np.inf, False, 0)
-            while not best.converged and best.iterations < max_iterations:
-                hessian = np.asarray(_hessian(loss, like, best.x, sample, extra)) / len(sample[0])
-                hessian += np.diag(_RIDGE * np.diag(hessian) + 1e-12)
-                steps = min(_HESSIAN_EVERY, max_iterations - best.iterations)
-                end = preconditioned_lbfgs(value_and_grad, best.x, hessian, maxiter=steps)
-                if not end.iterations:  # a Hessian of saturated probabilities, nearly 0, leads nowhere
-                    end = lbfgs(value_and_grad, best.x, maxiter=steps)
-                best = end._replace(iterations=best.iterations + end.iterations)
-                if not end.iterations:
-                    break
+
+            def hessian(x: np.ndarray) -> np.ndarray:
+                return np.asarray(_hessian(loss, like, x, sample, extra)) / len(sample[0])
+
+            best = _newton_lbfgs(value_and_grad, hessian, x, max_iterations)
         params = unravel(jnp.asarray(best.x))
         params = jax.tree.map(functools.partial(np.asarray, dtype=np.float32), params)
     return params, best.report()
