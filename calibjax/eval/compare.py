@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax import metrics
-from calibjax.eval.figures_json import curve_json, differences_of, draws_of, ece_json, finite_or_none, reliability_json
+from calibjax.eval.figures_json import add_differences, curve_json, draws_of, ece_json, finite_or_none, reliability_json
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import comparison_table, figure_of, winner
@@ -218,21 +218,17 @@ def comparison_json(
             "reliability": reliability_json(metrics.total_sums(sums[name]), resampled["bins"]),
             "curve": curve_json(curve),
         }
-    _add_differences(rows, sums, draws, reference, seed)
+    for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
+        if other in rows:
+            rows[other][field] = {}
+            add_differences(rows, sums, draws, field=field, other=other, names=COMPARED[1:], seed=seed)
+    _correct_p_values(rows)
     return _best_first(rows, sort, not_converged(results))
 
 
-def _add_differences(rows: dict[str, Any], sums: Mapping, draws: Mapping, reference: str, seed: int) -> None:
-    for name, row in rows.items():
-        for field, other in (("against", reference), ("against_uncalibrated", "uncalibrated")):
-            if other not in rows:
-                continue
-            row[field] = {}
-            if name != other:
-                pair = sums[name], sums[other]
-                pair_draws = draws[name], draws[other]
-                row[field] = differences_of((row, rows[other]), pair, pair_draws, COMPARED[1:], seed)
-    for key in COMPARED:  # corrected for all rows that are compared in the same figure
+def _correct_p_values(rows: dict[str, dict[str, Any]]) -> None:
+    """Adds `holm_p`, corrected for all rows that are compared in the same figure."""
+    for key in COMPARED:
         differences = {name: row.get("against", {}).get(key) for name, row in rows.items()}
         p_values = {name: x["p_value"] for name, x in differences.items() if x is not None}
         for name, corrected in metrics.holm(p_values).items():

@@ -42,22 +42,24 @@ def row_json(sums: metrics.CalibrationSums, draws: Draws, *, closed: metrics.Clo
     return row
 
 
-def differences_of(
-    rows: Sequence[Mapping[str, Any]],
-    sums: Sequence[metrics.CalibrationSums],
-    draws: Sequence[Draws],
+def add_differences(
+    rows: Mapping[str, dict[str, Any]],
+    sums: Mapping[str, metrics.CalibrationSums],
+    draws: Mapping[str, Draws],
+    *,
+    field: str,
+    other: str,
     names: Sequence[str],
     seed: int,
-) -> dict[str, Any]:
-    """Paired differences, first − second, of `ece` and of those `names` that both rows have, as dicts."""
-    (first, second), (first_draws, second_draws) = rows, draws
-    differences = {"ece": metrics.error_comparison(*sums, seed=seed)._asdict()}
-    for name in names:
-        if first[name] is not None and second[name] is not None:
-            difference = first[name] - second[name]
-            test = metrics.compare_resamples(difference, first_draws[name], second_draws[name])
-            differences[name] = test._asdict()
-    return differences
+) -> None:
+    """Adds a `field` to each row but `other`: paired differences from it of `ece` and of those `names` both have."""
+    for name, row in rows.items():
+        if name != other:
+            row[field] = {"ece": metrics.error_comparison(sums[name], sums[other], seed=seed)._asdict()}
+            for key in names:
+                if row[key] is not None and rows[other][key] is not None:
+                    pair = draws[name][key], draws[other][key]
+                    row[field][key] = metrics.compare_resamples(row[key] - rows[other][key], *pair)._asdict()
 
 
 def finite_or_none(value: float) -> float | None:

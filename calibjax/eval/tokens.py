@@ -13,7 +13,7 @@ from calibjax.data import Sequences, eval_batches
 from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.data.sequences import check_resamples
-from calibjax.eval.figures_json import curve_json, differences_of, draws_of, row_json
+from calibjax.eval.figures_json import add_differences, curve_json, draws_of, row_json
 from calibjax.heads import FittedHead
 from calibjax.kernels import top_logits
 from calibjax.kernels.api import hold_logits
@@ -195,8 +195,8 @@ def evaluate_tokens(
     grids = {name: np.zeros((groups, NODES + 1, 2)) for name in names}
     first = 0
     batch_size = even_batch_size(len(sequences.tokens), batch_size)
+    static = (lm.config, configs, lm.dtype, bins, closed)
     for batch, real in eval_batches(sequences.arrays(), batch_size):
-        static = (lm.config, configs, lm.dtype, bins, closed)
         outputs_of_batch = to_host(evaluate_batch(*static, head_arrays, frozen, batch, scored_only=scored_only))
         for name, (sums, tokens, valid, grid) in zip(names, outputs_of_batch, strict=True):
             sums = metrics.CalibrationSums(*(np.asarray(x[:real], np.float64) for x in sums))
@@ -239,14 +239,11 @@ def results_json(
         }
         row["curve"] = curve_json(metrics.curve_from_sums(result.grid, seed=seed))
         methods[name] = row
-    for name, row in methods.items():
-        for field, other in (("against", "temperature"), ("against_uncalibrated", next(iter(results)))):
-            if other in results and name != other:
-                pair = results[name].sums, results[other].sums
-                pair_draws = draws[name], draws[other]
-                row[field] = differences_of((row, methods[other]), pair, pair_draws, ("nll", "brier"), seed)
-    first = next(iter(results.values()))
-    return {"tokens": int(metrics.total_sums(first.sums).points), "methods": methods}
+    sums, first = {name: result.sums for name, result in results.items()}, next(iter(results))
+    for field, other in (("against", "temperature"), ("against_uncalibrated", first)):
+        if other in results:
+            add_differences(methods, sums, draws, field=field, other=other, names=("nll", "brier"), seed=seed)
+    return {"tokens": int(metrics.total_sums(sums[first]).points), "methods": methods}
 
 
 class Evaluation(NamedTuple):
