@@ -383,12 +383,6 @@ def join_features(
     return jnp.concatenate(joined, axis=-1)
 
 
-def check_log_factor(log_factor: float) -> None:
-    """Raises `UserError` where it is not a number from −`MAX_LOG_FACTOR` to `MAX_LOG_FACTOR`."""
-    if not abs(log_factor) <= MAX_LOG_FACTOR:
-        raise UserError(f"log_factor: expected a number within ±{MAX_LOG_FACTOR:g}, got {log_factor}; fit again.")
-
-
 class HeadArrays(NamedTuple):
     """Arrays of a fitted head, passed to jitted functions as arguments; its configuration is static."""
 
@@ -416,7 +410,9 @@ class FittedHead:
     log_factor: float = dataclasses.field(default=0.0, kw_only=True)
 
     def __post_init__(self):
-        check_log_factor(self.log_factor)
+        if not abs(self.log_factor) <= MAX_LOG_FACTOR:
+            expected = f"a number within ±{MAX_LOG_FACTOR:g}"
+            raise UserError(f"log_factor: expected {expected}, got {self.log_factor}; fit again.")
 
     @classmethod
     def constant(cls, lm: Any, log_scale: float = 0.0) -> "FittedHead":

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file as load_any
 from safetensors.numpy import load_file, save
 
-from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead, check_log_factor
+from calibjax.heads import MAX_SCALE, NO_MIN_SCALE, FittedHead, HeadConfig, TransformerHead
 from calibjax.models import LanguageModel
 from calibjax.models.calibrated import check_base, check_fingerprint
 from calibjax.models.fingerprint import dotted_leaves
@@ -88,9 +88,9 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
         if (schema := description["schema"]) != _SCHEMA:
             raise ValueError(f"schema {schema}, this calibjax reads {_SCHEMA}")
         config = HeadConfig(**description["head"])
-        log_factor, fingerprint = float(description["log_factor"]), str(description["base_fingerprint"])
-        check_log_factor(log_factor)
+        fingerprint = str(description["base_fingerprint"])
         abstract = jax.eval_shape(config.init, jax.random.key(0))
+        head = FittedHead(config, abstract, fingerprint, log_factor=float(description["log_factor"]))
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
         if count > _MAX_PARAMETERS:
             raise ValueError(f"a head of {count:,} parameters; expected at most {_MAX_PARAMETERS:,}")
@@ -115,7 +115,7 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
     except Exception as error:  # Orbax raises bare Exception for damaged files
         message = f"{directory / 'params'}: cannot read the head's parameters ({first_line(error)}). {_REMEDY}"
         raise UserError(message) from error
-    return FittedHead(config, params, fingerprint if lm is None else lm.fingerprint, log_factor=log_factor)
+    return dataclasses.replace(head, params=params, fingerprint=fingerprint if lm is None else lm.fingerprint)
 
 
 def _check_shapes(params: Any, like: Any) -> None:
@@ -179,8 +179,8 @@ def export_head(
         assert module.block.rope is not None
         constants |= {"num_heads": module.block.num_heads, "norm_eps": module.block.norm_eps}
         constants |= {"rope_theta": module.block.rope.theta}
-    base = {name: getattr(lm.config, name) for name in ("family", "hidden_size", "vocab_size")}
-    base |= {name: getattr(lm.config, name) for name in ("logit_softcap", "logit_divisor")}
+    names = ("family", "hidden_size", "vocab_size", "logit_softcap", "logit_divisor")
+    base = {name: getattr(lm.config, name) for name in names}
     description = {**_description(head, notes), "constants": constants, "base": base}
     files = {_PORTABLE: save(tensors, {"format": "calibjax-head"}), "head.json": json_text(description)}
     write_directory(directory, {**files, **(more or {})}, head.params)
