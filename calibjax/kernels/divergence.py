@@ -1,6 +1,7 @@
 """KL divergences between predictions of different hidden states, without storing the logits of either."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -44,11 +45,11 @@ def kl_divergences(
     bias = None if bias is None else jnp.asarray(bias)
     if sharding is not None and sharding.explicit_axes:
 
-        def run(sharding: VocabSharding, arrays: tuple[Array, ...]) -> Array:
-            names = ("hidden", "others", "unembedding", "log_normalizer", "other_log_normalizers", "bias")
-            return kl_divergences(**dict(zip(names, arrays, strict=True)), softcap=softcap, sharding=sharding)
+        def run(sharding: VocabSharding, arrays: dict[str, Any]) -> Array:
+            return kl_divergences(**arrays, softcap=softcap, sharding=sharding)
 
-        arrays = (hidden, others, unembedding, log_normalizer, other_log_normalizers, bias)
+        arrays = {"hidden": hidden, "others": others, "unembedding": unembedding, "bias": bias}
+        arrays |= {"log_normalizer": log_normalizer, "other_log_normalizers": other_log_normalizers}
         return in_auto_axes(sharding, run, arrays, (None, *leading_spec(hidden)))
     count, shape = others.shape[0], hidden.shape[:-1]
     states = jnp.concatenate([hidden[None], others])

@@ -168,17 +168,13 @@ def _statistics_bwd(call: Call, residuals: tuple[Any, Residuals | None], cotange
     zero = jax.custom_derivatives.SymbolicZero
     g = {name: cotangent for name, cotangent in cotangents.items() if not isinstance(cotangent, zero)}
     derivatives_in_scale, input_residuals = residuals
-    d_scale = None
-    for name, derivative in zip(("log_normalizer", "expected_logit"), derivatives_in_scale, strict=True):
-        if name in g and derivative is not None:
-            term = g[name] * derivative
-            d_scale = term if d_scale is None else d_scale + term
+    pairs = zip(("log_normalizer", "expected_logit"), derivatives_in_scale, strict=True)
+    terms = [g[name] * derivative for name, derivative in pairs if name in g and derivative is not None]
+    d_scale = functools.reduce(jnp.add, terms) if terms else None
     gradients = Gradients()
     if input_residuals is not None:
-        cast = []
-        for d, x in zip(input_gradients(call, input_residuals, g), input_residuals.inputs[:3], strict=True):
-            cast.append(None if d is None or x is None else d.astype(x.dtype))
-        gradients = Gradients(*cast)
+        pairs = zip(input_gradients(call, input_residuals, g), input_residuals.inputs[:3], strict=True)
+        gradients = Gradients(*(None if d is None or x is None else d.astype(x.dtype) for d, x in pairs))
     return (Inputs(*gradients, d_scale, None, None),)  # pyright: ignore[reportArgumentType]
 
 

@@ -156,10 +156,8 @@ def _parts(sharding: VocabSharding, inputs: Inputs) -> list[Inputs]:
 
     def part(rows: int) -> Inputs:
         shapes = ((tokens, width), (rows, width), (rows,), (tokens,), (tokens,), (tokens,))
-        parts: list[Any] = []
-        for x, shape in zip(inputs, shapes, strict=True):
-            parts.append(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype))
-        return Inputs(*parts)
+        pairs = zip(inputs, shapes, strict=True)
+        return Inputs._make(None if x is None else jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in pairs)
 
     main = rows_per_shard
     if sharding.width:
@@ -435,7 +433,5 @@ class Sharded(Implementation):
         in_specs = (specs, P(), P(sharding.tokens), one_per_device)
         spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
         whole, rest = spread(main, tail, cotangents, per_device)
-        joined = []
-        for x, y in zip(whole, rest, strict=True):
-            joined.append(x if x is None or y is None else jnp.concatenate([x, y]))
-        return Gradients(*joined)
+        pairs = zip(whole, rest, strict=True)
+        return Gradients(*(x if x is None or y is None else jnp.concatenate([x, y]) for x, y in pairs))
