@@ -18,7 +18,7 @@ from calibjax.recalibrate.saved import check_directory, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import Count, flag_of, run_identity
+from calibjax.runtime.options import Count, flag_of, not_identity, run_identity
 
 _FEWEST_ROWS = 10
 _DACA = "daca"
@@ -58,10 +58,10 @@ class CompareOptions(
     table: Path | None = None
     base_table: Path | None = None
     methods: tuple[str, ...] = ("all",)
-    out: Path | None = groups.presentation(None)
+    out: Path | None = not_identity(None)
     max_tokens: Count = 10_000
-    sort: SortKey = groups.presentation("log_loss")
-    save: Path | None = groups.presentation(None)
+    sort: SortKey = not_identity("log_loss")
+    save: Path | None = not_identity(None)
 
     def check(self) -> None:
         """Raises `UserError` unless there is a model with its text, or else a table."""

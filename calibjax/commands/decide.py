@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibjax.commands.groups import JsonOptions, TableOptions, presentation
+from calibjax.commands.groups import JsonOptions, TableOptions
 from calibjax.data.table import PredictionTable
 from calibjax.eval.answers.decide import SET_SCORES, TITLES, decide
 from calibjax.eval.report.notes import Verdict
@@ -15,7 +15,7 @@ from calibjax.eval.report.terminal import print_result
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, json_text, write_file
-from calibjax.runtime.options import Fraction
+from calibjax.runtime.options import Fraction, not_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class DecideOptions(TableOptions, JsonOptions):
     level: Fraction = 0.9
     claims: bool = False
     by_category: bool = False
-    out: Path | None = presentation(None)
+    out: Path | None = not_identity(None)
 
     def check(self) -> None:
         """Raises `UserError` for options that do not fit together, or a file of another kind."""

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from calibjax.commands.groups import JsonOptions, load_placed, presentation
+from calibjax.commands.groups import JsonOptions, load_placed
 from calibjax.eval.layers.bounds import head_bound
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_bounds
@@ -11,6 +11,7 @@ from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions, is_first
 from calibjax.runtime.errors import UserError, about
 from calibjax.runtime.files import check_new_file, json_text, write_file
+from calibjax.runtime.options import not_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class EvalBoundsOptions(JsonOptions):
 
     model: tuple[str, ...]
     out: Path | None = None
-    devices: DeviceOptions = presentation(DeviceOptions())
+    devices: DeviceOptions = not_identity(DeviceOptions())
 
 
 def run(options: EvalBoundsOptions, log: Log = print) -> Document:

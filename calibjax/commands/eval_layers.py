@@ -13,7 +13,7 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import together
 from calibjax.runtime.errors import UserError, quantity
-from calibjax.runtime.options import run_identity
+from calibjax.runtime.options import not_identity, run_identity
 from calibjax.runtime.sharding import check_batch
 
 
@@ -35,9 +35,9 @@ class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOption
         text: how text becomes sequences; of questions, --max-sequences are drawn at random.
     """
 
-    out: Path | None = groups.presentation(None)
+    out: Path | None = not_identity(None)
     letters_only: bool = True
-    subjects: bool = groups.presentation(False)
+    subjects: bool = not_identity(False)
 
 
 def run(options: EvalLayersOptions, log: Log = print) -> Document:

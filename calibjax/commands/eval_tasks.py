@@ -17,7 +17,7 @@ from calibjax.models import LanguageModel
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import on_first, together
 from calibjax.runtime.errors import UserError, about, require_directory
-from calibjax.runtime.options import Positive, run_identity
+from calibjax.runtime.options import Positive, not_identity, run_identity
 from calibjax.train import head_notes, load_head
 from calibjax.train.probes import fit_probe, load_probe, save_probe
 
@@ -46,8 +46,8 @@ class EvalTasksOptions(TasksOptions, groups.OutputOptions, groups.ChatOptions, g
     tasks: tuple[str, ...]
     head: Path | None = None
     temperature: Positive | None = None
-    out: Path | None = groups.presentation(None)
-    subjects: bool = groups.presentation(False)
+    out: Path | None = not_identity(None)
+    subjects: bool = not_identity(False)
 
 
 def run(options: EvalTasksOptions, log: Log = print) -> Document:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import DeviceOptions
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, AnyText, Bins, Closed, Count, Fraction, Range, Seed, flag_of
+from calibjax.runtime.options import INT_MAX, AnyText, Bins, Closed, Count, Fraction, Range, Seed, flag_of, not_identity
 from calibjax.runtime.tracking import TrackerName
 
 if TYPE_CHECKING:
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from calibjax.models import LanguageModel
 
 # Models and data are imported where they are used: a command on a table needs neither, and they take two seconds.
-
-
-def presentation(default: Any = dataclasses.MISSING) -> Any:
-    """A field that changes where a run happens or what it shows, and not what it computes: see `run_identity`."""
-    return dataclasses.field(default=default, metadata=NOT_IDENTITY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +38,7 @@ class ModelOptions:
     model: str
     adapter: Path | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
-    devices: DeviceOptions = presentation(DeviceOptions())
+    devices: DeviceOptions = not_identity(DeviceOptions())
 
     def load(self, mesh: Mesh, log: Log | None = None, *, stored: DTypeLike | None = None) -> "LanguageModel":
         return load_placed(self.model, mesh, self.dtype, stored=stored, adapter=self.adapter, log=log)
@@ -82,7 +77,7 @@ class JsonOptions:
         json: print one JSON document to standard output at the end, and nothing else there.
     """
 
-    json: bool = presentation(False)
+    json: bool = not_identity(False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +91,8 @@ class OutputOptions(JsonOptions):
         seed: random seed of the whole run.
     """
 
-    out: Path = presentation()
-    quiet: bool = presentation(False)
+    out: Path = not_identity()
+    quiet: bool = not_identity(False)
     seed: Seed = 0
 
     def check(self) -> None:
@@ -112,7 +107,7 @@ class TrainingOutputOptions(OutputOptions):
         track: tracker that receives the scalars of training, in addition to TensorBoard and train.jsonl.
     """
 
-    track: TrackerName = presentation("tensorboard")
+    track: TrackerName = not_identity("tensorboard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +119,8 @@ class BinningOptions:
         closed: the bin of a confidence on an edge: the one below (right), the one above (left), or none.
     """
 
-    bins: Bins = presentation(15)
-    closed: Closed = presentation("right")
+    bins: Bins = not_identity(15)
+    closed: Closed = not_identity("right")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,8 +317,8 @@ class EvalDataOptions:
         eval_split: split of these sets, as --split.
     """
 
-    eval_data: tuple[str, ...] = presentation(())
-    eval_split: str | None = presentation(None)
+    eval_data: tuple[str, ...] = not_identity(())
+    eval_split: str | None = not_identity(None)
 
 
 def load_placed(

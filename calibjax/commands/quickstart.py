@@ -21,7 +21,7 @@ from calibjax.models import LanguageModel, config_from_hf, init_params
 from calibjax.models.hf_export import save_model
 from calibjax.runtime.context import Log, RunContext
 from calibjax.runtime.files import write_file
-from calibjax.runtime.options import Count, run_identity
+from calibjax.runtime.options import Count, not_identity, run_identity
 from calibjax.runtime.sharding import replicated
 from calibjax.train.ats import fit_ats
 from calibjax.train.loop import train
@@ -46,7 +46,7 @@ class QuickstartOptions(groups.OutputOptions):
         epochs: passes of the decoder over its few sequences; more make it more overconfident.
     """
 
-    out: Path = groups.presentation(Path("runs/quickstart"))
+    out: Path = not_identity(Path("runs/quickstart"))
     epochs: Count = 30
 
 

@@ -15,7 +15,7 @@ from calibjax.heads import FittedHead
 from calibjax.models.hf_export import save_model, settings_files
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.options import INT_MAX, Count, Fraction, NonNegative, Range, run_identity
+from calibjax.runtime.options import INT_MAX, Count, Fraction, NonNegative, Range, not_identity, run_identity
 from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 
 
@@ -45,12 +45,12 @@ class TrainLhtsOptions(groups.TrainingOutputOptions, groups.TextOptions, groups.
 
     fit_fraction: Fraction = 0.9
     partition: bool = True
-    myopic: tuple[NonNegative, ...] = groups.presentation((1.0, 0.5, 0.0))
-    texts: Annotated[int, Range(2, INT_MAX)] = groups.presentation(64)
-    text_prompt_tokens: Count = groups.presentation(8)
-    self_bleu: bool = groups.presentation(False)
-    analogies: str | None = groups.presentation(None)
-    analogy_rows: Count = groups.presentation(1000)
+    myopic: tuple[NonNegative, ...] = not_identity((1.0, 0.5, 0.0))
+    texts: Annotated[int, Range(2, INT_MAX)] = not_identity(64)
+    text_prompt_tokens: Count = not_identity(8)
+    self_bleu: bool = not_identity(False)
+    analogies: str | None = not_identity(None)
+    analogy_rows: Count = not_identity(1000)
     text: groups.DataOptions = groups.DataOptions(full_sequences=True)
     lhts: LhtsOptions = LhtsOptions()
 

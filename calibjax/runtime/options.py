@@ -84,8 +84,10 @@ Fraction = Annotated[float, Range(0, 1, open="both")]
 Closed = Literal["right", "left", "none"]
 """Which edge belongs to a bin of confidences; see `calibjax.metrics.bin_index`."""
 
-NOT_IDENTITY = {"identity": False}
-"""`metadata` of a field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
+
+def not_identity(default: Any = dataclasses.MISSING) -> Any:
+    """A field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
+    return dataclasses.field(default=default, metadata={"identity": False})
 
 
 def flag_of(name: str) -> str:
@@ -194,7 +196,7 @@ def run_identity(command: str, options: Any) -> dict[str, Any]:
 
 
 def options_identity(options: Any) -> dict[str, Any]:
-    """Every option but those marked `NOT_IDENTITY`; JSON-able."""
+    """Every option but fields of `not_identity`; JSON-able."""
     return {
         field.name: to_json(getattr(options, field.name))
         for field in dataclasses.fields(options)

@@ -17,7 +17,7 @@ from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.models import LanguageModel
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range, check_options
+from calibjax.runtime.options import BatchSize, Bins, Closed, Count, Range, check_options, not_identity
 from calibjax.runtime.sharding import check_batch
 
 
@@ -42,9 +42,9 @@ class LayersOptions:
     sweep_layers: tuple[Count, ...] = ()
     settled: Annotated[float, Range(0, 1, open="low")] = 0.9
     neuron_layers: Count = 1
-    batch_size: BatchSize = dataclasses.field(default=16, metadata=NOT_IDENTITY)
-    bins: Bins = dataclasses.field(default=15, metadata=NOT_IDENTITY)
-    closed: Closed = dataclasses.field(default="right", metadata=NOT_IDENTITY)
+    batch_size: BatchSize = not_identity(16)
+    bins: Bins = not_identity(15)
+    closed: Closed = not_identity("right")
 
     def swept(self, depth: int) -> tuple[int, ...]:
         """The blocks after which to edit a model of this depth; raises `UserError` for blocks that it has not."""
@@ -144,7 +144,7 @@ def evaluate_layers(
             "fit": metrics.summarise(sums),
             "held_out": interval_figures(on_held_out[edit], compared, context.seed),
         }
-        sweep.append({"layer": edit.layer, "strength": edit.strength, **figures})
+        sweep.append({**edit._asdict(), **figures})
     return {
         "schema": SCHEMA,
         "held_out": {"tokens": counts[1], "unit": "tokens", "clusters": "sequences", "methods": methods},
@@ -155,7 +155,7 @@ def evaluate_layers(
             "counts": list(fitted.counts),
             "expected_fraction": space.expected,
             "rows": rows,
-            "chosen": {"layer": chosen.layer, "strength": chosen.strength},
+            "chosen": chosen._asdict(),
             "difference": difference._asdict(),
         },
         "sweep": sweep,

@@ -12,7 +12,7 @@ from calibjax.eval.answers.probe_features import PROBES
 from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.models.generate import TEMPERATURES
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.options import INT_MAX, NOT_IDENTITY, BatchSize, Bins, Closed, Count, Range
+from calibjax.runtime.options import INT_MAX, BatchSize, Bins, Closed, Count, Range, not_identity
 
 Temperature = Annotated[float, Range(*TEMPERATURES)]
 
@@ -84,10 +84,10 @@ class TasksOptions:
     judge: str = STRING_MATCH
     max_new_tokens: Count | None = None
     limit: Count | None = None
-    batch_size: BatchSize = dataclasses.field(default=32, metadata=NOT_IDENTITY)
+    batch_size: BatchSize = not_identity(32)
     max_length: Count | None = None
-    bins: Bins | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
-    closed: Closed | None = dataclasses.field(default=None, metadata=NOT_IDENTITY)
+    bins: Bins | None = not_identity(None)
+    closed: Closed | None = not_identity(None)
 
     def check_methods(self, heads: bool) -> None:
         """Raises `UserError` for options that are unknown or cannot be used together."""
