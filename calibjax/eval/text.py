@@ -187,7 +187,7 @@ def evaluate_analogies(
     temperatures: Sequence[float],
     *,
     batch_size: int = 32,
-    context: RunContext | None = None,
+    context: RunContext,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and the accuracy on each category.
 
@@ -198,7 +198,6 @@ def evaluate_analogies(
     heads = {f"{t:g}": dataclasses.replace(base, log_factor=-math.log(max(t, _COLDEST))) for t in temperatures}
     scorer, choices = Scorer(lm, heads, batch_size=batch_size), analogies.choices
     choice_scores = np.zeros((len(heads), len(choices)))
-    context = context or RunContext()
     bar = context.bar(scorer.stream(choices), title=context.title or "analogies", unit="choice", total=len(choices))
     for number, score in bar:
         choice_scores[:, number] = score.log_probs.sum(axis=1, dtype=np.float64)

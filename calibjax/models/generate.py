@@ -375,14 +375,13 @@ def sample_sequences(
     prompt_tokens: int = 1,
     temperature: float = 1.0,
     batch_size: int = 16,
-    context: RunContext | None = None,
+    context: RunContext,
 ) -> Sequences:
     """Keeps the first `prompt_tokens` of every sequence and samples the rest from the model, up to a stop token.
 
     Returns sequences of the same shape, one text each, padded at the end; `where` is False for targets that are tokens
     of the prompt. Temperature 0 decodes greedily. `context` gives the seed, the progress bar and its title.
     """
-    context = context or RunContext()
     count, length = sequences.tokens.shape
     if not 1 <= prompt_tokens <= length:
         raise UserError(f"prompt_tokens: expected 1 to {length}, the sequences' inputs, got {prompt_tokens}.")
@@ -429,13 +428,12 @@ def mix_samples(
     directory: Path,
     prompt_tokens: int = 1,
     batch_size: int = 16,
-    context: RunContext | None = None,
+    context: RunContext,
 ) -> Sequences:
     """Replaces a fraction in [0, 1] of the sequences, chosen by the seed, with samples; see `sample_sequences`.
 
     The samples are stored in `directory`, as `samples.npz`, and reused when a run with the same sequences resumes.
     """
-    context = context or RunContext()
     order = np.random.default_rng(context.seed).permutation(len(sequences.tokens))
     rows = np.sort(order[: round(fraction * len(order))])
     if not len(rows):

@@ -291,9 +291,8 @@ def test_ablation_equals_the_dense_formula():
     fit, held_out = SEQUENCES.take(np.arange(9)), SEQUENCES.take(np.arange(9, 21))
     space = edits.null_space(LM, energy=0.2)
     neurons = edits.entropy_neurons(LM, space, count=2, largest=0.5)
-    rows = {
-        row["name"]: row for row in edits.ablate(LM, (fit, held_out), make_readout(LM), neurons, space, batch_size=8)
-    }
+    ablation = edits.ablate(LM, (fit, held_out), make_readout(LM), neurons, space, batch_size=8, context=silent())
+    rows = {row["name"]: row for row in ablation}
     assert list(rows) == ["none", "mean-ablated", "rotated", *(f"equal norm {k + 1}" for k in range(edits.CONTROLS))]
 
     weights = np.asarray(LM.params["layers"]["mlp"]["down"]["kernel"][-1], np.float64)

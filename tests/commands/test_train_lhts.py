@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import scipy.special
-from tiny import WORDS, write_model, write_text
+from tiny import WORDS, silent, write_model, write_text
 
 from calibjax.cli import main
 from calibjax.data import load_sequences, read_source, split_sequences
@@ -74,7 +74,7 @@ def test_questions_are_whole(questions):
 def test_choices_are_scored_at_every_temperature(questions):
     """By the dense formula; temperature 0 is the limit."""
     lm, analogies = questions
-    results = evaluate_analogies(lm, analogies, (1.0, 0.5, 0.01, 0.0))
+    results = evaluate_analogies(lm, analogies, (1.0, 0.5, 0.01, 0.0), context=silent())
     context, tokens = (np.array(part) for part in zip(*analogies.choices, strict=True))
     logits = np.asarray(lm.logits(context), np.float64)[:, -1]
     chosen = logits[np.arange(len(tokens)), tokens[:, 0]].reshape(-1, CHOICES)

@@ -22,15 +22,14 @@ from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
 Recipe = Literal["overconfident", "wrong", "confident"]
+_Sets = tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]
 ENERGY = 0.01  # fraction of the squared singular values of the unembedding in its effective null space, at most
 _ACCURACY_LOSS = 0.01  # the most that the chosen edit may cost
 CONTROLS = 5  # sets of other neurons of equal norm
 _TINY = np.finfo(np.float64).tiny
 
 
-def choose_sets(
-    recipe: Recipe, confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]
-) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
+def choose_sets(recipe: Recipe, confidence: Float[np.ndarray, " N"], correct: Bool[np.ndarray, " N"]) -> _Sets:
     """The two sets of predictions that define a direction, from the mean residual of the second to the first's.
 
     - "overconfident": wrong with a confidence above the mean accuracy; against correct.
@@ -79,10 +78,10 @@ def find_directions(
     lm: LanguageModel,
     sequences: Sequences,
     readout: Readout,
-    sets: tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]],
+    sets: _Sets,
     *,
-    batch_size: int = 16,
-    context: RunContext | None = None,
+    batch_size: int,
+    context: RunContext,
 ) -> Directions:
     """The difference of the mean residuals of two sets after every block: the calibration direction of
     arXiv 2511.00280. `sets` are masks of the N predictions, in the order of `LayerOutputs`."""
@@ -92,7 +91,7 @@ def find_directions(
         arrays[name][arrays["where"]] = mask
     total = np.zeros((2, lm.config.num_layers, lm.config.hidden_size))
     length = np.zeros(lm.config.num_layers)
-    bar = (context or RunContext()).bar(title="direction", unit="sequence", total=len(sequences.tokens))
+    bar = context.bar(title="direction", unit="sequence", total=len(sequences.tokens))
     for batch, rows in batches_by_length(arrays, batch_size):
         sums, lengths = to_host(_sums_of_batch(lm.config, lm.dtype, lm.params, batch))
         total += sums
@@ -194,12 +193,12 @@ def sweep(
     layers: Sequence[int],
     strengths: Sequence[float],
     *,
-    context: RunContext | None = None,
+    context: RunContext,
     **options: Any,
 ) -> dict[Edit, CalibrationSums]:
     """The sums of `evaluate_edit`, for the unedited model, and for every layer with every strength."""
     edits = [UNEDITED, *(Edit(layer, c) for layer in layers for c in strengths if c)]
-    bar = (context or RunContext()).bar(edits, title="sweep", unit="edit")
+    bar = context.bar(edits, title="sweep", unit="edit")
     return {edit: evaluate_edit(lm, sequences, readout, edit_array(directions, edit), **options)[0] for edit in bar}
 
 
@@ -297,7 +296,8 @@ def ablate(
     neurons: Sequence[Neuron],
     space: NullSpace,
     *,
-    context: RunContext | None = None,
+    batch_size: int,
+    context: RunContext,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Figures of the second half with the entropy neurons of the last block changed (arXiv 2406.16254, section 4).
@@ -312,7 +312,6 @@ def ablate(
     entropy_indices = np.array([neuron.index for neuron in neurons if neuron.layer == depth])
     written = output_weights(lm, depth - 1)
     no_edit = np.zeros((depth, width), np.float32)
-    batch_size = options.get("batch_size", 16)
     mean = _mean_output(lm, fit, readout, batch_size)
 
     def mean_ablated(indices: Int[np.ndarray, " n"]) -> tuple[LanguageModel, Float[np.ndarray, "L D"]]:
@@ -328,9 +327,9 @@ def ablate(
     for number, indices in enumerate(equal_norm(np.linalg.norm(written, axis=1), entropy_indices)):
         changed[f"equal norm {number + 1}"] = functools.partial(mean_ablated, indices)
     rows: list[dict[str, Any]] = []
-    for name in (context or RunContext()).bar(list(changed), title="ablation", unit="set"):
+    for name in context.bar(list(changed), title="ablation", unit="set"):
         model, edit = changed[name]()
-        sums, entropy = evaluate_edit(model, held_out, readout, edit, **options)
+        sums, entropy = evaluate_edit(model, held_out, readout, edit, batch_size=batch_size, **options)
         figures = metrics.summarise(sums)
         row = {"name": name, "entropy": float(entropy.sum() / sums.points.sum())}
         row |= {key: figures[key] for key in ("confidence", "accuracy", "ece", "nll")}

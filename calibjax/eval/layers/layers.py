@@ -149,8 +149,8 @@ def layer_outputs(
     sequences: Sequences,
     readout: Readout,
     *,
-    batch_size: int = 16,
-    context: RunContext | None = None,
+    batch_size: int,
+    context: RunContext,
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
@@ -160,7 +160,7 @@ def layer_outputs(
     """
     arrays = scored_batch(sequences, readout)
     parts, order = [], []
-    bar = (context or RunContext()).bar(title="layers", unit="sequence", total=len(sequences.tokens))
+    bar = context.bar(title="layers", unit="sequence", total=len(sequences.tokens))
     for batch, rows in batches_by_length(arrays, batch_size):
         outputs = to_host(_layers_of_batch(lm.config, lm.dtype, lm.params, readout, batch))
         parts.append([x[:, : len(rows)] for x in outputs])
