@@ -9,7 +9,7 @@ import report_documents
 
 from calibjax.eval.report import figures, page
 from calibjax.eval.report.notes import comparison_verdict, lhts_verdict, set_verdict, verdict
-from calibjax.eval.report.schema import SCHEMA, as_user_error, check_document, read_metrics, read_tokens
+from calibjax.eval.report.schema import SCHEMA, as_user_error, read_metrics, read_tokens
 from calibjax.eval.report.tables import sets_of, winner
 from calibjax.eval.report.terminal import print_comparison, print_report
 from calibjax.runtime.errors import UserError
@@ -52,9 +52,10 @@ def test_damaged_documents(documents, kind, tmp_path, monkeypatch, capsys):
     methods = documents[kind]["held_out"]["methods"]
     for path, damaged in mutations(documents[kind]):
         place = tuple(part for part in path if part not in methods)
+        file.write_text(json.dumps(damaged))
         try:
-            check_document(damaged, file)
-            if place in drawn or path[0] in ("run", "schema"):
+            read_metrics(file)
+            if place in drawn or path[0] == "run":
                 continue
             drawn.add(place)
             with as_user_error(file):

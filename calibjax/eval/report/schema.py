@@ -35,7 +35,9 @@ def read_metrics(file: Path) -> Document:
     document = _load(file)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run the command again.")
-    return check_document(document, file)
+    if (problem := next(_problems(document, ""), None)) is not None:
+        raise UserError(f"{file}: {problem}. Restore the file from a copy, or run the command again.")
+    return document
 
 
 def read_tokens(directory: Path) -> dict[str, Any] | None:
@@ -54,13 +56,6 @@ def read_tokens(directory: Path) -> dict[str, Any] | None:
                 if not (isinstance(text, str) and len(pair) == 2 and all(map(_is_number, pair))):
                     raise ValueError("expected a text, and two numbers, before and after")
     return sample
-
-
-def check_document(document: Document, file: Path) -> Document:
-    """The contents of a metrics.json; raises `UserError` for the first that is no number but should be."""
-    for problem in _problems(document, ""):
-        raise UserError(f"{file}: {problem}. Restore the file from a copy, or run the command again.")
-    return document
 
 
 @contextlib.contextmanager
