@@ -110,11 +110,12 @@ def _comparison(
     differing = [figure for figure, x in differences.items() if x and differs(x)]
     subject = f"{name[0].upper()}{name[1:]}"
     if all(differences.values()) and len(differing) == 1:
-        figures = [("ECE", ece), (title, score)]
-        (changed, values), (same, rest) = figures if differing == ["ece"] else reversed(figures)
-        improves = is_lower(differences[differing[0]])
-        line = f"{subject} has a {'lower' if improves else 'higher'} {changed} than {other_name}: {values}"
-        line = f"{line}; its {same} does not differ beyond noise: {rest}{addition}."
+        changed, same = ("ece", key) if differing == ["ece"] else (key, "ece")
+        names, values = {"ece": "ECE", key: title}, {"ece": ece, key: score}
+        improves = is_lower(differences[changed])
+        comparative = "lower" if improves else "higher"
+        line = f"{subject} has a {comparative} {names[changed]} than {other_name}: {values[changed]}"
+        line = f"{line}; its {names[same]} does not differ beyond noise: {values[same]}{addition}."
         return Verdict(line, is_warning=not improves)
     better = f"{subject} is better calibrated than {other_name}: {ece}; {score}{addition}."
     return _worse(name, row, other_name, other, addition) or Verdict(better)

@@ -227,22 +227,23 @@ class Scorer:
         longest = max(len(read) for read, _ in reads)
         columns = min(max(self._width(longest), _FULL), self.max_length)
 
-        def joins(shared_tokens: int, request_tokens: int, row_tokens: int, _: int) -> bool:
-            return self._shares and row_tokens + request_tokens - shared_tokens <= columns
+        def joins(*, shared: int, request: int, row: int, **_: int) -> bool:
+            return self._shares and row + request - shared <= columns
 
         rows = _in_rows(reads, joins, position, open_rows=_OPEN_ROWS)
         return sorted(rows, key=lambda row: -len(row.tokens))
 
-    def _joins(self, shared_tokens: int, request_tokens: int, row_tokens: int, first_request_tokens: int) -> bool:
-        """Whether a request joins a row with whose last request it has its first `shared_tokens` in common.
+    def _joins(self, *, shared: int, request: int, row: int, first: int) -> bool:
+        """Whether a request joins a row with whose last request it has its first `shared` tokens in common.
 
-        Its other tokens attend to every column before them. A token costs about as much as attention to D columns.
+        `request`, `row`, `first`: number of tokens of the request, of the row and of the first request in it. The other
+        tokens of the request attend to every column before them. A token costs about as much as attention to D columns.
         """
-        new_tokens = request_tokens - shared_tokens
-        columns_alone = request_tokens**2 / 2  # attended to in a row of its own
-        more_columns = row_tokens * new_tokens + new_tokens**2 / 2 - columns_alone
-        fits = row_tokens + new_tokens <= min(self.max_length, _MAX_GROWTH * first_request_tokens)
-        return self._shares and fits and shared_tokens * self.lm.config.hidden_size >= more_columns
+        new = request - shared
+        columns_alone = request**2 / 2  # attended to in a row of its own
+        more_columns = row * new + new**2 / 2 - columns_alone
+        fits = row + new <= min(self.max_length, _MAX_GROWTH * first)
+        return self._shares and fits and shared * self.lm.config.hidden_size >= more_columns
 
     def _batch(
         self,
@@ -316,7 +317,7 @@ def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
 
 
 def _in_rows(
-    reads: Sequence[_Branch], joins: Callable[[int, int, int, int], bool], position: int = 0, *, open_rows: int = 1
+    reads: Sequence[_Branch], joins: Callable[..., bool], position: int = 0, *, open_rows: int = 1
 ) -> list[_Row]:
     """Reads in lexical order in rows whose first token has this position; for `joins` see `Scorer._joins`.
 
@@ -328,7 +329,8 @@ def _in_rows(
         candidates = []
         for index in range(max(len(rows) - open_rows, 0), len(rows)):
             shared = _common_length(rows[index][-1][0], read)
-            if joins(shared, len(read), sizes[index], len(rows[index][0][0])):
+            first = len(rows[index][0][0])
+            if joins(shared=shared, request=len(read), row=sizes[index], first=first):
                 candidates.append((2 * shared >= len(read), sizes[index], shared, index))
         if not candidates:
             rows.append([(read, numbers)])
