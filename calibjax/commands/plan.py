@@ -1,7 +1,6 @@
 """`calibjax plan`: memory and time of a step on one mesh, or on every mesh of a topology, before a run."""
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from calibjax.runtime.chips import Topology, parse_topology
 from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, first_line
+from calibjax.runtime.files import read_json
 from calibjax.runtime.flops import flops
 from calibjax.runtime.hlo import Collective, collectives
 from calibjax.runtime.options import Count, Range, flag_of
@@ -168,7 +168,7 @@ def _model(model: str) -> tuple[DecoderConfig, str]:
             raise UserError(f"--model {model}: expected a hub id, directory, GGUF file, or one of {names}.")
         folder = download(repository, "--model", ["config.json"])
     config = read_config(folder)
-    content = json.loads((folder / "config.json").read_text())
+    content = read_json(folder / "config.json")
     stored = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if stored == "bfloat16" else "float32"
 
@@ -340,11 +340,12 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
     roofline = _roofline(job, topology, memory)
     total, available = sum(memory.sizes.values()), topology.chip.memory
     likely_fits = total <= available if memory.fits is None else memory.fits
+    stored = None if job.trains else stored_bytes_per_token(job)
     is_excess_unknown = memory.fits is False and total < available
     plan = {
         "compiled": memory.is_compiled,
         "parameters": parameter_counts(job.config),
-        "stored_bytes_per_token": None if job.trains else stored_bytes_per_token(job),
+        "stored_bytes_per_token": stored,
         "mesh": job.mesh_text,
         "fits": memory.fits,
         "likely_fits": likely_fits,
@@ -354,7 +355,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
         "note": memory.note,
     }
     if tokens is not None:
-        plan["run"] = _run_cost(job, roofline["roofline_seconds"]["bound"], tokens)
+        plan["run"] = _run_cost(job, roofline["roofline_seconds"]["bound"], tokens, stored)
     return plan
 
 
@@ -477,7 +478,7 @@ def stored_bytes_per_token(job: Job) -> int:
     return round(device_bytes(stored) / (job.batch * job.seq_len) + device_bytes(curves) / rows)
 
 
-def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
+def _run_cost(job: Job, bound: float, tokens: int, stored: int | None) -> dict[str, Any]:
     """Steps and seconds `[least, most]` of a run; with `ats`, of the frozen pass alone, as the fits take little."""
     sequences = ceil_div(tokens, job.seq_len)
     steps = ceil_div(sequences, job.batch)
@@ -490,7 +491,7 @@ def _run_cost(job: Job, bound: float, tokens: int) -> dict[str, Any]:
         "steps": steps,
         "utilisation": list(UTILISATION),
         "seconds": [steps * bound / fraction for fraction in reversed(UTILISATION)],
-        "stored_bytes": None if job.trains else sequences * job.seq_len * stored_bytes_per_token(job),
+        "stored_bytes": None if stored is None else sequences * job.seq_len * stored,
     }
 
 

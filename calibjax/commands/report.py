@@ -49,7 +49,6 @@ def run(options: ReportOptions, log: Log = print) -> Document:
     runs = [_read(directory, name) for directory, name in zip(options.runs, names, strict=True)]
     with as_user_error(", ".join(str(directory / "metrics.json") for directory in options.runs)):
         with writing(f"--out {out}"):
-            out.mkdir(parents=True, exist_ok=True)
             lock_run(out)
             files = save_report(runs, out)
         done = f"report in {out}: report.html and its plots"

@@ -78,7 +78,6 @@ def claim_directory(out: Path, identity: dict[str, Any]) -> None:
         check_orbax_path(out)
         _holds_run(out, content)  # before anything is made
         with writing(f"--out {out}"):
-            out.mkdir(parents=True, exist_ok=True)
             lock_run(out)
             if not _holds_run(out, content):
                 write_file(out / "run.json", json_text(content))

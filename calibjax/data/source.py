@@ -14,7 +14,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -129,7 +128,7 @@ def read_source(
             raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
 
     def read() -> Iterator[Placed]:
-        return islice((placed for file in files for placed in _read_file(file)), rows)
+        return itertools.islice((placed for file in files for placed in _read_file(file)), rows)
 
     opened = Rows(read, name=str(source), documents=_suffix(files[0]) == ".txt", skip_broken=skip_broken)
     _ = opened.first
@@ -366,7 +365,7 @@ def _read_hub(name: str, split: str, rows: int | None) -> Rows:
     try:
         data: Any = datasets.load_dataset(repository, configuration or None, split=split, **options)
         if rows is not None:
-            data = list(islice(data, rows))
+            data = list(itertools.islice(data, rows))
     except Exception as error:
         what = f"neither a local file or directory nor a data set of the hub (split {split!r})"
         raise UserError(f"{name!r} is {what}: {error}") from error

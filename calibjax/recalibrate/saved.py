@@ -1,6 +1,5 @@
 """Fitted recalibrators on disk: the arrays as safetensors, a description as JSON, and checksums of both."""
 
-import json
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.arrays import plain_array
 from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
-from calibjax.runtime.files import json_text
+from calibjax.runtime.files import json_text, read_json
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
@@ -155,7 +154,7 @@ def load(directory: str | Path) -> Recalibrator:
         raise UserError(f"{directory}: expected a fitted recalibrator with {_DESCRIPTION}, found none.{hint}")
     digests = read_checksums(directory, _REMEDY)
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
+        description = read_json(file)
         name, notes = str(description["method"]), dict(description["notes"])
         if description["schema"] != _SCHEMA or name not in METHODS:
             raise ValueError(f"schema {description['schema']}, method {name}")

@@ -44,7 +44,8 @@ def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], b
 
 
 def lock_run(directory: Path) -> None:
-    """Locks a directory of results until `release` or the end of the process; does nothing if it is held already."""
+    """Makes a directory of results and locks it until `release` or the end of the process, unless it holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
     file = Path(os.path.realpath(directory)) / RUN_LOCK
     if file not in _held_files:
         _held.enter_context(locked(file, directory))

@@ -1,6 +1,7 @@
 """Fine-tuning, whatever the objective: options of the optimisation, and the run from the first to the last step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
@@ -141,10 +142,7 @@ def tune(
     counts = {"train": len(train_rows), "validation": len(validation_rows)}
     steps = max(1, options.epochs * counts["train"] // options.batch_size)
     optimizer = options.optimizer_config.build(steps)
-
-    def start(params: Any) -> step.TrainState:
-        return first_state(params, optimizer, carry)
-
+    start = functools.partial(first_state, optimizer=optimizer, carry=carry)
     params = initial_params()
     shardings = param_shardings(context.mesh, jax.eval_shape(start, params))
     state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(params)
