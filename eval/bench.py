@@ -51,9 +51,9 @@ class Bench:
     Attributes:
         model: directory of a model; None: a random one with D 256, 4 layers and V 32,256.
         dtype: of the computation.
-        sequences: to evaluate.
-        seq_len: tokens a sequence.
-        batch: sequences a step.
+        sequences: number of sequences to evaluate.
+        seq_len: tokens per sequence.
+        batch: sequences per step.
         repeats: timed pairs.
     """
 

@@ -97,12 +97,12 @@ def forward_kernel(
         out_ref[2:3, :] = sum_ref[...] / vocab_size
 
 
-def logit_cotangents(lse_and_g, targets, hidden, unembedding, block: Array, beta: float, vocab_size: int):
-    """dz [BLOCK_V, BLOCK_N] of a block of the vocabulary; rows 0 and 1 of `lse_and_g` [8, BLOCK_N] are lse and g."""
+def logit_cotangents(lse_and_g_ref, targets_ref, hidden, unembedding, block: Array, beta: float, vocab_size: int):
+    """dz [BLOCK_V, BLOCK_N] of a block of the vocabulary; rows 0 and 1 of `lse_and_g_ref` are lse and g, [BLOCK_N]."""
     z = matmul(unembedding, hidden, (1, 1))
-    lse, g = lse_and_g[0:1, :], lse_and_g[1:2, :]
+    lse, g = lse_and_g_ref[0:1, :], lse_and_g_ref[1:2, :]
     v = global_index(z.shape, 0, block, BLOCK_V)
-    smoothed_target = (1.0 - beta) * (v == targets[0:1, :]) + beta / vocab_size
+    smoothed_target = (1.0 - beta) * (v == targets_ref[0:1, :]) + beta / vocab_size
     return jnp.where(v < vocab_size, g * (jnp.exp(z - lse) - smoothed_target), 0.0).astype(hidden.dtype)
 
 
@@ -127,7 +127,7 @@ def d_unembedding_kernel(
     zero_at_first_step(sum_ref)
     h, w = zero_past_end(hidden_ref[...], token_block, BLOCK_N, tokens), unembedding_ref[...]
     dz = logit_cotangents(lse_and_g_ref, targets_ref, h, w, vocab_block, beta, vocab_size)
-    dz = jnp.where(global_index(dz.shape, 1, token_block, BLOCK_N) < tokens, dz, 0)
+    dz = jnp.where(global_index(dz.shape, 1, token_block, BLOCK_N) < tokens, dz, 0)  # past N, g is not defined
     sum_ref[...] += matmul(dz, h, (1, 0))
 
     @pl.when(token_block == pl.num_programs(1) - 1)

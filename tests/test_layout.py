@@ -99,7 +99,7 @@ def imports_of_packages():
     return {here: there - {here} for here, there in packages.items()}
 
 
-def test_rooms_floors_and_direction_of_imports():
+def test_layers_and_the_direction_of_imports():
     layer_of = {name: layer for layer, names in enumerate(LAYERS) for name in names}
     depths({module: inner_imports(module) for module in FILES})
     for module in FILES:
@@ -160,11 +160,11 @@ def test_packages_only_re_export():
     assert not [name for name in ("kernels", "train", "eval", "tests") if (ROOT / name / "__init__.py").exists()]
 
 
-ARRAYS = (
+ARRAY_NAMES = (
     "AnyArray Array ArrayLike _ArrayOrShape ndarray PRNGKeyArray AbstractRef "
     "Params FrozenArrays Sequences TrainState _State Cache Inputs Cotangents Gradients Exponentials"
 )
-ARRAYS = re.compile(rf"\b({'|'.join(ARRAYS.split())})\b")
+ARRAYS = re.compile(rf"\b({'|'.join(ARRAY_NAMES.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "head_arrays", "batch", "source", "carry", "state"}
 """Trees of arrays that are annotated as `Any`."""
 WIDE = {"calibjax.lm_eval.CalibjaxLM.__init__": "its keywords are the names in --model_args, which lm-eval passes"}

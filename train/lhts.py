@@ -125,7 +125,8 @@ def mean_log_prob(lm: calibjax.LanguageModel, prompts: np.ndarray, continuations
 
 
 def main(options: Options) -> dict[str, float]:
-    with jax.set_mesh(calibjax.RunContext().mesh) as mesh:
+    mesh = calibjax.RunContext().mesh  # all devices; or calibjax.RunContext(mesh=jax.make_mesh(...)).mesh
+    with jax.set_mesh(mesh):
         scorer = calibjax.load_model(options.model, mesh=mesh)
         data = calibjax.load_text(options.data, scorer, seq_len=options.seq_len, max_sequences=options.max_sequences)
         fit, held_out = calibjax.split_sequences(data, 0.7, seed=options.seed)
