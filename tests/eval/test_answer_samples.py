@@ -139,12 +139,13 @@ def test_confidence_in_an_answer(how):
     values[:2] = [[-np.inf], [1e-3]]  # and rounded beyond a probability of 1
     kept = [row[row > -np.inf].astype(np.float64) for row in values]
     if how in OF_SHARES:
-        values = rng.integers(0, 4, values.shape)
+        values = rng.integers(0, 4, (50, 20))
         values[1] = 3
         kept = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
     got = np.asarray(jax.jit(confidence.answer_confidence, static_argnums=0)(how, values))
     want = [min((OF_TOKENS | OF_SHARES)[how](row), 1.0) if len(row) else 0.0 for row in kept]
     np.testing.assert_allclose(got, want, atol=1e-6)
+    assert got.min() >= 0
     with pytest.raises(ValueError, match="expected one of options, options_per_token"):
         confidence.answer_confidence("mean", values)  # pyright: ignore[reportArgumentType]
 

@@ -104,11 +104,10 @@ def _sample_confidence(method: str, clusters: Int[Array, "N K"]) -> Float[Array,
     if method == "agreement":
         return frequency
     samples = clusters.shape[1]
-    if method == "first_second":
-        others = clusters != first[:, None]
-        _, second = sample_agreement(clusters, others)
-        return frequency - second * jnp.sum(others, axis=-1) / samples
     occurrences = jnp.sum(clusters[:, :, None] == clusters[:, None, :], axis=-1)
+    if method == "first_second":
+        second = jnp.max(jnp.where(clusters == first[:, None], 0, occurrences), axis=-1)
+        return (jnp.max(occurrences, axis=-1) - second) / samples
     # An answer that n samples gave is met n times; 1/n of each sums to one per different answer.
     different = jnp.sum(1 / occurrences, axis=-1)
     entropy = jnp.sum(jnp.log(samples / occurrences), axis=-1) / samples
