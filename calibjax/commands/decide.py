@@ -124,7 +124,7 @@ def _verdict(categories: Document, options: DecideOptions) -> Verdict:
     if options.claims:
         limit = f"expected fraction of false claims in an answer is at most {options.risk}"
         if none == len(decided):
-            return Verdict(f"no claim can be kept: the answers are too few to show that the {limit}.", is_warning=True)
+            return Verdict(f"no claim can be kept: the answers do not show that the {limit}.", is_warning=True)
         if options.by_category:
             return Verdict(f"The {limit} in each category, with the claims above its threshold.")
         if threshold is None:

@@ -104,10 +104,9 @@ def test_selection_with_known_risk(digits):
 def test_by_hand():
     confidence, correct = np.array([0.9, 0.8, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1])
     # (wrong above t + 1)/10 <= 0.2: one wrong answer, 0.8, may be given
-    assert decisions.risk_threshold(confidence, correct, 0.2) == 0.61
-    assert decisions.risk_threshold(confidence, correct, 0.1) == 0.81
-    assert decisions.risk_threshold(confidence, correct, 0.09) == np.inf
-    assert decisions.risk_threshold(confidence, correct, 0.4) == -np.inf
+    for risk, threshold in ((0.2, 0.61), (0.1, 0.81), (0.09, np.inf), (0.4, -np.inf)):
+        assert decisions.risk_threshold(confidence, correct, risk) == threshold
+    assert decisions.risk_threshold(np.ones(9), np.zeros(9), 0.2) == np.inf  # `>=` must not select them
     assert [*decisions.threshold_outcome(confidence, correct, 0.6).values()] == [0.6, 9, 4 / 9, 1 / 9, 1 / 4, "some"]
     assert decisions.set_threshold(confidence[:, None], np.zeros(9, int), 0.1) == 0.1
     assert decisions.set_threshold(confidence[:, None], np.zeros(9, int), 0.09) == -np.inf

@@ -3,8 +3,8 @@
 Every threshold is computed from n questions with known outcomes, finite `confidence` and `correct` 1 for right and 0
 for wrong, and holds for a new question that is exchangeable with them, at a `risk` in (0, 1). Nothing else is assumed
 of the model or the confidence. A question is answered where its confidence is *above* the threshold; −inf answers
-everything; inf, where n is below 1/risk − 1, nothing. A guarantee for each category is the same function on the rows of
-that category (Vovk 2012, arXiv 1209.2673).
+everything; inf, where n is below 1/risk − 1 or too many are wrong at the highest confidence, nothing. A guarantee for
+each category is the same function on the rows of that category (Vovk 2012, arXiv 1209.2673).
 
 A finite threshold lies strictly between two neighbouring confidences and is the shortest such decimal (`_between`).
 Printed, read back and compared with `>` or `>=`, in float64 or float32, it selects the same questions. Confidences are
@@ -362,6 +362,7 @@ def _between(value: float, limit: float) -> float:
 
 
 def _above(value: float, scores: Float[np.ndarray, " N"]) -> float:
-    """A threshold that exceeds `value`, a score, and no higher one; below 1 if there is no higher one."""
-    higher = scores[scores > value]
-    return _between(value, float(higher.min()) if len(higher) else max(value, 1.0))
+    """A threshold that exceeds `value`, a confidence, but not 1 nor any higher confidence; inf if none is higher."""
+    highest = 1.0 if value < 1 else math.inf
+    higher = float(scores[scores > value].min(initial=highest))
+    return _between(value, higher) if higher < math.inf else math.inf
