@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.data import Sequences, check_ids
 from calibjax.models.model import LanguageModel
-from calibjax.runtime.arrays import AnyArray, as_array, ceil_div, plain_array
+from calibjax.runtime.arrays import AnyArray, as_array, ceil_div
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_shardings, replicated
@@ -107,7 +107,7 @@ def from_function(
             hint = "; transpose it" if vocab_size == width else ""
             raise UserError(f"unembedding: expected [V, {width}], got {list(np.shape(unembedding))}{hint}.")
     config = FunctionConfig(apply, keywords, width, vocab_size, num_inputs=vocab_size, logit_softcap=softcap)
-    weights = [x if x is None else jnp.asarray(plain_array(x)) for x in (unembedding, bias)]
+    weights = [x if x is None or isinstance(x, jax.Array) else jnp.asarray(as_array(x)) for x in (unembedding, bias)]
     compute = jnp.float32 if weights[0] is None else weights[0].dtype
     if fingerprint is None:
         fingerprint = _digest((params, weights, softcap))
