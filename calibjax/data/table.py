@@ -22,7 +22,8 @@ from calibjax.runtime.options import Fraction, check_value
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
 _EXPECTED = (
     "expected the columns confidence and correct, or logits (or probs; or logit_0, logit_1, ...; or p_0, p_1, ...) and "
-    "label, and optionally group and category; --columns confidence=NAME names a column; --truth FILE adds one"
+    "label, and optionally group and category; --columns confidence=NAME names a column; --truth FILE adds one; "
+    "the responses of a server are read from .jsonl"
 )
 # What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
 _ROLES: dict[str, tuple[str, ...]] = {

@@ -87,7 +87,8 @@ def linear_cross_entropy(
         their hidden state. NaN where a target of a token that counts lies outside [0, V).
 
     Raises:
-        ValueError, NotImplementedError: as `vocab_stats`.
+        ValueError: for shapes, dtypes or options that do not fit.
+        NotImplementedError: where the implementation named cannot run this call here, or none can.
 
     Example:
         >>> import jax.numpy as jnp

@@ -115,7 +115,8 @@ def vocab_curves(
         `VocabCurves`, float32. Tokens that do not count hold 0, even with NaN in their hidden state.
 
     Raises:
-        ValueError, NotImplementedError: as `vocab_stats`.
+        ValueError: for shapes, dtypes or options that do not fit.
+        NotImplementedError: where the implementation named cannot run this call here, or none can.
 
     Example:
         >>> import jax.numpy as jnp

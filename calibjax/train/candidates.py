@@ -139,7 +139,8 @@ class CandidateFits:
         def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
             # All tokens are scored, by a program that is compiled already, and the sums of the fold are taken.
             scored = score(self.tokens, candidate, log_scale, refit=False)
-            return scored._replace(sums=jax.tree.map(lambda x: x[self.folds[0]], scored.sums))
+            sums = jax.tree.map(lambda x: x[self.folds[0]], scored.sums)
+            return scored._replace(sums=sums)
 
         scored = on_fold(candidate, log_scale)
         difference, error = scored.difference(on_fold(best.candidate, best.log_scale), "nll")
