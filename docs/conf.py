@@ -44,8 +44,7 @@ copybutton_prompt_is_regexp = True
 # --- pages and notebooks ---
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-nb_execution_mode = "cache"
-nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks")
+nb_execution_mode = "force"  # a cache knows the notebooks, not the library that they call
 nb_execution_timeout = 600
 nb_merge_streams = True
 nb_output_stderr = "remove"
