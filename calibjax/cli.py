@@ -35,7 +35,7 @@ COMMANDS: dict[str, str] = {
     "compare": "Compares all recalibration methods.",
     "apply": "Recalibrates new predictions by a method that compare saved.",
     "decide": "When to answer, so that few answers are wrong.",
-    "report": "Draws the report of one run or of several again.",
+    "report": "Redraws the report of one run, or of several together.",
     "generate": "Continues a text, with the confidence of each token.",
     "convert": "Converts a model to Orbax or to safetensors.",
     "export": "Exports a fitted head for PyTorch and for serving.",

@@ -45,7 +45,8 @@ class AtsOptions:
             authors' code): a randomly initialised Llama block without a lower bound on 1/T, selective smoothing with
             the authors' mask and alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
-        head_kind: the head that gives a token its temperature.
+        head_kind: the head that gives a token its temperature; where neither it nor features is given, a small mlp is
+            tried as well.
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
