@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from calibjax.data import Rows, Sequences, read_source
-from calibjax.eval.tasks.scoring import Continuation, Scorer
+from calibjax.eval.tasks.scoring import Continuation, Scorer, common_length
 from calibjax.heads import MAX_LOG_FACTOR, FittedHead
 from calibjax.models import LanguageModel
 from calibjax.models.generate import log_probs, sample_sequences
@@ -161,8 +161,7 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
         prompt = lm.tokenizer(question.prompt)["input_ids"]
         for word in question.choices:
             whole = lm.tokenizer(f"{question.prompt} {word}")["input_ids"]
-            differs = (i for i, pair in enumerate(zip(whole, prompt, strict=False)) if pair[0] != pair[1])
-            common = max(next(differs, min(len(whole), len(prompt))), 1)
+            common = max(common_length(whole, prompt), 1)
             choices.append(Continuation(whole[:common], whole[common:]))
     longest = max(len(context) + len(tokens) for context, tokens in choices)
     if longest > lm.config.max_positions + 1:

@@ -17,6 +17,9 @@ from calibjax.runtime.errors import UserError
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes. Batches are split over data and fsdp; weights over fsdp and tensor, by `RULES`."""
 
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or one that only names its axes and their sizes."""
+
 _BATCH = ("data", "fsdp")
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -74,7 +77,7 @@ def as_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, AXES, axis_types=auto)
 
 
-def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1) -> None:
+def check_batch(mesh: AnyMesh, batch_size: int, accumulate: int = 1) -> None:
     """Raises `UserError` if a batch is not `accumulate` micro-batches that divide among the devices of `mesh`."""
     shards = batch_shards(mesh)
     multiple = accumulate * shards
@@ -83,7 +86,7 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulate: int = 1)
         raise UserError(f"batch_size: expected a multiple of {multiple}, for {why}; got {batch_size}.")
 
 
-def batch_shards(mesh: Mesh | AbstractMesh | None) -> int:
+def batch_shards(mesh: AnyMesh | None) -> int:
     """The number of parts into which the rows of a batch are divided: the product of the axes data and fsdp."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in _BATCH)
 
@@ -93,7 +96,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_BATCH))
 
 
-def has_axes(mesh: Mesh | AbstractMesh) -> bool:
+def has_axes(mesh: AnyMesh) -> bool:
     return set(AXES) <= set(mesh.axis_names)
 
 
@@ -122,6 +125,13 @@ def place_rows(mesh: Mesh | None, batch: Mapping[str, np.ndarray]) -> dict[str, 
     if mesh is None or mesh.size == 1:
         return dict(batch)
     return {name: jax.make_array_from_process_local_data(batch_sharding(mesh), x) for name, x in batch.items()}
+
+
+def divide_rows(batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Divides the rows of a batch that every process holds whole over the current mesh, if there is one."""
+    mesh = context_mesh()
+    rows = local_rows(mesh, len(next(iter(batch.values()))))
+    return place_rows(mesh, {name: x[rows] for name, x in batch.items()})
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
@@ -226,7 +236,7 @@ def take_states(hidden: jax.Array, row: jax.Array, position: jax.Array) -> jax.A
     return jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec())(hidden, row, position)
 
 
-def param_sharding(mesh: Mesh | AbstractMesh, path: str, shape: Sequence[int]) -> NamedSharding:
+def param_sharding(mesh: AnyMesh, path: str, shape: Sequence[int]) -> NamedSharding:
     """Sharding of the parameter at a dotted path by `RULES`; dimensions that an axis does not divide stay whole."""
     for pattern, axes in RULES:
         if len(axes) == len(shape) and re.fullmatch(pattern, path):
@@ -251,5 +261,5 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
-def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -22,7 +21,7 @@ from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Count, NonNegative, OneOf, Positive, Weight
-from calibjax.runtime.sharding import param_shardings
+from calibjax.runtime.sharding import AnyMesh, param_shardings
 from calibjax.train.options import checked_alpha
 from calibjax.train.tuning import TuningOptions, batch_states, check_dense, over_vocabulary, tune
 
@@ -58,7 +57,7 @@ class SftOptions(TuningOptions):
     lora_targets: Literal["all", "attention", "mlp"] = "all"
     learning_rate: Positive | None = None
 
-    def check(self, mesh: Mesh | AbstractMesh) -> None:
+    def check(self, mesh: AnyMesh) -> None:
         super().check(mesh)
         checked_alpha(self.loss, self.alpha)
         adapters = (self.lora_alpha, self.lora_targets)

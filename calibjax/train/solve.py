@@ -23,7 +23,7 @@ from calibjax.kernels import VocabCurves
 from calibjax.losses import LOSSES, curve_loss
 from calibjax.recalibrate.optimize import preconditioned_lbfgs
 from calibjax.runtime.distributed import to_host
-from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows
+from calibjax.runtime.sharding import batch_shards, context_mesh, divide_rows
 from calibjax.train.curves import TokenCurves, curves_of, features_of, stored_features
 from calibjax.train.options import Trial
 
@@ -69,7 +69,8 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     placed = _place({"features": features, **curve_arrays})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
-    curvature = np.asarray(to_host(_gram(features, curves, jnp.float32(start))), np.float64) / count
+    gram = to_host(_gram(features, curves, jnp.float32(start)))
+    curvature = gram.astype(np.float64) / count
     return Design(features, mean, deviation, np.array(decayed), curves, curvature, start, count)
 
 
@@ -80,11 +81,10 @@ def _place(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """The arrays, padded to a multiple of `_BLOCK` and of the devices, and divided by rows over the current mesh."""
     mesh = context_mesh()
     multiple = math.lcm(_BLOCK, batch_shards(mesh))
-    count = len(next(iter(arrays.values())))
-    padding = -count % multiple
-    part = local_rows(mesh, count + padding)
-    padded = {name: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))[part] for name, x in arrays.items()}
-    placed = place_rows(mesh, padded)
+    placed = {}
+    for name, x in arrays.items():
+        padding = np.zeros((-len(x) % multiple, *x.shape[1:]), x.dtype)
+        placed |= divide_rows({name: np.concatenate([x, padding])})
     return placed if mesh is not None else jax.device_put(placed)
 
 
@@ -130,10 +130,9 @@ def solve(
     `weights`: of the tokens, by default 1; `start`: such as the solution for a larger decay, by default temperature
     scaling.
     """
-    padded = np.zeros(len(design.features), np.float32)
-    padded[: design.tokens] = 1.0 if weights is None else weights
-    count = float(padded.sum(dtype=np.float64))
-    placed = _place({"weights": padded})["weights"]
+    weights = np.ones(design.tokens, np.float32) if weights is None else weights
+    count = float(weights.sum(dtype=np.float64))
+    placed = _place({"weights": weights})["weights"]
     penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
     hessian = design.curvature + np.diag(penalty + ridge)
@@ -157,8 +156,8 @@ def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N
 def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
     """The parameters of a linear head that reads the features as they are, by undoing the standardisation."""
     kernel = x[1:] / design.deviation
-    bias = x[0] - kernel @ design.mean
-    return {"output": {"kernel": kernel.astype(np.float32)[:, None], "bias": np.array([bias], np.float32)}}
+    bias = x[:1] - kernel @ design.mean
+    return {"output": {"kernel": kernel[:, None].astype(np.float32), "bias": bias.astype(np.float32)}}
 
 
 def fit_token_temperature(tokens: TokenCurves) -> recalibrate.TemperatureFit:
@@ -184,7 +183,7 @@ def likelihood_sums_at(
 
     def sums_at(u: Float[Array, ""]) -> Iterator[recalibrate.LikelihoodSums]:
         sums = to_host(_likelihood(top_label, curves, base_log_scale + u))
-        grouped = (np.bincount(sequence, np.asarray(x[:count], np.float64), len(tokens.source)) for x in sums)
+        grouped = (np.bincount(sequence, x[:count], len(tokens.source)) for x in sums)
         yield recalibrate.LikelihoodSums(*grouped)
 
     return sums_at

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from calibjax.data import Sequences, batches, eval_batches, validation_split
@@ -20,7 +19,7 @@ from calibjax.models.frozen import vocab_sharding
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import BatchSize, Count, Fraction, NonNegative, Positive, Range, check_options, to_json
-from calibjax.runtime.sharding import check_batch, local_rows, param_shardings
+from calibjax.runtime.sharding import AnyMesh, check_batch, local_rows, param_shardings
 from calibjax.train import step
 from calibjax.train.loop import Validation, train
 
@@ -58,7 +57,7 @@ class TuningOptions:
     validation_fraction: Fraction = 0.05
     checkpoint_every: Count = 200
 
-    def check(self, mesh: Mesh | AbstractMesh) -> None:
+    def check(self, mesh: AnyMesh) -> None:
         """Raises `UserError` if a value is out of range or batches do not divide among the devices of `mesh`."""
         check_options(self)
         check_batch(mesh, self.batch_size, self.accumulate)

@@ -20,7 +20,7 @@ from calibjax.nn.kv_cache import Cache, fork
 from calibjax.runtime.arrays import round_up
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
-from calibjax.runtime.sharding import batch_shards, context_mesh, local_rows, place_rows, take_states
+from calibjax.runtime.sharding import batch_shards, divide_rows, take_states
 
 _POSITIONS_AT_A_TIME = 64  # positions whose logits are computed at a time
 _MAX_GROWTH = 4  # most tokens of a row that several requests share, as a multiple of the tokens of its first
@@ -173,10 +173,8 @@ class Scorer:
         for index, group in enumerate(groups):
             part = index, slice(shape[1] - len(group.prefix), None)  # on the right, where the rows continue them
             tokens[part], segments[part] = group.prefix, 1
-        mesh = context_mesh()
-        mine = local_rows(mesh, shape[0])
-        placed = place_rows(mesh, {"tokens": tokens[mine], "segment_ids": segments[mine]})
-        caches = _prefix_caches(self._program, *self._arrays, placed)
+        prefixes = divide_rows({"tokens": tokens, "segment_ids": segments})
+        caches = _prefix_caches(self._program, *self._arrays, prefixes)
         widest = self._width(max(len(group.rows[0].tokens) for group in groups))
         empty = _Row([], [], [], {})
         left = [group.rows for group in groups]
@@ -271,17 +269,13 @@ class Scorer:
         batch = {"tokens": tokens, "segment_ids": segments, "positions": positions, "where": where}
         if caches is not None or any(min(row.until) < len(row.tokens) for row in rows):
             batch["until"] = until
-        mesh = context_mesh()
-        mine = local_rows(mesh, shape[0])
-        batch = place_rows(mesh, {name: x[mine] for name, x in batch.items()})
-        hidden, log_scales = _states(self._program, self._reads_rows, *self._arrays, batch, caches)
+        hidden, log_scales = _states(self._program, self._reads_rows, *self._arrays, divide_rows(batch), caches)
         score = functools.partial(_token_scores, self._program, top_k, *self._arrays, hidden, log_scales)
         padded = np.zeros((round_up(len(coordinates), _POSITIONS_AT_A_TIME), 3), np.int32)
         padded[: len(coordinates)] = coordinates
-        starts = range(0, len(padded), _POSITIONS_AT_A_TIME)
-        pieces = [score(padded[start : start + _POSITIONS_AT_A_TIME]) for start in starts]
-        parts = (np.concatenate(part, axis=-1) for part in zip(*to_host(pieces), strict=True))
-        log_probs, greedy, distributions = parts
+        blocks = padded.reshape(-1, _POSITIONS_AT_A_TIME, 3)
+        pieces = to_host([score(block) for block in blocks])
+        log_probs, greedy, distributions = (np.concatenate(part, axis=-1) for part in zip(*pieces, strict=True))
         start = 0
         for number, length in order:
             context, continuation = requests[number]
@@ -291,7 +285,8 @@ class Scorer:
             start = scored.stop
 
 
-def _common_length(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+def common_length(one: Sequence[int], two: Sequence[int]) -> int:
+    """The number of tokens at the start of both."""
     for length, (a, b) in enumerate(zip(one, two, strict=False)):
         if a != b:
             return length
@@ -308,7 +303,7 @@ def _by_prefix(reads: Sequence[_Branch]) -> list[tuple[int, list[_Branch]]]:
         unscored = len(read) - max(numbers.values())
         if groups:
             prefix, group = groups[-1]
-            common = min(prefix, unscored, _common_length(group[-1][0], read))
+            common = min(prefix, unscored, common_length(group[-1][0], read))
             if common >= max(_MIN_PREFIX, prefix // 2):
                 groups[-1] = common, [*group, (read, numbers)]
                 continue
@@ -328,7 +323,7 @@ def _in_rows(
     for read, numbers in reads:
         candidates = []
         for index in range(max(len(rows) - open_rows, 0), len(rows)):
-            shared = _common_length(rows[index][-1][0], read)
+            shared = common_length(rows[index][-1][0], read)
             first = len(rows[index][0][0])
             if joins(shared=shared, request=len(read), row=sizes[index], first=first):
                 candidates.append((2 * shared >= len(read), sizes[index], shared, index))
@@ -345,7 +340,7 @@ def _in_rows(
 def _lay_out(group: Sequence[_Branch], position: int) -> _Row:
     row, before, path = _Row([], [], [], {}), (), []
     for read, numbers in [*group, ((), {})]:
-        common = _common_length(before, read)
+        common = common_length(before, read)
         for column in path[common:]:
             row.until[column] = len(row.tokens)
         end = len(row.tokens) + len(read) - common
