@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -36,7 +35,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import is_first, on_first, to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json, write_file
-from calibjax.runtime.sharding import batch_shards, context_mesh, has_axes, take_states
+from calibjax.runtime.sharding import AnyMesh, batch_shards, context_mesh, has_axes, take_states
 
 Keep = Literal["disk", "memory"]
 _BLOCK = 512  # tokens of one pass over the vocabulary, on one accelerator
@@ -140,51 +139,64 @@ def token_curves(
         UserError: no token counts, ids are not of the model's vocabulary, or the files cannot be written.
     """
     check_sequences(lm, sequences)
+    arrays = sequences.arrays()
     count, length = sequences.tokens.shape
     batch_size = even_batch_size(count, batch_size)
-    width = _block_width(context_mesh(), batch_size * length)
-    frozen, features = frozen_arrays(lm, *heads), stored_features(heads)
-    run = functools.partial(_forward, lm.config, lm.dtype, features, frozen)
-    block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, tuple(losses), frozen)
-    arrays = sequences.arrays()
-    batch_shapes = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
-    whole = functools.partial(frozen_batch, lm.config, lm.dtype, features, tuple(losses))
-    stored, curves = jax.eval_shape(whole, frozen, batch_shapes)
-    shapes = {name: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for name, x in stored.items()}
-    for name in _FIELDS:
-        if (x := getattr(curves, name)) is not None:
-            shapes[name] = jax.ShapeDtypeStruct((count, length, *x.shape[2:]), x.dtype)
-    size = sum(x.size * x.dtype.itemsize for x in shapes.values())
-    tokens = int(sequences.where.sum())
+    features, losses = stored_features(heads), tuple(losses)
+    frozen = frozen_arrays(lm, *heads)
+    program = functools.partial(frozen_batch, lm.config, lm.dtype, features, losses)
+    shapes, scales = _stored_shapes(program, frozen, arrays, batch_size)
+    sequences_hash = array_hash(sequences._asdict())
     identity = {
         "model": lm.fingerprint,
         "dtype": str(lm.dtype),
-        "sequences": array_hash(sequences._asdict()),
+        "sequences": sequences_hash,
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in shapes.items()},
-        "scales": list(curves.scales),
+        "scales": list(scales),
         "batch_size": batch_size,
     }
-    place = context.require_directory() / "frozen" if keep == "disk" else None
-    where = "in memory" if place is None else f"in {place}"
-    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {where} ({readable_size(size)})")
-    store = _Store(place, shapes, identity)
+    directory = context.require_directory() / "frozen" if keep == "disk" else None
+    tokens = int(sequences.where.sum())
+    size = readable_size(sum(x.size * x.dtype.itemsize for x in shapes.values()))
+    place = "in memory" if directory is None else f"in {directory}"
+    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {place} ({size})")
+    store = _Store(directory, shapes, identity)
+    run = functools.partial(_forward, lm.config, lm.dtype, features, frozen)
+    block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, losses, frozen)
+    width = _block_width(context_mesh(), batch_size * length)
+    counted = sequences.where & (sequences.targets != -100)
     bar = context.bar(title="frozen pass", unit="sequence", total=count, initial=store.done)
     last_saved = time.monotonic()
-    start = 0
+    end = 0
     for batch, real in eval_batches(arrays, batch_size):
-        if start >= store.done:
-            rows = slice(start, start + real)
-            counted = sequences.where[rows] & (sequences.targets[rows] != -100)
-            _write_batch(store, run, block, width, batch, counted, start)
-            bar.update(real)
-            if time.monotonic() - last_saved > _SAVE_EVERY or start + real == count:
-                store.save_progress(start + real)
-                last_saved = time.monotonic()
-        start += real
+        start, end = end, end + real
+        if end <= store.done:
+            continue
+        _write_batch(store, run, block, width, batch, counted[start:end], start)
+        bar.update(real)
+        if time.monotonic() - last_saved > _SAVE_EVERY or end == count:
+            store.save_progress(end)
+            last_saved = time.monotonic()
     bar.close()
     stored_arrays = {"where": sequences.where, "segment_ids": sequences.segment_ids, **store.arrays()}
-    digest = f"{lm.fingerprint}-{lm.dtype}-{identity['sequences']}"
-    return TokenCurves(stored_arrays, curves.scales, sequences.source, lm.fingerprint, digest)
+    digest = f"{lm.fingerprint}-{lm.dtype}-{sequences_hash}"
+    return TokenCurves(stored_arrays, scales, sequences.source, lm.fingerprint, digest)
+
+
+def _stored_shapes(
+    program: Callable[..., Any], frozen: FrozenArrays, arrays: Mapping[str, np.ndarray], batch_size: int
+) -> tuple[dict[str, jax.ShapeDtypeStruct], tuple[float, ...]]:
+    """Shape `[S, T, ...]` and dtype of each array to store, and the scales; `program` is `frozen_batch` of a model."""
+    count, length = arrays["tokens"].shape
+    batch = {name: jax.ShapeDtypeStruct((batch_size, length), x.dtype) for name, x in arrays.items()}
+    stored, curves = jax.eval_shape(program, frozen, batch)
+    per_token = {**stored, **_curve_arrays(curves)}
+    shapes = {name: jax.ShapeDtypeStruct((count, length, *x.shape[2:]), x.dtype) for name, x in per_token.items()}
+    return shapes, curves.scales
+
+
+def _curve_arrays(curves: VocabCurves) -> dict[str, Any]:
+    return {name: values for name in _FIELDS if (values := getattr(curves, name)) is not None}
 
 
 def _write_batch(
@@ -202,9 +214,8 @@ def _write_batch(
         rows, positions = tokens[:, first : first + width]
         padding = (0, width - len(rows))
         curves = to_host(block(hidden, batch["targets"], np.pad(rows, padding), np.pad(positions, padding)))
-        for name in _FIELDS:
-            if (values := getattr(curves, name)) is not None:
-                store.write(name, (start + rows, positions), values[: len(rows)])
+        for name, values in _curve_arrays(curves).items():
+            store.write(name, (start + rows, positions), values[: len(rows)])
 
 
 @jax.jit(static_argnums=(0, 1, 2))
@@ -234,7 +245,7 @@ def _block_program(platform_name: str) -> Callable[..., VocabCurves]:
     return jax.jit(_block, static_argnums=(0, 1, 2), compiler_options=_REORDER_SUMS if platform_name == "cpu" else None)
 
 
-def _block_width(mesh: Mesh | AbstractMesh | None, tokens: int) -> int:
+def _block_width(mesh: AnyMesh | None, tokens: int) -> int:
     """At most the tokens of a batch, and a multiple of the devices they lie on."""
     if mesh is None or mesh.size == 1 or not has_axes(mesh):
         return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
