@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from calibjax.runtime.arrays import ceil_div
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8}
 
@@ -148,20 +150,24 @@ def _length(computations: dict[str, _Computation], loop: _Instruction, around: _
         return int(known[1])
     condition, body = (computations[_called(loop, name)[0]] for name in ("condition", "body"))
     test, result = (next(x for x in computation.values() if x.root) for computation in (condition, body))
+    is_less = test.opcode == "compare" and "direction=LT" in test.attributes
     index = _number(condition, test.operands[0], "get-tuple-element")
     end = _number(condition, test.operands[-1], "constant")
-    if test.opcode != "compare" or "direction=LT" not in test.attributes or index is None or end is None:
+    if not is_less or index is None or end is None:
         return None
     advance = _source(body, result.operands[index])
     if advance is None or advance.opcode != "add":
         return None
-    if index not in [_number(body, name, "get-tuple-element") for name in advance.operands]:
+    elements = [_number(body, name, "get-tuple-element") for name in advance.operands]
+    constants = [_number(body, name, "constant") for name in advance.operands]
+    step = next((number for number in constants if number is not None), None)
+    if index not in elements or step is None:
         return None
-    numbers = [_number(body, name, "constant") for name in advance.operands]
-    steps = [n for n in numbers if n is not None]
-    first = around.get(loop.operands[0])
-    start = _number(around, first.operands[index], "constant") if first and first.opcode == "tuple" else None
-    return -(-(end - (start or 0)) // steps[0]) if steps else None
+    initial = around.get(loop.operands[0])
+    start = None
+    if initial is not None and initial.opcode == "tuple":
+        start = _number(around, initial.operands[index], "constant")
+    return ceil_div(end - (start or 0), step)
 
 
 def _source(computation: _Computation, name: str) -> _Instruction | None:
