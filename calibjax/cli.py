@@ -163,29 +163,32 @@ def load_command(name: str) -> tuple[type, Run]:
 def _command_name(args: list[str]) -> str:
     """The command that the arguments begin with; exits after help or the version."""
     group = args[0] if args and args[0] in GROUPS else ""
-    words = args[: 2 if group else 1]
-    name, last = " ".join(words), words[-1] if words else ""
+    prefix = f"{group} " if group else ""
+    words = args[1:] if group else args
+    word = words[0] if words else ""
+    name = prefix + word
     if name in COMMANDS:
         return name
     if name == "--version":
         print(f"calibjax {__version__}")
         raise SystemExit(0)
-    if last in ("", "-h", "--help", *GROUPS) or (group and last.startswith("-")):
-        helped = last in ("-h", "--help")
-        lines = [f"usage: calibjax {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]", ""]
-        lines += [GROUPS[group] if group else "Measures and improves the calibration of large language models.", ""]
-        lines += [f"  {command:<15} {summary}" for command, summary in COMMANDS.items() if command.startswith(group)]
-        lines += ["", f"calibjax {f'{group} ' if group else ''}COMMAND --help lists the options of a command."]
+    commands = {command: text for command, text in COMMANDS.items() if command.startswith(prefix)}
+    if word in ("", "-h", "--help", *GROUPS) or (group and word.startswith("-")):
+        is_help = word in ("-h", "--help")
+        purpose = GROUPS[group] if group else "Measures and improves the calibration of large language models."
+        lines = [f"usage: calibjax {prefix}COMMAND [OPTIONS]", "", purpose, ""]
+        lines += [f"  {command:<15} {text}" for command, text in commands.items()]
+        lines += ["", f"calibjax {prefix}COMMAND --help lists the options of a command."]
         if not group:
             lines.append("calibjax --version prints the version.")
-        print("\n".join(lines), file=sys.stdout if helped else sys.stderr)
-        raise SystemExit(0 if helped else 2)
+        print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
+        raise SystemExit(0 if is_help else 2)
     from calibjax.commands.parser import fail
 
-    prefix = f"{group} " if group else ""
-    known = {command.split()[-1]: command for command in COMMANDS if command.startswith(prefix)}
-    known |= {} if group else {other: other for other in (*GROUPS, "--help", "--version")}
-    fail(f"calibjax has no command {name!r}", last, known, "calibjax --help lists them")
+    known = {command.split()[-1]: command for command in commands}
+    if not group:
+        known |= {other: other for other in (*GROUPS, "--help", "--version")}
+    fail(f"calibjax has no command {name!r}", word, known, "calibjax --help lists them")
 
 
 def _execute(options: Any, run: Run) -> int:
