@@ -19,12 +19,19 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import json_text, new_file, read_json, write_file
 
 Value = TypeVar("Value")
-Samples = list[list[tuple[str, float, float, float]]]
-"""Per question and sample: the text, the mean log-probability of its tokens, and its `trace_confidence`."""
 _PER_METHOD = ("confidence", "correct", "choice", "log_prob")
 _PER_QUESTION = ("subject", "cut", "question", "answer", "details")
 COLUMNS = ("question", "answer", "category", "confidence", "correct", "right", "options", "logits", "label")
 """Columns of a table of answers beside the confidence of each method."""
+
+
+class Sample(NamedTuple):
+    """A sampled answer: its text, the mean log-probability of its tokens, and its `trace_confidence`."""
+
+    text: str
+    log_prob: float
+    least: float
+    last: float
 
 
 class Answers(NamedTuple):
@@ -173,10 +180,10 @@ def read_fit(file: Path) -> OptionTemperature:
         raise UserError(f"{file}: not a fitted temperature ({error}). Remove this file to fit it again.") from error
 
 
-def read_samples(file: Path, questions: int, count: int) -> Samples:
+def read_samples(file: Path, questions: int, count: int) -> list[list[Sample]]:
     """Reads `count` samples of each question; raises `UserError` if the file is damaged or has another number."""
     try:
-        rows = [[tuple(sample) for sample in row] for row in unseal(read_json(file))["samples"]]
+        rows = [[Sample(*sample) for sample in row] for row in unseal(read_json(file))["samples"]]
         if [len(row) for row in rows] != [count] * questions:
             raise ValueError("another number of samples")
     except (KeyError, TypeError, ValueError) as error:

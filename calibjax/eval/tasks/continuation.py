@@ -12,6 +12,8 @@ from calibjax.models.generate import Sampling, default_stop_tokens, generate
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 
+_STEP = 32  # tokens between two checks for a stop sequence
+
 
 class GeneratedText(NamedTuple):
     """Continuation of a context.
@@ -92,36 +94,32 @@ def _continue(
     tokens: list[list[int]] = [[] for _ in starts]
     log_probs: list[list[float]] = [[] for _ in starts]
     confidence: list[list[float]] = [[] for _ in starts]
-    # Later rounds continue samples of their own, with a seed for each prompt and sample.
     row_seeds = [seed * count + k for seed in sampling.prompt_seeds for k in range(count)]
-    open_rows, done = list(range(len(starts))), 0
-    while open_rows and done < max_new_tokens:
-        step = min(32, max_new_tokens - done)  # tokens between two checks for a stop sequence
-        inputs, seeds, samples, size = prompts, list(sampling.prompt_seeds), count, batch_size
-        if done:
-            inputs = [starts[row] + tokens[row] for row in open_rows]
-            seeds = [row_seeds[row] for row in open_rows]
-            samples, size = 1, batch_size * count
+    inputs, seeds, samples, size = prompts, list(sampling.prompt_seeds), count, batch_size
+    open_rows = list(range(len(starts)))
+    for done in range(0, max_new_tokens, _STEP):
+        if not open_rows:
+            break
         missing = size - len(inputs)  # one shape, whatever the number of unfinished rows
-        now = dataclasses.replace(
+        step_sampling = dataclasses.replace(
             sampling,
             key=None if sampling.key is None else jax.random.fold_in(sampling.key, done),
             num_samples=samples,
             prompt_seeds=(*seeds, *seeds[-1:] * missing),
         )
         padded = [*inputs, *inputs[-1:] * missing]
-        out = generate(lm, padded, head=head, max_new_tokens=step, sampling=now)
-        new = to_host((out.tokens, out.base_log_probs, out.confidence))
-        where = to_host(out.where)
+        step = min(_STEP, max_new_tokens - done)
+        out = to_host(generate(lm, padded, head=head, max_new_tokens=step, sampling=step_sampling))
+        columns = (out.tokens, out.base_log_probs, out.confidence)
         for place, row in enumerate(open_rows):
-            for lists, values in zip((tokens, log_probs, confidence), new, strict=True):
-                lists[row] += values[place][where[place]].tolist()
-        done += step
-        open_rows = [
-            row
-            for row in open_rows
-            if tokens[row][-1] not in stops and _first_stop(_decode(lm, tokens[row]), until) is None
-        ]
+            for lists, values in zip((tokens, log_probs, confidence), columns, strict=True):
+                lists[row] += values[place][out.where[place]].tolist()
+        unstopped = [row for row in open_rows if tokens[row][-1] not in stops]
+        open_rows = [row for row in unstopped if _first_stop(_decode(lm, tokens[row]), until) is None]
+        # Later steps continue samples of their own, with a seed for each prompt and sample.
+        inputs = [starts[row] + tokens[row] for row in open_rows]
+        seeds = [row_seeds[row] for row in open_rows]
+        samples, size = 1, batch_size * count
     return [_cut(lm, until, *row) for row in zip(tokens, log_probs, confidence, strict=True)]
 
 

@@ -16,7 +16,7 @@ from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
 from calibjax.eval.answers.registry import CONFIDENCES, Evidence
 from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, StatedQuestion, TwoWayQuestion
-from calibjax.eval.tasks.answer_files import Answers, Samples, load_or_compute, read_samples
+from calibjax.eval.tasks.answer_files import Answers, Sample, load_or_compute, read_samples
 from calibjax.eval.tasks.choices import confidences
 from calibjax.eval.tasks.continuation import GeneratedText, continue_contexts, room_for_context
 from calibjax.eval.tasks.questions import BATCH, Batch, TaskQuestions, harness_metrics
@@ -120,17 +120,8 @@ class WrittenAnswers:
 
     def _further_confidences(self, batch: Batch, written: WrittenBatch, evidence: Evidence) -> Float[np.ndarray, "Q N"]:
         """The further confidences; `evidence`: what the base model gives for the answers' tokens."""
-        texts = written.texts()
         if self._reads("clusters"):
-            samples = self._samples(batch, written)
-            sampled = [[text for text, *_ in row] for row in samples]
-            clusters, answer = clusters_of(self.clustering, written.questions, texts, sampled)
-            numbers = np.array([[values for _, *values in row] for row in samples], np.float32)
-            evidence |= {"clusters": clusters, "answer": answer}
-            evidence |= {"sample_log_probs": numbers[..., 0], "traces": numbers[..., 1:]}
-            exact, first = clusters_of(exact_clusters, written.questions, texts, sampled)
-            before = np.maximum.accumulate(np.column_stack([first, exact[:, :-1]]), axis=1)
-            evidence["distinct"] = exact > before  # numbered by first appearance: a new one has a larger number
+            evidence |= self._sample_evidence(written, self._samples(batch, written))
         features = self._features(written, {PROBES[name].feature for name in self.questions.probe_names})
         rows = []
         for name in self.options.further_confidences:
@@ -146,7 +137,21 @@ class WrittenAnswers:
             rows.append(np.asarray(jax.jit(confidence.function)(*arrays), np.float32))
         return np.stack(rows)
 
-    def _samples(self, batch: Batch, written: WrittenBatch, suffix: str = "") -> Samples:
+    def _sample_evidence(self, written: WrittenBatch, samples: list[list[Sample]]) -> Evidence:
+        """The evidence of the samples of each question."""
+        texts, sampled = written.texts(), [[sample.text for sample in row] for row in samples]
+        clusters, answer = clusters_of(self.clustering, written.questions, texts, sampled)
+        exact, first = clusters_of(exact_clusters, written.questions, texts, sampled)
+        before = np.maximum.accumulate(np.column_stack([first, exact[:, :-1]]), axis=1)
+        return {
+            "clusters": clusters,
+            "answer": answer,
+            "sample_log_probs": np.array([[sample.log_prob for sample in row] for row in samples], np.float32),
+            "traces": np.array([[(sample.least, sample.last) for sample in row] for row in samples], np.float32),
+            "distinct": exact > before,  # numbered by first appearance: a new one has a larger number
+        }
+
+    def _samples(self, batch: Batch, written: WrittenBatch, suffix: str = "") -> list[list[Sample]]:
         """Samples of each question, which depend on nothing but its number, its context and the seed."""
         count, directory, lm = self.options.samples, self.questions.context.directory, self.model
         options = self.questions.generation_options(batch.task)
@@ -161,12 +166,12 @@ class WrittenAnswers:
         )
         options |= {"sampling": sampling, "head": head, "batch_size": max(options["batch_size"] // count, 1)}
 
-        def draw() -> Samples:
-            samples: Samples = [[] for _ in batch.numbers]
+        def draw() -> list[list[Sample]]:
+            samples: list[list[Sample]] = [[] for _ in batch.numbers]
             for number, continued in continue_contexts(lm.lm, written.contexts, **options):
                 mean = float(np.mean(continued.log_probs))
                 traces = trace_confidence(continued.confidence)
-                samples[number].append((continued.text.strip(), mean, *traces))
+                samples[number].append(Sample(continued.text.strip(), mean, *traces))
             return samples
 
         file = None
@@ -222,7 +227,7 @@ class WrittenAnswers:
             if "correct" in needed:
                 values["correct"] = self._judge(batch, [[answer.text] for answer in written.answers])[:, 0]
             samples = self._samples(batch, written, "-fit") if needed & {"agreement", "capability"} else []
-            texts = [[text for text, *_ in row] for row in samples]
+            texts = [[sample.text for sample in row] for row in samples]
             if "agreement" in needed:
                 clusters = clusters_of(self.clustering, written.questions, written.texts(), texts)
                 values["agreement"] = np.asarray(semantic_confidence(*map(jnp.asarray, clusters)))
