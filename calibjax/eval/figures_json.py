@@ -54,12 +54,15 @@ def add_differences(
 ) -> None:
     """Adds a `field` to each row but `other`: paired differences from it of `ece` and of those `names` both have."""
     for name, row in rows.items():
-        if name != other:
-            row[field] = {"ece": metrics.error_comparison(sums[name], sums[other], seed=seed)._asdict()}
-            for key in names:
-                if row[key] is not None and rows[other][key] is not None:
-                    pair = draws[name][key], draws[other][key]
-                    row[field][key] = metrics.compare_resamples(row[key] - rows[other][key], *pair)._asdict()
+        if name == other:
+            continue
+        differences = {"ece": metrics.error_comparison(sums[name], sums[other], seed=seed)}
+        for key in names:
+            value, reference = row[key], rows[other][key]
+            if value is not None and reference is not None:
+                pair = draws[name][key], draws[other][key]
+                differences[key] = metrics.compare_resamples(value - reference, *pair)
+        row[field] = {key: difference._asdict() for key, difference in differences.items()}
 
 
 def finite_or_none(value: float) -> float | None:

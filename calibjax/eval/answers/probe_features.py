@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from calibjax.models import LanguageModel, decoder
-from calibjax.runtime.arrays import round_up
+from calibjax.runtime.arrays import AnyArray, round_up
 from calibjax.runtime.distributed import to_host
 
 _LAYERS = 4  # whose last token `layers` reads
@@ -25,14 +25,14 @@ _WIDTH = 32  # of which the width of a step is a multiple, for few compiled prog
 class AnswerSpans(NamedTuple):
     """Where the answers are: row b has the tokens of its answer from `start[b]` to `end[b]` − 1."""
 
-    start: Int[Array, " B"]
-    end: Int[Array, " B"]
+    start: Int[AnyArray, " B"]
+    end: Int[AnyArray, " B"]
 
 
 States = Float[Array, "L B T D"]
 
 
-def _at(states: States, layer: int, place: Int[Array, " B"]) -> Float[Array, "B D"]:
+def _at(states: States, layer: int, place: Int[AnyArray, " B"]) -> Float[Array, "B D"]:
     return states[layer][jnp.arange(states.shape[1]), place]
 
 
@@ -74,11 +74,12 @@ PROBES = {f"probe_{target}_{feature}": Probe(target, feature) for target in TARG
 
 
 @jax.jit(static_argnums=(0, 1, 2))
-def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, start: Any, end: Any):
-    segments = (jnp.arange(tokens.shape[1])[None, :] < end[:, None]).astype(jnp.int32)
+def _features(config: Any, dtype: Any, names: tuple[str, ...], params: Any, tokens: Any, spans: AnswerSpans):
+    is_token = jnp.arange(tokens.shape[1])[None, :] < spans.end[:, None]
+    segments = is_token.astype(jnp.int32)
     states = decoder.hidden_states(config, params, tokens, segment_ids=segments, layers="all", dtype=dtype)
-    spans = AnswerSpans(start, end)
-    return tuple(PROBE_FEATURES[name](states.astype(jnp.float32), spans) for name in names)
+    states = states.astype(jnp.float32)
+    return {name: PROBE_FEATURES[name](states, spans) for name in names}
 
 
 def answer_features(
@@ -91,7 +92,7 @@ def answer_features(
     count = len(contexts)
     if not names or not count:
         return {name: np.zeros((0, 0), np.float32) for name in names}
-    ordered = tuple(sorted(names))
+    static = (lm.config, lm.dtype, tuple(sorted(names)))
     sequences = [[*context, *answer] for context, answer in zip(contexts, answers, strict=True)]
     start = np.array([len(context) for context in contexts], np.int32)
     end = np.array([len(sequence) for sequence in sequences], np.int32)
@@ -102,7 +103,6 @@ def answer_features(
     parts = []
     for first in range(0, count, _ROWS):
         rows = np.arange(first, first + _ROWS).clip(max=count - 1)  # the last step repeats the last row
-        features = _features(lm.config, lm.dtype, ordered, lm.params, tokens[rows], start[rows], end[rows])
-        parts.append(to_host(features))
-    columns = map(np.concatenate, zip(*parts, strict=True))
-    return {name: column[:count] for name, column in zip(ordered, columns, strict=True)}
+        spans = AnswerSpans(start[rows], end[rows])
+        parts.append(to_host(_features(*static, lm.params, tokens[rows], spans)))
+    return jax.tree.map(lambda *blocks: np.concatenate(blocks)[:count], *parts)
