@@ -138,33 +138,37 @@ class _Chat:
 
     def _locate(self, index: int, skeleton: str) -> tuple[int, int]:
         """Locates one answer, text or a tool call: what stands where the mark stands in the skeleton."""
-        message, marked = self._messages[index], self._marked(index)
+        marked = self._marked(index)
         # Without the call that it answers, a tool's message may be refused: then the messages up to the answer.
         for stop, rendered in ((len(marked), skeleton), (index + 1, "")):
             try:
-                whole = self._text if stop == len(marked) else self._render(self._messages[:stop])
-                before, *others = (rendered or self._render(marked[:stop])).split(self._mark)
+                text = self._text if stop == len(marked) else self._render(self._messages[:stop])
+                before, *after = (rendered or self._render(marked[:stop])).split(self._mark)
             except UserError:
                 continue
-            if len(others) != 1 or not self._text.startswith(whole) or not whole.endswith(others[0]):
+            if len(after) != 1 or not self._text.startswith(text) or not text.endswith(after[0]):
                 continue
-            start, end = len(before), len(whole) - len(others[0])
-            if not whole.startswith(before) or start > end:
+            start, end = len(before), len(text) - len(after[0])
+            if not text.startswith(before) or start > end:
                 bare = before.rstrip()  # some templates write a space or a line end before text only
-                starts = [self._prompt_end(whole, index), len(bare) if whole.startswith(bare) else None]
+                starts = [self._prompt_end(text, index), len(bare) if text.startswith(bare) else None]
                 start = next((start for start in starts if start is not None and start <= end), None)
-            if start is None:
-                continue
-            for key in _extras(message):
-                less = {name: value for name, value in message.items() if name != key}
-                if self._render(self._with(index, less)) == self._text:
-                    raise _changed(index, f"it leaves out or rewrites the {key}")
-            if missing := _missing(message, whole[start:end]):
-                raise _changed(index, f"it leaves out or rewrites the {missing[0]}")
-            return start, end
+            if start is not None:
+                self._check_answer(index, text[start:end])
+                return start, end
         raise _changed(index, "it changes the text around it")
 
-    def _prompt_end(self, whole: str, index: int) -> int | None:
+    def _check_answer(self, index: int, written: str) -> None:
+        """Raises `UserError` if the text of an answer, as it is written, leaves out or rewrites a part of it."""
+        message = self._messages[index]
+        for key in _extras(message):
+            others = {name: value for name, value in message.items() if name != key}
+            if self._render(self._with(index, others)) == self._text:
+                raise _changed(index, f"it leaves out or rewrites the {key}")
+        if missing := _missing(message, written):
+            raise _changed(index, f"it leaves out or rewrites the {missing[0]}")
+
+    def _prompt_end(self, text: str, index: int) -> int | None:
         """The length of the text up to the end of the generation prompt of a message; None if there is none."""
         if not index:
             return None
@@ -173,7 +177,7 @@ class _Chat:
             writes_prompt = prompt != self._render(self._messages[:index])
         except UserError:
             return None
-        return len(prompt) if writes_prompt and whole.startswith(prompt) else None
+        return len(prompt) if writes_prompt and text.startswith(prompt) else None
 
 
 def _extras(message: Message) -> list[str]:
