@@ -15,18 +15,8 @@ from jaxtyping import Array, Float, Int
 from calibjax.data import Sequences, check_ids
 from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy, vocab_stats
-from calibjax.losses.long_horizon import (
-    MODES,
-    BaselineKind,
-    Form,
-    Horizon,
-    Mode,
-    RunningMean,
-    long_horizon_loss,
-    reverse_kl,
-    sequence_weights,
-    token_weights,
-)
+from calibjax.losses import long_horizon
+from calibjax.losses.long_horizon import MODES, BaselineKind, Form, Horizon, Mode, RunningMean
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.generate import log_probs, mix_samples
@@ -131,15 +121,15 @@ class LhtsObjective:
         log_p = stats.log_prob()
         carry = carry.update(log_p, where)
         baseline = carry.baseline(self.objective.baseline)
-        weights = token_weights(
+        weights = long_horizon.token_weights(
             log_p, batch["temperature"], self.objective, baseline=baseline, where=where, segment_ids=segment_ids
         )
         hidden = self._hidden(params, batch)
         kl = self._kl(params, frozen, hidden, scored) if self.objective.kl_weight else None
         log_q = -over_vocabulary(linear_cross_entropy, self.model, params, hidden, batch)
-        loss = long_horizon_loss(log_q, weights, kl=kl, kl_weight=self.objective.kl_weight, where=where)
+        loss = long_horizon.long_horizon_loss(log_q, weights, kl=kl, kl_weight=self.objective.kl_weight, where=where)
         if self.objective.average == "sequence":
-            weight = sequence_weights(where, segment_ids)
+            weight = long_horizon.sequence_weights(where, segment_ids)
             return jnp.sum(weight * loss), (jnp.sum(weight), carry)
         return jnp.sum(loss), (jnp.sum(where).astype(jnp.float32), carry)
 
@@ -168,7 +158,8 @@ class LhtsObjective:
         @jax.checkpoint
         def block_kl(parts: tuple[Array, Array]) -> Array:
             student = decoder.unembed(self.model, params, parts[0])
-            return reverse_kl(student, jax.lax.stop_gradient(decoder.unembed(self.model, frozen, parts[1])))
+            scorer = jax.lax.stop_gradient(decoder.unembed(self.model, frozen, parts[1]))
+            return long_horizon.reverse_kl(student, scorer)
 
         kl = jax.lax.map(block_kl, (to_blocks(hidden), to_blocks(scored)))
         return jnp.moveaxis(kl, 0, 1).reshape(rows, blocks * block)[:, :length]
