@@ -13,17 +13,8 @@ from calibjax.eval.answers.registry import CONFIDENCES
 from calibjax.eval.compare import Outcome, Result, comparison_json
 from calibjax.eval.figures_json import draws_of, ece_json, finite_or_none, subject_rows, wilson_json
 from calibjax.eval.report.schema import SCHEMA, Document
-from calibjax.eval.tasks.answer_files import (
-    COLUMNS,
-    Answers,
-    OptionTemperature,
-    claim_answers,
-    load_or_compute,
-    read_answers,
-    read_fit,
-    write_answers,
-    write_table,
-)
+from calibjax.eval.tasks import answer_files
+from calibjax.eval.tasks.answer_files import COLUMNS, Answers, OptionTemperature, load_or_compute, read_fit
 from calibjax.eval.tasks.choices import MultipleChoice
 from calibjax.eval.tasks.local_data import BenchmarkTask, assets_folder, check_tasks, load_tasks
 from calibjax.eval.tasks.options import TasksOptions
@@ -106,7 +97,7 @@ def evaluate_tasks(
         for name, task in tasks.items():
             documents = [str(document) for part in task.parts.values() for document in part.eval_docs]
             settings[f"questions of {name}"] = json_digest(documents)
-        claim_answers(context.directory, lm, heads, settings)
+        answer_files.claim_answers(context.directory, lm, heads, settings)
     model = HarnessLM(
         lm, heads, batch_size=options.batch_size, max_length=options.max_length, seed=context.seed, chat=chat
     )
@@ -134,7 +125,8 @@ def evaluate_tasks(
     names = [*heads, *options.further_confidences]
     if context.directory is not None and is_first():
         for name, joined in answers.items():
-            write_table(context.directory / "answers" / f"{name}.jsonl", names[: len(joined.confidence)], joined)
+            table = context.directory / "answers" / f"{name}.jsonl"
+            answer_files.write_table(table, names[: len(joined.confidence)], joined)
     return tasks_document(evaluators, answers, names)
 
 
@@ -184,14 +176,14 @@ def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
     files = {}
     if directory is not None:
         files = {part: directory / "answers" / f"{questions.name}-{part}.npz" for part in parts}
-    answers = {part: read_answers(file) for part, file in files.items() if on_first(file.is_file)}
+    answers = {part: answer_files.read_answers(file) for part, file in files.items() if on_first(file.is_file)}
     for part in answers:
         bar.update(len(questions.numbers(parts[part])))
     missing = [part for part in parts if part not in answers]
     for part, part_answers in evaluator.answers(missing, tick=bar.update):
         bar.set_postfix_str(part)
         if part in files and is_first():
-            write_answers(files[part], part_answers)
+            answer_files.write_answers(files[part], part_answers)
         answers[part] = part_answers
     return Answers.join([answers[part] for part in parts])
 
@@ -200,40 +192,48 @@ def tasks_document(
     evaluators: Mapping[str, TaskEvaluator], answers: Mapping[str, Answers], names: Sequence[str]
 ) -> Document:
     """The contents of metrics.json of `evaluate_tasks`; `names` are the names of the methods."""
-    sets, read_from = {}, {}
-    binning: dict[str, Any] = {}
-    fitted = any(evaluator.multiple_choice.temperature for evaluator in evaluators.values())
+    first = next(iter(evaluators.values())).questions
+    options = first.options
+    binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "seed": first.context.seed}
+    is_fitted = any(evaluator.multiple_choice.temperature for evaluator in evaluators.values())
+    scaled_tokens = not is_fitted and not {"temperature", "ats"}.isdisjoint(names)
+    sets: dict[str, dict[str, Any]] = {}
+    sources: dict[str, None] = {}
     for name, evaluator in evaluators.items():
         questions, task_answers = evaluator.questions, answers[name]
-        options = questions.options
-        binning = {"bins": options.bins, "closed": options.closed, "seed": questions.context.seed}
         methods = names[: len(task_answers.confidence)]
-        method = options.text_confidence if (task_answers.choice < 0).all() else options.option_confidence
-        read_from[name] = f"{method} ({DESCRIPTIONS[str(method)]})"
-        if not fitted and {"temperature", "ats"} & set(names):
-            read_from[name] += "; temperatures calibrate tokens"
-        if method == options.text_confidence:
-            read_from[name] += f"; judge: {options.judge}"
-            if options.further_confidences and options.closed == "none":
-                read_from[name] += "; bins of further confidences are closed on the right"
-        confidence = read_from[name]
-        if evaluator.multiple_choice.temperature:
-            confidence += f"; {evaluator.multiple_choice.temperature}"
+        are_texts = bool((task_answers.choice < 0).all())
+        source = _confidence_source(options, are_texts=are_texts, scaled_tokens=scaled_tokens)
+        sources[source] = None
+        temperature = evaluator.multiple_choice.temperature
         sets[name] = {
             **answers_json(task_answers, methods, **binning),
             "title": name,
-            "confidence": confidence,
+            "confidence": f"{source}; {temperature}" if temperature else source,
             "shots": questions.shots(next(iter(questions.task.parts.values()))),
             "source": questions.task.source,
             "subjects": subjects_json(task_answers, methods, **binning),
         }
-    if len(sets) == 1:
-        return {"schema": SCHEMA, "held_out": next(iter(sets.values())), "tasks": sets}
-    common = min(len(task_answers.confidence) for task_answers in answers.values())  # options have no further ones
-    pooled = answers_json(Answers.join(list(answers.values()), common), names[:common], **binning)
-    last = ["temperature over the options of each task"] if fitted else []
-    confidence = "; ".join([*dict.fromkeys(read_from.values()), *last])
-    return {"schema": SCHEMA, "held_out": {**pooled, "title": "all tasks", "confidence": confidence}, "tasks": sets}
+    held_out = next(iter(sets.values()))
+    if len(sets) > 1:
+        common = min(len(part.confidence) for part in answers.values())  # options have no further ones
+        held_out = answers_json(Answers.join(list(answers.values()), common), names[:common], **binning)
+        last = ["temperature over the options of each task"] if is_fitted else []
+        held_out |= {"title": "all tasks", "confidence": "; ".join([*sources, *last])}
+    return {"schema": SCHEMA, "held_out": held_out, "tasks": sets}
+
+
+def _confidence_source(options: TasksOptions, *, are_texts: bool, scaled_tokens: bool) -> str:
+    """What the confidence in answers is, in words, for the resolved options."""
+    method = options.text_confidence if are_texts else options.option_confidence
+    parts = [f"{method} ({DESCRIPTIONS[str(method)]})"]
+    if scaled_tokens:
+        parts.append("temperatures calibrate tokens")
+    if are_texts:
+        parts.append(f"judge: {options.judge}")
+        if options.further_confidences and options.closed == "none":
+            parts.append("bins of further confidences are closed on the right")
+    return "; ".join(parts)
 
 
 def answers_json(answers: Answers, names: Sequence[str], *, bins: int, closed: Closed, seed: int = 0) -> dict[str, Any]:
