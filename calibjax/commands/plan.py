@@ -141,7 +141,7 @@ def run(options: PlanOptions, log: Log = print) -> Document:
         "objective": options.objective,
         "topology": topology.name,
         "dtype": job.dtype,
-        "batch": job.batch,
+        "batch": job.method.batch_size,
         "seq": job.seq_len,
         "devices": topology.devices,
         "compiler": compiler,
@@ -186,15 +186,6 @@ class Job(NamedTuple):
     dtype: str
 
     @property
-    def batch(self) -> int:
-        return self.method.batch_size
-
-    @property
-    def trains(self) -> bool:
-        """Whether the model is trained; if not, heads are fitted on what it computes."""
-        return isinstance(self.method, SftOptions)
-
-    @property
     def mesh_text(self) -> str:
         return ",".join(f"{axis}={n}" for axis, n in zip(AXES, self.mesh, strict=True))
 
@@ -209,7 +200,7 @@ class Job(NamedTuple):
             self.method.check(self.abstract_mesh())
             self.method.check_model(self.config)
         else:
-            check_batch(self.abstract_mesh(), self.batch)
+            check_batch(self.abstract_mesh(), self.method.batch_size)
 
 
 class Program(NamedTuple):
@@ -241,7 +232,8 @@ def build(job: Job, mesh: Any = None) -> Program:
 
     rows = None if mesh is None else batch_sharding(mesh)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
-    batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq_len), x, sharding=rows) for name, x in dtypes.items()}
+    shape = (method.batch_size, job.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, x, sharding=rows) for name, x in dtypes.items()}
     weights = placed(abstract_params(config, dtype))
     if isinstance(method, AtsPlan):
         del batch["where"]  # every token is planned as one that counts
@@ -340,7 +332,7 @@ def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None
     roofline = _roofline(job, topology, memory)
     total, available = sum(memory.sizes.values()), topology.chip.memory
     likely_fits = total <= available if memory.fits is None else memory.fits
-    stored = None if job.trains else stored_bytes_per_token(job)
+    stored = None if isinstance(job.method, SftOptions) else stored_bytes_per_token(job)
     is_excess_unknown = memory.fits is False and total < available
     plan = {
         "compiled": memory.is_compiled,
@@ -453,12 +445,13 @@ def _resident_bytes(job: Job, placed: Program, topology: Topology) -> dict[str, 
     """
     config, itemsize = job.config, jnp.dtype(job.dtype).itemsize
     data, fsdp, tensor = job.mesh
-    tokens = job.batch // (job.method.accumulate * data * fsdp) * job.seq_len
+    tokens = job.method.batch_size // (job.method.accumulate * data * fsdp) * job.seq_len
     resident_bytes = {}
-    if job.trains:
+    trains = isinstance(job.method, SftOptions)
+    if trains:
         block_inputs = config.num_layers * tokens * config.hidden_size * itemsize
         resident_bytes = {"gradients": device_bytes(placed.trained), "block_inputs": block_inputs}
-    passes, copies = (3, 2) if job.trains else (1, 1)
+    passes, copies = (3, 2) if trains else (1, 1)
     activations_per_token = (6 * config.hidden_size + 3 * config.intermediate_size) * itemsize
     estimate = passes * tokens * activations_per_token
     if topology.chip.platform == "gpu" or job.dtype == "float32":
@@ -475,16 +468,16 @@ def stored_bytes_per_token(job: Job) -> int:
     program = build(job)
     stored, curves = jax.eval_shape(program.function, *program.arguments)
     rows = math.prod(jax.tree.leaves(curves)[0].shape[:2])
-    return round(device_bytes(stored) / (job.batch * job.seq_len) + device_bytes(curves) / rows)
+    return round(device_bytes(stored) / (job.method.batch_size * job.seq_len) + device_bytes(curves) / rows)
 
 
 def _run_cost(job: Job, bound: float, tokens: int, stored: int | None) -> dict[str, Any]:
     """Steps and seconds `[least, most]` of a run; with `ats`, of the frozen pass alone, as the fits take little."""
     sequences = ceil_div(tokens, job.seq_len)
-    steps = ceil_div(sequences, job.batch)
+    steps = ceil_div(sequences, job.method.batch_size)
     if isinstance(job.method, SftOptions):
         fitted = sequences - max(1, int(job.method.validation_fraction * sequences))
-        steps = max(1, job.method.epochs * fitted // job.batch)
+        steps = max(1, job.method.epochs * fitted // job.method.batch_size)
     return {
         "tokens": tokens,
         "sequences": sequences,
