@@ -181,12 +181,7 @@ def choice_probability(
 
 
 def evaluate_analogies(
-    lm: LanguageModel,
-    analogies: Analogies,
-    temperatures: Sequence[float],
-    *,
-    batch_size: int = 32,
-    context: RunContext,
+    lm: LanguageModel, analogies: Analogies, temperatures: Sequence[float], *, batch_size: int = 32, context: RunContext
 ) -> dict[str, dict[str, Any]]:
     """Accuracy at each myopic temperature: name -> accuracy, its standard error, and the accuracy on each category.
 

@@ -75,13 +75,7 @@ def _sums_of_batch(config, dtype, params, batch):
 
 
 def find_directions(
-    lm: LanguageModel,
-    sequences: Sequences,
-    readout: Readout,
-    sets: _Sets,
-    *,
-    batch_size: int,
-    context: RunContext,
+    lm: LanguageModel, sequences: Sequences, readout: Readout, sets: _Sets, *, batch_size: int, context: RunContext
 ) -> Directions:
     """The difference of the mean residuals of two sets after every block: the calibration direction of
     arXiv 2511.00280. `sets` are masks of the N predictions, in the order of `LayerOutputs`."""

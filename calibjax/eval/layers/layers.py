@@ -145,12 +145,7 @@ def _layers_of_batch(config, dtype, params, readout: Readout, batch):
 
 
 def layer_outputs(
-    lm: LanguageModel,
-    sequences: Sequences,
-    readout: Readout,
-    *,
-    batch_size: int,
-    context: RunContext,
+    lm: LanguageModel, sequences: Sequences, readout: Readout, *, batch_size: int, context: RunContext
 ) -> LayerOutputs:
     """The final norm and the unembedding applied to the residual stream after every layer (the logit lens).
 
