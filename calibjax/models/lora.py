@@ -63,28 +63,29 @@ class LoraConfig:
 
     def join(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the adapted module: frozen parameters and adapters in one tree."""
-        return traverse_util.unflatten_dict({**_flat(params), **_flat(adapters)})
+        return traverse_util.unflatten_dict({**_by_path(params), **_by_path(adapters)}, sep="/")
 
     def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
-        merged, pieces = _flat(params), _flat(adapters)
+        merged, pieces = _by_path(params), _by_path(adapters)
         for path, a in pieces.items():
-            if path[-1].endswith(_A):
-                kernel = (*path[:-1], path[-1].removesuffix(_A))
-                b = pieces[(*path[:-1], kernel[-1] + _B)]
+            if path.endswith(_A):
+                name = path.removesuffix(_A)
+                b = pieces[name + _B]
                 update = jnp.einsum("lir,lro->lio", a, b, precision="highest") * (self.alpha / self.rank)
-                merged[kernel] = (merged[kernel].astype(jnp.float32) + update).astype(merged[kernel].dtype)
-        return traverse_util.unflatten_dict(merged)
+                kernel = merged[name]
+                merged[name] = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)
+        return traverse_util.unflatten_dict(merged, sep="/")
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters alone, of an adapted module's parameters."""
-    adapters = {path: leaf for path, leaf in _flat(params).items() if path[-1].endswith((_A, _B))}
-    return traverse_util.unflatten_dict(adapters)
+    adapters = {path: leaf for path, leaf in _by_path(params).items() if path.endswith((_A, _B))}
+    return traverse_util.unflatten_dict(adapters, sep="/")
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    return traverse_util.flatten_dict(dict(tree))
+def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.flatten_dict(dict(tree), sep="/")
 
 
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
