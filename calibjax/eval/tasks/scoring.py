@@ -177,25 +177,23 @@ class Scorer:
         caches = _prefix_caches(self._program, *self._arrays, prefixes)
         widest = self._width(max(len(group.rows[0].tokens) for group in groups))
         empty = _Row([], [], [], {})
-        left = [group.rows for group in groups]
-        while any(left):
-            step, width = self._next_rows(left, widest)
-            parts = [rows[:step] for rows in left]
-            parts += [[]] * (self._shards - len(parts))
+        parts = [group.rows for group in groups] + [[]] * (self._shards - len(groups))
+        while any(parts):
+            step, width = self._next_rows(parts, widest)
             rows = []
             for part in parts:
-                rows += part + [empty] * (step - len(part))
+                rows += part[:step] + [empty] * (step - len(part))
             yield from self._batch(requests, rows, (len(rows), width), top_k, caches)
-            left = [rows[step:] for rows in left]
+            parts = [part[step:] for part in parts]
 
-    def _next_rows(self, left: Sequence[Sequence[_Row]], widest: int) -> tuple[int, int]:
+    def _next_rows(self, parts: Sequence[Sequence[_Row]], widest: int) -> tuple[int, int]:
         """How many rows of each part are scored next, and in how many columns."""
-        longest = max(len(rows[0].tokens) for rows in left if rows)
+        longest = max(len(rows[0].tokens) for rows in parts if rows)
         width = widest // 4 if 4 * longest <= widest else widest  # one more program, for short last rows
         fitting_rows = max(self.batch_size * _WIDE // (width * self._shards), 1)
-        step = min(fitting_rows, 2 ** max(map(len, left)).bit_length())
+        step = min(fitting_rows, 2 ** max(map(len, parts)).bit_length())
         while step > 1:
-            most_tokens = max(sum(len(row.tokens) for row in rows[:step]) for rows in left)
+            most_tokens = max(sum(len(row.tokens) for row in rows[:step]) for rows in parts)
             if most_tokens >= _MIN_FILLED * step * width:
                 break
             step //= 2
