@@ -59,7 +59,7 @@ def reliability(
         points, curve = row["reliability"], row.get("curve")
     else:
         name, (points, curve) = method or "", _from_points(confidence, correct, bins)
-    colour = colour or _colour_of(name)
+    colour = colour or _method_colour(name)
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle="--")
     marks: Any = {"color": colour, "label": label}
     if curve is not None:
@@ -181,7 +181,7 @@ def risk_coverage(
     covered = np.cumsum(count)
     marker = "." if correct is None else None
     error = 1 - np.cumsum(right) / covered
-    ax.plot(covered / count.sum(), error, color=colour or _colour_of(name), marker=marker, label=label)
+    ax.plot(covered / count.sum(), error, color=colour or _method_colour(name), marker=marker, label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage, most confident first", ylabel="error rate")
     return style_axes(ax)
 
@@ -253,7 +253,7 @@ def _set(results: Any) -> Any:
     return results.get("held_out", results) if isinstance(results, Mapping) else results
 
 
-def _colour_of(method: str) -> str:
+def _method_colour(method: str) -> str:
     """The colour of a method in a report; `lhts-T0.9` has the colour of `lhts`."""
     return _COLOURS.get(method.partition("-")[0], _BLUE)
 

@@ -68,8 +68,8 @@ class CompareOptions(
         given = [name for name in ("model", "data", "table") if getattr(self, name) is not None]
         if given not in (["model", "data"], ["table"]):
             raise UserError("give either --model and --data, or --table.")
-        of_text = ["split", "split_order", "max_tokens", "adapter", "dtype"]
-        not_read = ["columns", "tokens", "truth"] if self.table is None else of_text
+        text_only = ["split", "split_order", "max_tokens", "adapter", "dtype"]
+        not_read = ["columns", "tokens", "truth"] if self.table is None else text_only
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
         ignored += [] if self.table is None else self.text.changed("skip_broken")
         if ignored:

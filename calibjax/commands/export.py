@@ -92,7 +92,7 @@ def write_export(
     """Writes the head that the options name into a directory; returns it and its base model."""
     head, notes = load_head(options.run), head_notes(options.run)
     with about("--model"):
-        base = _base_of(options, notes)
+        base = _base_model(options, notes)
         lm = load_model(base["model"], adapter=options.adapter or base.get("adapter"))
     more: dict[str, str | bytes] = {}
     if options.method == "temperature":
@@ -129,7 +129,7 @@ def _check_programs(names: tuple[str, ...]) -> None:
             raise UserError(f"--also {name}: {', '.join(missing)} not installed: pip install 'calibjax[export]'.")
 
 
-def _base_of(options: HeadOptions, notes: dict[str, Any]) -> dict[str, Any]:
+def _base_model(options: HeadOptions, notes: dict[str, Any]) -> dict[str, Any]:
     """`model` and perhaps `adapter`: --model, those that the head or its run names, or the model that the run wrote."""
     if options.model is not None:
         return {"model": options.model}

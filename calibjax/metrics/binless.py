@@ -22,7 +22,7 @@ _FINE = 2**13  # grid intervals of smooth ECE; the smallest bandwidth of the sea
 _CHUNK = 2**11  # points that it adds one by one: a longer sum of equal terms rounds each of them in the same direction
 
 
-def _nodes_of(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
+def _nodes(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
     """The grid node below each confidence in [0, 1], int32, and the fraction of the point that the node above takes."""
     xp = array_namespace(confidence)
     at = confidence * intervals
@@ -59,7 +59,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     """
     data = points(confidence, correct, where)
     # Σ (confidence − correctness)/n at the nodes of a grid; a point is split linearly between two nodes.
-    node, upper = _nodes_of(data.confidence, _FINE)
+    node, upper = _nodes(data.confidence, _FINE)
     residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
     part = jnp.arange(len(node)) // _CHUNK
     parts = jnp.zeros((ceil_div(len(node), _CHUNK), _FINE + 1))
@@ -136,7 +136,7 @@ def grid_sums(
     counts = weights_of(where, np.shape(confidence)) > 0
     check({"confidence": confidence, "correct": correct}, counts, rank=None)
     confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
-    node, upper = _nodes_of(jnp.where(counts, jnp.clip(confidence, 0.0, 1.0), 0.0), NODES)
+    node, upper = _nodes(jnp.where(counts, jnp.clip(confidence, 0.0, 1.0), 0.0), NODES)
     values = jnp.stack([jnp.ones_like(confidence), correct], axis=-1)
     values = jnp.where(counts[..., None], values, 0.0)
 
@@ -172,7 +172,7 @@ def reliability_curve(
     labels = np.arange(len(c)) if groups is None else label_numbers("groups", groups, len(c))
     shuffled = np.random.default_rng((seed, 1)).permutation(labels.max() + 1)
     pool = shuffled[labels] % GROUPS
-    node, upper = _nodes_of(np.clip(c, 0, 1).astype(np.float64), NODES)
+    node, upper = _nodes(np.clip(c, 0, 1).astype(np.float64), NODES)
     sums = np.zeros((min(labels.max() + 1, GROUPS), NODES + 1, 2))
     for neighbour, weight in ((node, 1 - upper), (node + 1, upper)):
         np.add.at(sums, (pool, neighbour), np.stack([weight, weight * y], axis=-1))

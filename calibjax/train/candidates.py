@@ -75,9 +75,9 @@ class CandidateFits:
 
     def candidates(self) -> list[Candidate]:
         """The candidates for the first loss, the simplest first: by head, and by falling decay."""
-        return [candidate for head in self.plan.heads for candidate in self._candidates_of(head)]
+        return [candidate for head in self.plan.heads for candidate in self._decay_candidates(head)]
 
-    def _candidates_of(self, head: HeadConfig) -> list[Candidate]:
+    def _decay_candidates(self, head: HeadConfig) -> list[Candidate]:
         decays = self.plan.decays if head.kind == "linear" and head.reads_states else (0.0,)
         return [Candidate(head, self.plan.trials[0], decay) for decay in decays]
 
@@ -113,7 +113,7 @@ class CandidateFits:
     def _score_decays(self, head: HeadConfig) -> None:
         """Scores a head with ever smaller decays, until one hardly adds to the gain: then the best decay is near."""
         previous = None
-        for candidate in self._candidates_of(head):
+        for candidate in self._decay_candidates(head):
             if not candidate.is_solved and self.scores and not self._is_promising(candidate):
                 continue
             scored = self._score_once(candidate)
@@ -256,7 +256,9 @@ def train_head(
     pass one number share a compiled program. The seed of `context` determines the initial parameters and the batches.
     """
     steps = max(1, plan.epochs * (rows or len(tokens.source)) // plan.batch_size)
-    optimizer, step_fn = _step_of(AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate)
+    optimizer, step_fn = _compiled_step(
+        AtsObjective(head, trial.loss, tokens.scales), plan.optimizer, steps, plan.accumulate
+    )
 
     def start():
         return create_state(head.init(jax.random.key(context.seed)), optimizer)
@@ -285,7 +287,7 @@ def train_head(
 
 
 @functools.lru_cache(maxsize=8)
-def _step_of(
+def _compiled_step(
     objective: AtsObjective, optimizer: OptimizerConfig, steps: int, accumulate: int
 ) -> tuple[optax.GradientTransformation, TrainStep]:
     """The optimiser and the step: one program for fits that differ only in data, seed or alpha."""

@@ -13,7 +13,7 @@ import scipy.stats
 import tiny
 
 from calibjax.eval import tokens as eval_tokens
-from calibjax.eval.report.notes import choice_verdict, kept_candidate
+from calibjax.eval.report.notes import choice_verdict, final_candidate
 from calibjax.eval.report.notes import set_verdict as verdict
 from calibjax.eval.report.notes import verdict as run_verdict
 from calibjax.eval.tokens import evaluate_tokens, results_json
@@ -97,8 +97,8 @@ def test_batch_size_changes_nothing():
 
 def test_a_bfloat16_model(results):
     lm = tiny.make_lm(dtype=jnp.bfloat16)
-    found = evaluate({"ats": tiny.random_head(lm, log_factor=-0.7)}, lm=lm)
-    full, half = (results_json(outcome)["methods"]["ats"] for outcome in (results["right"], found))
+    got = evaluate({"ats": tiny.random_head(lm, log_factor=-0.7)}, lm=lm)
+    full, half = (results_json(outcome)["methods"]["ats"] for outcome in (results["right"], got))
     assert abs(full["nll"] - half["nll"]) < 0.05 * full["nll"]
 
 
@@ -172,13 +172,13 @@ def test_verdict(document, names):
         (1.1, 1.1, "is worse than "),
         (1 - 1e-7, 1 - 1e-7, "does not differ from "),
     ):
-        found = worse(document, ece=ece, nll=nll)["held_out"]
-        rows = found["methods"]
+        got = worse(document, ece=ece, nll=nll)["held_out"]
+        rows = got["methods"]
         if "ats" not in names:
-            found = {"methods": dict(zip(names, (rows["temperature"], rows["ats"]), strict=True))}
-        assert words in verdict(found).text
+            got = {"methods": dict(zip(names, (rows["temperature"], rows["ats"]), strict=True))}
+        assert words in verdict(got).text
         same = words.startswith("does not") and names[0] != "uncalibrated"
-        assert verdict(found).is_warning == (same or max(ece, nll) > 1)
+        assert verdict(got).is_warning == (same or max(ece, nll) > 1)
 
 
 NOISE, LESS, MORE = {"low": -0.1, "high": 0.1}, {"low": -0.2, "high": -0.1}, {"low": 0.1, "high": 0.2}
@@ -207,9 +207,9 @@ def test_paired_differences_decide(document, against, start):
 
 def test_verdict_of_a_given_loss(document):
     bad = worse(document, ece=1.9)
-    for auto, kept in ((False, " The head is kept because the loss is fixed (joint): "), (True, "")):
+    for auto, sentence in ((False, " The head is kept because the loss is fixed (joint): "), (True, "")):
         bad["run"]["fit"] = {"plan": {"trials": [["joint", 1.0]], "may_keep_temperature": auto}}
-        assert kept in run_verdict(bad).text
+        assert sentence in run_verdict(bad).text
         assert str(run_verdict(bad)).startswith(str(verdict(bad["held_out"])))
     same = document["held_out"]["methods"]
     same["ats"] = same["temperature"]
@@ -221,11 +221,11 @@ def test_verdict_of_a_choice():
         return {"candidate": name, "calibration_error": 0.01, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")
-    for kept, chosen, expected in (
+    for name, chosen, expected in (
         ("joint-4", [scaling, compared("joint-4", beats=True)], "Chosen: joint-4"),
         ("joint-4", [scaling, compared("joint-4")], "Kept, as the loss is fixed: joint-4"),
         ("temperature scaling", [], "No candidate beats temperature scaling beyond noise"),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
-        assert kept_candidate(comparison) == kept
+        assert final_candidate(comparison) == name
         assert choice_verdict(comparison).startswith(expected)

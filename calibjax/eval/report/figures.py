@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibjax import plot
 from calibjax.eval.report.command_tables import subjects_name
-from calibjax.eval.report.notes import fit_of, kept_candidate
+from calibjax.eval.report.notes import final_candidate, fit_of
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.tables import Row, interval, sets_of, title_of, unit_of
 from calibjax.plot import INK, LINES, MARKS, MUTED, legend, style_axes, values_and_ends
@@ -186,7 +186,7 @@ def _frontier(comparison: Row, ax: "Axes") -> None:
     for number, candidate in enumerate(comparison["candidates"]):
         at = candidate["nll"], candidate["calibration_error"]
         ax.plot(*at, **_style(number, candidate["candidate"]), linestyle="none")
-        if candidate["candidate"] == kept_candidate(comparison):
+        if candidate["candidate"] == final_candidate(comparison):
             ax.plot(*at, "o", markersize=12, markerfacecolor="none", color=INK)
     ax.set(xlabel="NLL, nats per token", ylabel="debiased calibration error")
     ax.margins(0.15)
@@ -212,7 +212,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
     blocks = sorted({row["layer"] for row in sweep} - {0})
-    edit_of = operator.itemgetter("layer", "strength")
+    edit_key = operator.itemgetter("layer", "strength")
 
     def draw(name: str, ax: "Axes") -> None:
         for number, block in enumerate(blocks):
@@ -222,7 +222,7 @@ def _sweep_panels(document: Document) -> list[Panel]:
             ax.plot(strength, value, **style)
             if block == chosen["layer"]:
                 ax.fill_between(strength, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        at = next(row for row in sweep if edit_of(row) == edit_of(chosen))
+        at = next(row for row in sweep if edit_key(row) == edit_key(chosen))
         ax.plot(at["strength"], at["held_out"][name]["value"], "o", markersize=11, markerfacecolor="none", color=INK)
         ax.axhline(base["held_out"][name]["value"], color=MUTED, linewidth=1, linestyle="--")
         ax.set(xlabel="c, in mean norms of the residual")

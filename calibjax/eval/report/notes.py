@@ -14,25 +14,9 @@ from typing import Any, NamedTuple
 import jinja2
 import yaml
 
+from calibjax.eval.report import tables
 from calibjax.eval.report.schema import Document
-from calibjax.eval.report.tables import (
-    Row,
-    binning,
-    compares_confidences,
-    counted,
-    differs,
-    held_out_table,
-    interval,
-    is_higher,
-    is_lower,
-    remarks,
-    scientific,
-    sets_of,
-    short,
-    title_of,
-    unit_of,
-    winner,
-)
+from calibjax.eval.report.tables import Row, counted, differs, interval, is_higher, is_lower, title_of, unit_of
 from calibjax.metrics.intervals import wilson_interval
 from calibjax.runtime.arrays import milliseconds
 from calibjax.runtime.version import __version__
@@ -88,7 +72,7 @@ def set_verdict(results: Row) -> Verdict:
         return Verdict(text if is_warning else text[0].upper() + text[1:], is_warning)
     if methods.keys() == {"uncalibrated"} and results.get("unit") == "questions":
         return _base_verdict(methods["uncalibrated"])
-    return _confidences_verdict(methods) if compares_confidences(results) else Verdict("")
+    return _confidences_verdict(methods) if tables.compares_confidences(results) else Verdict("")
 
 
 def _comparison(
@@ -102,7 +86,7 @@ def _comparison(
     must_differ: bool = False,
 ) -> Verdict:
     """The sentence on a row against another, by the tests in its `field`; `must_differ` warns of equality."""
-    key, title = _score_of(row, other)
+    key, title = _proper_score(row, other)
     ece, score = _figures(row, other)
     differences = {figure: row.get(field, {}).get(figure) for figure in ("ece", key)}
     if reason := _why_equal(row, other, differences.values()):
@@ -132,7 +116,7 @@ def _fine_tuning_verdict(methods: Row) -> Verdict:
 
 def _ats_verdict(methods: Row) -> Verdict:
     ats, scaled, base = (methods[name] for name in ("ats", "temperature", "uncalibrated"))
-    key, title = _score_of(ats, scaled)
+    key, title = _proper_score(ats, scaled)
     if all(ats[name] == scaled[name] for name in (key, "brier", "confidence")):
         line = f"ATS is temperature scaling here, which no head beat beyond noise: {'; '.join(_figures(scaled, base))}"
         return Verdict(f"{line} uncalibrated.", is_warning=True)
@@ -172,13 +156,13 @@ def _confidences_verdict(methods: Row) -> Verdict:
     return Verdict(f"{line}; the differences are not tested.")
 
 
-def _score_of(row: Row, other: Row) -> tuple[str, str]:
+def _proper_score(row: Row, other: Row) -> tuple[str, str]:
     """Field and title of the proper score: Brier where a row has no likelihood, as generated answers have none."""
     return ("brier", "Brier") if row["nll"] is None or other["nll"] is None else ("nll", "NLL")
 
 
 def _figures(row: Row, other: Row) -> tuple[str, str]:
-    key, title = _score_of(row, other)
+    key, title = _proper_score(row, other)
     ece = f"ECE {row['ece']['value']:.4f} against {other['ece']['value']:.4f}"
     return ece, f"{title} {row[key]:.4f} against {other[key]:.4f}"
 
@@ -186,7 +170,7 @@ def _figures(row: Row, other: Row) -> tuple[str, str]:
 def _why_equal(row: Row, other: Row, tests: Iterable[Row | None]) -> str:
     """Why a row counts as equal to another: "here" if the figures of a sentence are equal, "beyond noise" if none of
     the differences `tests` is significant; "" if it differs."""
-    key, _ = _score_of(row, other)
+    key, _ = _proper_score(row, other)
     pairs = (row["ece"]["value"], other["ece"]["value"]), (row[key], other[key])
     if all(f"{a:.4f}" == f"{b:.4f}" for a, b in pairs):
         return "here"
@@ -195,7 +179,7 @@ def _why_equal(row: Row, other: Row, tests: Iterable[Row | None]) -> str:
 
 def _worse(name: str, row: Row, other_name: str, other: Row, addition: str = "") -> Verdict | None:
     """The warning that a row's ECE or score is higher than another's; None if neither is."""
-    key, title = _score_of(row, other)
+    key, title = _proper_score(row, other)
     ece, score = _figures(row, other)
     lower_ece = row["ece"]["value"] <= other["ece"]["value"]
     lower_score = row[key] <= other[key]
@@ -211,7 +195,7 @@ def _worse(name: str, row: Row, other_name: str, other: Row, addition: str = "")
 
 def comparison_verdict(results: Row) -> Verdict:
     """The `winner` of `compare`, or that none beats temperature scaling; and its test against no calibration."""
-    rows, reference, best = results["methods"], results["reference"], winner(results)
+    rows, reference, best = results["methods"], results["reference"], tables.winner(results)
     finite = {name: row["log_loss"] for name, row in rows.items() if row["log_loss"] is not None}
     if not finite:
         line = "every method has an infinite log loss here: each gave 1 to a wrong answer, or 0 to a right one."
@@ -236,7 +220,7 @@ def comparison_verdict(results: Row) -> Verdict:
 def _tested(rows: Row, name: str) -> str:
     count = sum("log_loss" in row.get("against", {}) for row in rows.values())
     against = rows[name]["against"]["log_loss"]
-    p = short(against.get("holm_p", math.nan), ".3f")
+    p = tables.short(against.get("holm_p", math.nan), ".3f")
     return f"{interval(against)}, p = {p} after Holm's correction for {count} comparisons"
 
 
@@ -252,7 +236,7 @@ def _against_uncalibrated(rows: Row, name: str, joint: str) -> str:
     return f"{joint}{word} {base['log_loss']:.4f} uncalibrated ({interval(against)})"
 
 
-def kept_candidate(comparison: Row) -> str:
+def final_candidate(comparison: Row) -> str:
     """The name of what was fitted in the end: a head with its loss, or temperature scaling."""
     chosen = comparison["chosen"] or comparison["candidates"][:1]
     return chosen[-1]["candidate"]
@@ -327,8 +311,8 @@ def bounds_verdict(document: Document) -> str:
     models = document["models"]
     tightest = max(models, key=lambda model: model["bound"]["log_entropy"])
     subject = "The model with the tightest bound" if len(models) > 1 else "The model"
-    entropy = scientific(tightest["bound"]["log_entropy"])
-    confidence = f"1 - {scientific(tightest['log_one_minus_confidence'])}"
+    entropy = tables.scientific(tightest["bound"]["log_entropy"])
+    confidence = f"1 - {tables.scientific(tightest['log_one_minus_confidence'])}"
     limits = f"cannot have an entropy below {entropy} nats, nor a confidence above {confidence}, on any text"
     return f"{subject}, {tightest['model']}, {limits}."
 
@@ -354,7 +338,7 @@ def conventions(results: Row) -> str:
     tokens = unit_of(results) == "tokens"
     confidence, scored = ("top token's probability", "top token") if tokens else ("confidence", "answer")
     definition = f" Confidence: {results['confidence']}." if "confidence" in results else ""
-    bins = f"{ece['bins']} equal-width bins {binning(ece['closed'])} of the {confidence}"
+    bins = f"{ece['bins']} equal-width bins {tables.binning(ece['closed'])} of the {confidence}"
     resampled = f"95%, of the population's ECE in these bins, over {results.get('clusters', 'sequences')}"
     return f"ECE, MCE: {bins}; interval: {resampled}. Brier: of the {scored}.{definition}"
 
@@ -363,11 +347,11 @@ def notes_of(document: Document) -> list[str]:
     """The verdicts of further sets, remarks on benchmarks, and the conventions of the figures."""
     notes = []
     titles_of_remark: dict[str, list[str]] = {}
-    for index, (title, results) in enumerate(sets_of(document)):
+    for index, (title, results) in enumerate(tables.sets_of(document)):
         line = set_verdict(results)
         if index and line.text:
             notes.append(f"{title}: {line}")
-        for remark in remarks(results):
+        for remark in tables.remarks(results):
             titles_of_remark.setdefault(remark, []).append(title)
     notes += [f"{', '.join(titles)}: {remark}." for remark, titles in titles_of_remark.items()]
     return [*notes, conventions(document["held_out"])]
@@ -448,7 +432,7 @@ def model_card(document: Document, subject: Subject) -> str:
         "Evaluated on": f"{counted(document['held_out'])}, held out",
         "Written by": f"calibjax {__version__}",
     }
-    results = held_out_table(document, intervals=True)
+    results = tables.held_out_table(document, intervals=True)
     prefixes = [f"{group}: " for group in results.groups] or [""] * len(results.rows)
     rows = [[prefix + method, *cells] for prefix, (method, *cells) in zip(prefixes, results.rows, strict=True)]
     path = subject.base or "path/to/base-model"

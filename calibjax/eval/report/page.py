@@ -277,7 +277,8 @@ def domains_of(sets: Sequence[tuple[str, Row]]) -> dict[str, Any]:
         both = [methods[name] for name in (pair if several else pair[:1])]
         eces = [interval(row["ece"], leading_zero=True) for row in both]
         briers = [f"{row['brier']:.4f}" for row in both]
-        rows.append([title, f"{results['tokens']:,}", f"{both[-1]['accuracy']:.4f}", *eces, *briers])
+        accuracy = f"{both[-1]['accuracy']:.4f}"
+        rows.append([title, f"{results['tokens']:,}", accuracy, *eces, *briers])
         panels.append(overlay(title, {title_of(name): methods[name] for name in pair}))
     return {"columns": columns, "rows": rows, "drawing": Drawing("domains", "Reliability before and after", panels)}
 
@@ -287,7 +288,7 @@ def candidates_of(comparison: Row) -> list[list[str]]:
     rows = []
     for candidate in comparison["candidates"]:
         name = candidate["candidate"]
-        chosen = " (chosen)" if name == notes.kept_candidate(comparison) else ""
+        chosen = " (chosen)" if name == notes.final_candidate(comparison) else ""
         figures = [candidate[key] for key in ("nll", "brier", "ece", "calibration_error")]
         rows.append([name + chosen, *(f"{figure:.4f}" for figure in figures)])
     return rows

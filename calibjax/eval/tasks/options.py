@@ -104,8 +104,8 @@ class TasksOptions:
         find_judge(self.judge)
         if self.clustering != "hidden":
             find_clustering(self.clustering)
-        of_samples = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
-        changed = [name for name in of_samples if getattr(self, name) != getattr(TasksOptions, name)]
+        sample_options = ("samples", "sampling_temperature", "sample_calibrated", "clustering")
+        changed = [name for name in sample_options if getattr(self, name) != getattr(TasksOptions, name)]
         fields = {field for name in self.further_confidences for field in CONFIDENCES[name].fields}
         targets = {PROBES[name].target for name in self.further_confidences if name in PROBES}
         if changed and "clusters" not in fields and targets <= {"correct"}:
