@@ -46,7 +46,7 @@ def run(options: PushOptions, log: Log = print) -> Document:
         with about("--dry-run"):
             check_new_directory(options.dry_run)
     document = read_metrics(options.run / "metrics.json")
-    if "held_out" not in document or options.method not in document["held_out"]["methods"]:
+    if options.method not in document["held_out"]["methods"]:
         raise UserError(f"{options.run}: expected a run of `train ats`, with held-out figures of {options.method}.")
     with tempfile.TemporaryDirectory() as folder:
         head, lm = write_export(options, Path(folder) / "head", log)

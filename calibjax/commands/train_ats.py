@@ -55,7 +55,7 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     fit = {name: part for name, (part, _) in parts.items()}
     all_fit = concatenate(list(fit.values()))
     held_out = concatenate([part for _, part in parts.values()])
-    log(f"split: {sum(len(p.tokens) for p in fit.values()):,} sequences to fit on, {len(held_out.tokens):,} held out")
+    log(f"split: {len(all_fit.tokens):,} sequences to fit on, {len(held_out.tokens):,} held out")
     if len(parts) > 1:
         groups.warn_of_repeats(all_fit, held_out, "the held-out parts of all sets", log)
     # Every set is read before training starts: a wrong path must not cost the run.

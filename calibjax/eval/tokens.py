@@ -400,8 +400,9 @@ def _sampled_token(tokenizer, sequences: Sequences, outputs, place: tuple[int, i
             token[name] = [_rounded(before[name]), _rounded(after[name])]
         token["right"] = bool(before["argmax"] == target)
         token["temperature"] = _rounded(after["temperature"])
-        top = zip(before["top_ids"], before["top_probability"], after["top_probability"], strict=True)
-        token["top"] = [[text_after(tokenizer, previous, int(i)), _rounded(p), _rounded(q)] for i, p, q in top]
+        texts = [text_after(tokenizer, previous, int(number)) for number in before["top_ids"]]
+        pairs = [map(_rounded, figures["top_probability"]) for figures in (before, after)]
+        token["top"] = [list(row) for row in zip(texts, *pairs, strict=True)]
     if sequences.positions[place] != 0:
         return [token]
     first = str(tokenizer.decode([previous], skip_special_tokens=True))

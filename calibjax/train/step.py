@@ -157,7 +157,8 @@ def make_train_step(
                 grads = jax.tree.map(jnp.add, sums.grads, new.grads)
                 return _Gradients(sums.loss + new.loss, sums.divisor + new.divisor, grads, new.carry), None
 
-            sums, _ = jax.lax.scan(add, _Gradients(jnp.zeros(()), jnp.zeros(()), zeros, state.carry), micro)
+            start = _Gradients(jnp.zeros(()), jnp.zeros(()), zeros, state.carry)
+            sums, _ = jax.lax.scan(add, start, micro)
         count = jnp.maximum(sums.divisor, 1.0)
         # Mean and clipping are one factor, applied by multiplication: XLA fuses it into every use of the gradients. The
         # result of a division would be stored, as a second copy of all gradients.

@@ -132,7 +132,8 @@ def token_confidence(
     values = jnp.asarray(distributions, jnp.float32)
     entropy = values[..., 0]
     p = jnp.exp(values[..., 1:])
-    negentropy = 1 + jnp.sum(jax.scipy.special.xlogy(p, p), axis=-1) / jnp.log(p.shape[-1])
+    p_log_p = jax.scipy.special.xlogy(p, p)
+    negentropy = 1 + jnp.sum(p_log_p, axis=-1) / jnp.log(p.shape[-1])
 
     def mean(value: Float[Array, "N T"]) -> Float[Array, " N"]:
         return jnp.sum(jnp.where(is_token, value, 0.0), axis=-1) / count
