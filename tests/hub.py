@@ -80,8 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(Request(path, {k.lower(): v for k, v in self.headers.items()}))
         self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         for pattern, answer in _ROUTES.items():
-            if found := re.fullmatch(pattern, path):
-                return answer(self, *found.groups())
+            if match := re.fullmatch(pattern, path):
+                return answer(self, *match.groups())
         self._error(404, "EntryNotFound", "Entry not found")
 
     do_HEAD = do_POST = do_PUT = do_GET
@@ -110,41 +110,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, kind, name, revision) -> tuple[Repository, str] | None:
         """A repository and a commit of it; None where an error was sent."""
-        found = (self.server.data if kind and kind.startswith("datasets") else self.server.models).get(name)
+        repo = (self.server.data if kind and kind.startswith("datasets") else self.server.models).get(name)
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if found is None or (found.private and not allowed):
+        if repo is None or (repo.private and not allowed):
             return self._error(404 if allowed else 401, "RepoNotFound", "Repository not found")
-        if found.gated and not allowed and "/resolve/" in self.path:
+        if repo.gated and not allowed and "/resolve/" in self.path:
             return self._error(403, "GatedRepo", f"Access to model {name} is restricted")
-        sha = found.refs.get(revision or "main", revision)
-        return (found, sha) if sha in found.commits else self._error(404, "RevisionNotFound", "Revision not found")
+        sha = repo.refs.get(revision or "main", revision)
+        return (repo, sha) if sha in repo.commits else self._error(404, "RevisionNotFound", "Revision not found")
 
     # --- reading ---
 
     def info(self, kind, name, revision=None):
-        if found := self._commit(kind, name, revision):
-            repository, sha = found
+        if commit := self._commit(kind, name, revision):
+            repository, sha = commit
             files = [{"rfilename": path} for path in sorted(repository.commits[sha])]
             known = {"id": name, "sha": sha, "private": repository.private, "gated": repository.gated, "tags": []}
             self._json(known | {"siblings": files, "downloads": 0, "likes": 0})
 
     def tree(self, kind, name, revision, folder=None):
-        if found := self._commit(kind, name, revision):
-            files = found[0].commits[found[1]]
+        if commit := self._commit(kind, name, revision):
+            files = commit[0].commits[commit[1]]
             self._json([_entry(path, files[path]) for path in sorted(files) if path.startswith(folder or "")])
 
     def paths(self, kind, name, revision):
-        if found := self._commit(kind, name, revision):
-            files, wanted = found[0].commits[found[1]], json.loads(self._body)["paths"]
+        if commit := self._commit(kind, name, revision):
+            files, wanted = commit[0].commits[commit[1]], json.loads(self._body)["paths"]
             self._json([_entry(path, files[path]) for path in wanted if path in files])
 
     def file(self, kind, name, revision, path):
-        if not (found := self._commit(kind, name, revision)):
+        if not (commit := self._commit(kind, name, revision)):
             return
-        content = found[0].commits[found[1]].get(path)
+        content = commit[0].commits[commit[1]].get(path)
         if content is None:
             return self._error(404, "EntryNotFound", "Entry not found")
-        headers = {"X-Repo-Commit": found[1], "ETag": f'"{_entry(path, content)["oid"]}"'}
+        headers = {"X-Repo-Commit": commit[1], "ETag": f'"{_entry(path, content)["oid"]}"'}
         if not is_large(path):
             return self._content(path, content, headers)
         sha = hashlib.sha256(content).hexdigest()
@@ -172,10 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def create(self):
         if self._is_writer():
-            asked = json.loads(self._body)
-            name = f"{asked['organization']}/{asked['name']}"
+            body = json.loads(self._body)
+            name = f"{body['organization']}/{body['name']}"
             exists = name in self.server.models
-            private = asked.get("private") or asked.get("visibility") == "private"
+            private = body.get("private") or body.get("visibility") == "private"
             self.server.models.setdefault(name, Repository(private=bool(private)))
             self._json({"url": f"{self.server.url}/{name}", "id": name}, 409 if exists else 200)
 
@@ -198,8 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_writer():
             objects = json.loads(self._body)["objects"]
             actions = [{"upload": {"href": f"{self.server.cdn}/put/{one['oid']}"}} for one in objects]
-            found = [{**one, "actions": action} for one, action in zip(objects, actions, strict=True)]
-            self._json({"transfer": "basic", "objects": found})
+            answers = [{**one, "actions": action} for one, action in zip(objects, actions, strict=True)]
+            self._json({"transfer": "basic", "objects": answers})
 
     def put(self, sha):
         assert hashlib.sha256(self._body).hexdigest() == sha
@@ -207,8 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200)
 
     def commit(self, name, revision):
-        if self._is_writer() and (found := self._commit(None, name, revision)):
-            repository, files = found[0], dict(found[0].commits[found[1]])
+        if self._is_writer() and (head := self._commit(None, name, revision)):
+            repository, files = head[0], dict(head[0].commits[head[1]])
             for line in map(json.loads, self._body.decode().splitlines()):
                 value = line["value"]
                 if line["key"] == "file":

@@ -47,10 +47,10 @@ _BLOCKS = {
 IMPLEMENTATIONS = {name: PallasGpu(None if ON_GPU else PARAMS, blocks) for name, blocks in _BLOCKS.items()}
 
 
-def _zeros_outside(found, full_shape, shape, dtype, *_):
+def _zeros_outside(values, full_shape, shape, dtype, *_):
     whole = np.zeros(full_shape, dtype)
-    if found is not None:
-        whole[tuple(slice(size) for size in found.shape)] = found
+    if values is not None:
+        whole[tuple(slice(size) for size in values.shape)] = values
     return whole
 
 
@@ -63,9 +63,9 @@ def _product(*, token, acc_dtype, source_info, **call):
 
     def read(operand):
         transforms = call[f"{operand}_transforms"]
-        kept = tuple(x for x in transforms if not isinstance(x, _Transpose))
-        value = np.asarray(_callbacks._get(token, **where(operand, kept))[1]).astype(np.float32)
-        return value if len(kept) == len(transforms) else value.T
+        others = tuple(x for x in transforms if not isinstance(x, _Transpose))
+        value = np.asarray(_callbacks._get(token, **where(operand, others))[1]).astype(np.float32)
+        return value if len(others) == len(transforms) else value.T
 
     total = jnp.asarray(read("acc") + read("a") @ read("b"), acc_dtype)
     _callbacks._swap(token, **where("acc", call["acc_transforms"]), val=total, mask=None)

@@ -70,11 +70,11 @@ def main():
     weighted, discrete = [], []
     for row in table:
         results = [[{"logprob": value} for value in sample] for sample in row["sample_log_probs"]]
-        for kept, probabilities in zip(
+        for entropies, probabilities in zip(
             (weighted, discrete), compute_response_probabilities(results, SAMPLES), strict=True
         ):
             masses = SemanticClusterer(EqualTexts()).evaluate(row["samples"], None, probabilities)[2]
-            kept.append(compute_semantic_entropy(masses))
+            entropies.append(compute_semantic_entropy(masses))
     methods = {
         "consistency": {"uqlm": MatchScorer().evaluate(answers, samples)},
         "entropy of meanings": {

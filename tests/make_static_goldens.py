@@ -88,14 +88,14 @@ def _compile_all(directory):
     from calibjax.runtime.hlo import collectives
 
     jax.config.update("jax_enable_compilation_cache", False)  # what comes from there is not profiled
-    found = {}
+    costs = {}
     for name, problem in PROBLEMS.items():
         for file in Path(directory).iterdir():
             file.unlink()
         compiled = _compile(*problem)
         text = compiled.as_text()
         moved, unknown = collectives(text)
-        found[name] = {
+        costs[name] = {
             "cycles": sum(profiled_cycles(directory, text).values()),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             "kernels": len(re.findall('custom_call_target="tpu_custom_call"', text)),
@@ -103,7 +103,7 @@ def _compile_all(directory):
             "collectives": {kind: [each.count, each.bytes] for kind, each in sorted(moved.items())},
             "loops of unknown length": unknown,
         }
-    return found
+    return costs
 
 
 def figures():

@@ -56,7 +56,7 @@ def imports(module):
         checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         if checking or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             lazy |= {id(inner) for inner in ast.walk(node)}
-    found = []
+    names_and_times = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -66,8 +66,8 @@ def imports(module):
             names = [name if name in FILES else node.module for name in full]
         else:
             continue
-        found += [(name, id(node) not in lazy) for name in names]
-    return found
+        names_and_times += [(name, id(node) not in lazy) for name in names]
+    return names_and_times
 
 
 def inner_imports(module):
@@ -213,9 +213,9 @@ def test_signatures_and_lengths():
 
 def print_figures():
     """The figures of CONTRIBUTING.md."""
-    packages, found = imports_of_packages(), measured()
-    wide = max((wide, name) for name, (wide, _) in found.items() if name not in WIDE)
-    long = max((long, name) for name, (_, long) in found.items())
+    packages, sizes = imports_of_packages(), measured()
+    wide = max((wide, name) for name, (wide, _) in sizes.items() if name not in WIDE)
+    long = max((long, name) for name, (_, long) in sizes.items())
     print(f"packages: {len(packages) - (PUBLIC in packages)} (at most {PACKAGES})")
     print(f"layers: {1 + max(depths(packages).values())} (at most {DEPTH})")
     print(f"imports between packages: {sum(map(len, packages.values()))}")

@@ -59,8 +59,8 @@ def test_the_long_horizon_of_gpt2(name, parameters, layers, width):
     run = module.recipe(model, accumulate=accumulate)
     assert run.lhts.objective == MODES["official"]
     assert (run.lhts.temperatures, run.lhts.rate, run.lhts.batch_size, run.text.seq_len) == ((0.9,), 1e-4, 512, 1024)
-    kept = int(int(run.text.max_sequences * run.fit_fraction) * (1 - run.lhts.validation_fraction))
-    assert 1000 <= kept // 512 <= 1002
+    sequences = int(int(run.text.max_sequences * run.fit_fraction) * (1 - run.lhts.validation_fraction))
+    assert 1000 <= sequences // 512 <= 1002
     run.lhts.check(make_mesh((1, 8, 1)))
     for expected in (
         f"{16 * parameters / gib:.1f} GiB for weights",

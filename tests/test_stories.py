@@ -131,9 +131,9 @@ def test_the_figure_of_compare_is_of_the_predictions_of_the_winner(tmp_path, mon
     np.savez(tmp_path / "table.npz", logits=logits, labels=labels)
     drawn = []
     monkeypatch.setattr("calibjax.plot.reliability", lambda confidence, correct, ax: drawn.append(correct.mean()))
-    found = run("eval/compare.py", table=tmp_path / "table.npz", out=tmp_path / "out", methods=("vector",))
-    assert found.winner == "vector"
-    np.testing.assert_allclose(drawn, found.document["methods"]["vector"]["accuracy"])
+    got = run("eval/compare.py", table=tmp_path / "table.npz", out=tmp_path / "out", methods=("vector",))
+    assert got.winner == "vector"
+    np.testing.assert_allclose(drawn, got.document["methods"]["vector"]["accuracy"])
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_letters_of_a_capped_model():
     names = read("eval/tasks.py")
     logits = names["letter_logits"](lm, rows, 2)
     letters = [tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in "ABC"]
-    for row, found in zip(rows, logits, strict=True):
+    for row, got in zip(rows, logits, strict=True):
         count = len(row["options"])
         expected = lm.logits([tokenizer.encode(names["prompt"](row))])[0, -1, np.array(letters[:count])]
-        np.testing.assert_allclose(found[:count], expected, rtol=1e-5)
-        assert np.all(found[count:] == -np.inf)
+        np.testing.assert_allclose(got[:count], expected, rtol=1e-5)
+        assert np.all(got[count:] == -np.inf)

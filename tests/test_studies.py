@@ -81,19 +81,19 @@ def figures_of(log_scale):
 def test_figures_are_means_over_seeds_with_paired_intervals(studies):
     scales = {"one": (-0.4, -0.9), "other": (0.0,)}
     heads = {"one": [FittedHead.constant(LM, s) for s in scales["one"]], "other": [FittedHead.constant(LM)]}
-    found = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=5, context=silent())
-    assert (found["tokens"], found["sequences"]) == (int(SEQUENCES.where.sum()), 30)
+    got = studies.evaluate_repeats(LM, SEQUENCES, heads, {"one": "other"}, bins=5, context=silent())
+    assert (got["tokens"], got["sequences"]) == (int(SEQUENCES.where.sum()), 30)
     expected = {name: np.array([figures_of(s) for s in of_name]) for name, of_name in scales.items()}
     for name, of_name in expected.items():
-        row = found["methods"][name]
+        row = got["methods"][name]
         for figure, seeds in zip(studies.FIGURES, of_name.T, strict=True):
             np.testing.assert_allclose(row[figure]["seeds"], seeds, rtol=2e-5, err_msg=f"{name} {figure}")
             np.testing.assert_allclose(row[figure]["value"], seeds.mean(), rtol=2e-5)
-    assert "against" not in found["methods"]["other"]
-    against = found["methods"]["one"]["against"]
+    assert "against" not in got["methods"]["other"]
+    against = got["methods"]["one"]["against"]
     assert against["name"] == "other"
     for index, figure in enumerate(("nll", "brier", "ece")):
-        of_one, apart = found["methods"]["one"][figure], against[figure]
+        of_one, apart = got["methods"]["one"][figure], against[figure]
         difference = expected["one"].mean(axis=0)[index] - expected["other"][0, index]
         np.testing.assert_allclose(apart["difference"], difference, atol=3e-6)
         assert of_one["low"] <= of_one["value"] <= of_one["high"]

@@ -116,10 +116,10 @@ def test_decoding_with_a_cache_and_padding(tmp_path, llama):
     mask = (tokens > 0).int()
     attached = attach(theirs, tmp_path / "head", logits="unchanged")
     try:
-        found = attached.generate(input_ids=tokens, attention_mask=mask, **GREEDY)
-        np.testing.assert_array_equal(found.sequences[:, width:].numpy(), np.asarray(ours.tokens))
-        np.testing.assert_allclose(found.scores.confidence[:, width - 1 :].numpy(), ours.confidence, rtol=1e-4)
-        np.testing.assert_allclose(found.scores.temperature[:, width - 1 :].numpy(), ours.temperature, rtol=1e-4)
+        got = attached.generate(input_ids=tokens, attention_mask=mask, **GREEDY)
+        np.testing.assert_array_equal(got.sequences[:, width:].numpy(), np.asarray(ours.tokens))
+        np.testing.assert_allclose(got.scores.confidence[:, width - 1 :].numpy(), ours.confidence, rtol=1e-4)
+        np.testing.assert_allclose(got.scores.temperature[:, width - 1 :].numpy(), ours.temperature, rtol=1e-4)
     finally:
         attached.detach()
     attached = attach(theirs, tmp_path / "head")
@@ -213,9 +213,9 @@ def test_onnx_runs_any_batch_and_length(tmp_path, kind):
     features = np.random.default_rng(0).normal(0, 2, (3, 7, head.config.width)).astype(np.float32)
     mask = np.arange(7) >= np.array([[4], [0], [2]])
     dirty = np.where(mask[..., None], features, np.nan)
-    (found,) = session.run(None, {"features": dirty, "mask": mask})
+    (got,) = session.run(None, {"features": dirty, "mask": mask})
     expected = export.deserialize(bytearray(head_program(head))).call(features, mask)
-    np.testing.assert_allclose(found[mask], expected[mask], atol=1e-5)
+    np.testing.assert_allclose(got[mask], expected[mask], atol=1e-5)
 
 
 def test_what_compare_kept(tmp_path, capsys):
@@ -326,8 +326,8 @@ def test_serving_imports_no_jax(tmp_path, llama):
     export_head(tmp_path / "head", random_head(lm, "mlp"), lm)
     code = f"import sys, calibjax.torch as t; h = t.load_head({str(tmp_path / 'head')!r}); print(h.kind, "
     code += "[m for m in ('jax', 'flax', 'transformers') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "mlp []\n", json.dumps(found.stdout)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout == "mlp []\n", json.dumps(got.stdout)
 
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()

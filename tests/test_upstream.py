@@ -34,12 +34,12 @@ def test_models_of_lm_eval_by_entry_points(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
     if shutil.which("patch") is None:
         pytest.skip("no `patch` to apply it with")
-    found = find_spec("lm_eval")
-    assert found is not None
-    assert found.origin is not None
-    shutil.copytree(Path(found.origin).parent, tmp_path / "lm_eval", ignore=shutil.ignore_patterns("tasks", "*.pyc"))
+    spec = find_spec("lm_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, tmp_path / "lm_eval", ignore=shutil.ignore_patterns("tasks", "*.pyc"))
     (tmp_path / "lm_eval" / "tasks").mkdir()  # without its 20,000 definitions
-    for file in (Path(found.origin).parent / "tasks").glob("*.py"):
+    for file in (Path(spec.origin).parent / "tasks").glob("*.py"):
         shutil.copy(file, tmp_path / "lm_eval" / "tasks")
     (tmp_path / "stories.yaml").write_text(TASK)
     (tmp_path / "stories.jsonl").write_text(json.dumps({"start": "Once upon a time, there"}) + "\n")

@@ -29,9 +29,9 @@ NEW = 8
 
 
 def environment(**given):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHONPATH"))}
+    inherited = {n: value for n, value in os.environ.items() if not n.startswith(("JAX_", "XLA_", "PYTHONPATH"))}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "DO_NOT_TRACK": "1"}
-    return kept | offline | given
+    return inherited | offline | given
 
 
 @contextlib.contextmanager
@@ -57,12 +57,12 @@ def serving(model, log, **given):
 
 def complete(url, prompt, temperature, seed):
     """(tokens, their log-probabilities) of one request."""
-    asked = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": temperature, "seed": seed, "logprobs": 0}
-    asked |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
-    request = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    body = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": temperature, "seed": seed, "logprobs": 0}
+    body |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
-        found = json.load(answer)["choices"][0]["logprobs"]
-    return [int(token.removeprefix("token_id:")) for token in found["tokens"]], found["token_logprobs"]
+        log_probs = json.load(answer)["choices"][0]["logprobs"]
+    return [int(token.removeprefix("token_id:")) for token in log_probs["tokens"]], log_probs["token_logprobs"]
 
 
 def complete_all(url, prompts, temperature=0.0):
@@ -107,17 +107,17 @@ def check_server(folder, lm, model, head, requests, log):
     export_head(folder / "served", head, lm)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, lm.config.vocab_size, rng.integers(4, 24)).tolist() for _ in range(requests)]
-    found, sampled, seconds = {}, {}, {}
+    got, sampled, seconds = {}, {}, {}
     for mode in ("", "calibrated", "unchanged"):
         given = {"CALIBJAX_HEAD": str(folder / "served"), "CALIBJAX_LOGITS": mode} if mode else {}
         with serving(model, log / f"{mode or 'plain'}.log", **given) as url:
-            found[mode] = complete_all(url, prompts)
+            got[mode] = complete_all(url, prompts)
             seconds[mode] = min(timed(lambda: complete_all(url, prompts)) for _ in range(3))
             sampled[mode] = complete_all(url, prompts[:20], temperature=1.0)
     for mode in ("calibrated", "unchanged"):
-        assert [tokens for tokens, _ in found[mode]] == [tokens for tokens, _ in found[""]]
+        assert [tokens for tokens, _ in got[mode]] == [tokens for tokens, _ in got[""]]
         errors, changes = [], []
-        for prompt, (tokens, log_probs), (_, plain) in zip(prompts, found[mode], found[""], strict=True):
+        for prompt, (tokens, log_probs), (_, plain) in zip(prompts, got[mode], got[""], strict=True):
             errors.append(np.abs(calibrated(lm, head, prompt, tokens) - log_probs).max())
             changes.append(np.abs(np.subtract(plain, log_probs)).max())
         print(

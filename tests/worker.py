@@ -66,8 +66,8 @@ def evaluate(out: Path, announce):
     """Both commands that run a model to look at it, on the default mesh of all devices."""
     model = str(model_path("stories260K"))
     tasks = ("arc_easy", "truthfulqa_mc1", "triviaqa")
-    asked = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS, "quiet": True}
-    eval_tasks.run(eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **asked, out=out / "tasks"), announce)
+    settings = {"limit": 12, "max_new_tokens": 4, "max_length": 48, "assets": ASSETS, "quiet": True}
+    eval_tasks.run(eval_tasks.EvalTasksOptions(model=model, tasks=tasks, **settings, out=out / "tasks"), announce)
     text = {"data": str(data_path("lima")), "text": DataOptions(max_rows=8, seq_len=256, max_sequences=24)}
     edits = {"strengths": (0.25,), "sweep_layers": (4,), "batch_size": 8, "quiet": True}
     document = eval_layers.run(eval_layers.EvalLayersOptions(model=model, **text, **edits), announce)
@@ -81,10 +81,10 @@ def commands(folder: Path, out: Path, devices: DeviceOptions, announce):
     text = {**shared, "text": DataOptions(seq_len=12), "quiet": True}
     quick = AtsOptions(head_kind="mlp", epochs=2, loss="joint", refit_temperature=False, batch_size=8)
     methods = ("ats", "ensemble_temperature", "feature_clipping", "platt")
-    kept = {"out": out / "compare", "save": out / "saved", "max_tokens": 300}
+    outputs = {"out": out / "compare", "save": out / "saved", "max_tokens": 300}
     few = mock.patch.object(optimize, "STEPS", 100)
     with few, mock.patch.object(compare_text, "AtsOptions", return_value=quick):
-        compared = compare.run(compare.CompareOptions(**text, data=data, methods=methods, **kept), announce)
+        compared = compare.run(compare.CompareOptions(**text, data=data, methods=methods, **outputs), announce)
     fit = {"data": (data,), "ats": quick, "out": out / "ats", "fit_fraction": 0.5}
     trained = train_ats.run(train_ats.TrainAtsOptions(**text, **fit), announce)
     prompts = {"prompt": ("w1 w2", "w3", "w4 w5 w6"), "max_new_tokens": 5, "head": out / "ats"}
@@ -111,16 +111,16 @@ def work(run, announce):
     if run.work == "eval":
         evaluate(run.out, announce)
     elif run.work == "commands":
-        found = commands(run.folder, run.out, DeviceOptions(), announce)
-        (run.out / f"documents{jax.process_index()}.json").write_text(json.dumps(found))
+        results = commands(run.folder, run.out, DeviceOptions(), announce)
+        (run.out / f"documents{jax.process_index()}.json").write_text(json.dumps(results))
     elif run.work == "sft":
-        found = sft(run.folder, run.out, make_mesh(SHAPES["sft"]))
-        np.savez(run.out / f"process{jax.process_index()}.npz", **found)
+        results = sft(run.folder, run.out, make_mesh(SHAPES["sft"]))
+        np.savez(run.out / f"process{jax.process_index()}.npz", **results)
     else:  # twice the same, so that one can be killed; of a second start only what is not finished yet
         for name in ("whole", "killed"):
             if not (run.out / name / "head").exists():
-                found = ats(run.folder, run.out / name, make_mesh(SHAPES["ats"]))
-                np.savez(run.out / f"{name}{jax.process_index()}.npz", **found)
+                results = ats(run.folder, run.out / name, make_mesh(SHAPES["ats"]))
+                np.savez(run.out / f"{name}{jax.process_index()}.npz", **results)
     announce("done, says the first")
     return {}
 

@@ -148,8 +148,8 @@ def run(case, out, inputs):
 def contents(out, patterns):
     files = (file for pattern in patterns for file in [*out.glob(pattern), *out.rglob(pattern)])
     files = (inner for file in files for inner in (file.rglob("*") if file.is_dir() else [file]))
-    found = {str(file.relative_to(out)): file.read_bytes() for file in files if file.is_file()}
-    return {name: data for name, data in found.items() if "checkpoints" not in name and not name.endswith(".lock")}
+    stored = {str(file.relative_to(out)): file.read_bytes() for file in files if file.is_file()}
+    return {name: data for name, data in stored.items() if "checkpoints" not in name and not name.endswith(".lock")}
 
 
 class Whole(NamedTuple):
@@ -185,8 +185,8 @@ def whole_run(case, library, folder, inputs):
 
 
 def differences(case, out, whole):
-    found = contents(out, case.results)
-    return [f"{name} differs" for name in whole.same if found.get(name) != whole.after[name]]
+    got = contents(out, case.results)
+    return [f"{name} differs" for name in whole.same if got.get(name) != whole.after[name]]
 
 
 def settle(out):
@@ -203,10 +203,10 @@ def check(case, out, inputs, whole, code, printed):
     if code not in (1, 2):
         return [f"exit code or traceback: {str(code)[-3000:]}"]
     problems = [] if printed.count("\n") == 1 else [f"{printed.count(chr(10))} lines: {printed[-1500:]}"]
-    found = contents(out, case.results)
+    got = contents(out, case.results)
     aside = {file.read_bytes() for file in out.glob("*.old/*")}  # the next start puts it back
     for name, data in whole.before.items():
-        if found.get(name) not in (data, whole.after[name]) and not (name not in found and data in aside):
+        if got.get(name) not in (data, whole.after[name]) and not (name not in got and data in aside):
             problems.append(f"{name}: neither the earlier result nor the new one")
     settle(out)
     code, printed = run(case, out, inputs)
@@ -251,9 +251,9 @@ def main():
         if given.cases != ["files"]:
             make_inputs(inputs)
         for case in given.cases or CASES:
-            found = try_case(CASES[case], library, folder, inputs, given)
-            print(json.dumps({"case": case, **found}), flush=True)
-            lost += found["wrong"]
+            outcome = try_case(CASES[case], library, folder, inputs, given)
+            print(json.dumps({"case": case, **outcome}), flush=True)
+            lost += outcome["wrong"]
     return 1 if lost else 0
 
 

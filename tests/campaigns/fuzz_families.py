@@ -182,13 +182,13 @@ def torch_states(folder, tokens):
         return [state.numpy() for state in (*out.hidden_states, out.logits)]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **eager)
-    found = [run(model)]
+    states = [run(model)]
     with everything_in_float64():
         exact = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float64, **eager)
         exact.load_state_dict(model.state_dict())
-        found.insert(0, run(exact))
-    assert {state.dtype for state in found[0]} == {np.dtype("float64")}
-    return found
+        states.insert(0, run(exact))
+    assert {state.dtype for state in states[0]} == {np.dtype("float64")}
+    return states
 
 
 @functools.partial(jax.jit, static_argnums=0)

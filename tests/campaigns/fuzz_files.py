@@ -100,8 +100,8 @@ def read_probe(directory: Path, name: str) -> None:
 
     from calibjax.train.probes import load_probe
 
-    for found, expected in zip(_leaves(load_probe(directory, PROBE)), _leaves(probe_params()), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for got, expected in zip(_leaves(load_probe(directory, PROBE)), _leaves(probe_params()), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def read_answers(directory: Path, name: str) -> None:
@@ -137,8 +137,8 @@ def read_checkpoint(directory: Path, name: str) -> None:
     finally:
         checkpoints.close()
     if restored is not None:
-        for found, expected in zip(_leaves(restored[0]), _leaves(new_state(1)), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for got, expected in zip(_leaves(restored[0]), _leaves(new_state(1)), strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 def read_rows(directory: Path, name: str) -> None:

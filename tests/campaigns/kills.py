@@ -92,8 +92,8 @@ class Job:
 
     def ended(self):
         for child, number in list(self.running.items()):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
+            ended_child, status = os.waitpid(child, os.WNOHANG)
+            if ended_child:
                 self.codes[number] = os.waitstatus_to_exitcode(status)
                 del self.running[child]
         return not self.running
@@ -117,24 +117,24 @@ class Job:
 
 def files(out):
     """Path -> size of all files below a directory."""
-    found = {}
+    sizes = {}
     for folder, _, names in os.walk(out):
         for name in names:
             path = os.path.join(folder, name)
             with contextlib.suppress(OSError):  # renamed meanwhile
-                found[path] = os.stat(path).st_size
-    return found
+                sizes[path] = os.stat(path).st_size
+    return sizes
 
 
-def writing(found, out):
+def writing(paths, out):
     """The names of what is being written among `files(out)`."""
-    parts = {part for path in found for part in Path(path).relative_to(out).parts}
+    parts = {part for path in paths for part in Path(path).relative_to(out).parts}
     return {part for part in parts if WRITING.search(part)}
 
 
 def contents(out):
     """What a run is compared by, by path; of the log without the rate."""
-    found = {}
+    data_of_file = {}
     for pattern in RESULTS:
         for file in out.rglob(pattern):
             if "checkpoints" in file.parts:
@@ -143,8 +143,8 @@ def contents(out):
             if file.suffix == ".jsonl":
                 rows = [json.loads(line) for line in data.splitlines()]
                 data = [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-            found[str(file.relative_to(out))] = data
-    return found
+            data_of_file[str(file.relative_to(out))] = data
+    return data_of_file
 
 
 def watched_run(folder, out, command, processes, stop_after=None, inside=False):
@@ -186,8 +186,8 @@ def killed_run(folder, out, command, processes, whole, changes, rng, kills):
     codes = job.wait()
     different = [] if codes == [0] * processes else [f"exit codes {codes}: {job.output()}"]
     if not different:
-        found = contents(out)
-        different = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
+        got = contents(out)
+        different = sorted(name for name in got.keys() | whole.keys() if got.get(name) != whole.get(name))
     return moments, different, sorted(writing(files(out), out))
 
 
@@ -243,8 +243,8 @@ def main():
                 whole[command, processes] = contents(out), changes
             expected, changes = whole[command, processes]
             out = folder / f"run{number}"
-            found = killed_run(folder, out, command, processes, expected, changes, rng, given.per_run)
-            moments, different, left = found
+            outcome = killed_run(folder, out, command, processes, expected, changes, rng, given.per_run)
+            moments, different, left = outcome
             for moment in moments:
                 totals[f"{command}, {processes} process{'es' * (processes > 1)}: {moment}"] += 1
             row = {"command": command, "processes": processes, "kills": moments, "different": different, "left": left}

@@ -60,13 +60,13 @@ def main():
         with jax.set_mesh(context.mesh):
             state = create_state(head.init(jax.random.key(0)), optimizer)
             train(step, state, (), {"alpha": jnp.float32(1)}, data, **options)
-        kept = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())
+        saved_steps = sorted(int(entry.name) for entry in (Path(name) / "checkpoints").iterdir())
     programs, seconds = step_fn._cache_size(), round(time.monotonic() - began)
-    found = {"steps": taken, "checkpoints": count // every, "kept": kept, "programs of the step": programs}
-    found |= {"compiled after the first checkpoint": len(compiled), "MiB": memory, "seconds": seconds}
-    print(json.dumps(found))
+    result = {"steps": taken, "checkpoints": count // every, "kept": saved_steps, "programs of the step": programs}
+    result |= {"compiled after the first checkpoint": len(compiled), "MiB": memory, "seconds": seconds}
+    print(json.dumps(result))
     flat = memory[-1] - memory[4] < 0.02 * memory[4]
-    return 0 if flat and programs == 1 and not compiled and kept == [count - every, count] else 1
+    return 0 if flat and programs == 1 and not compiled and saved_steps == [count - every, count] else 1
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def greedy_is_equal(theirs, lm, head, folder: Path) -> bool:
     tokens = torch.tensor([[0, 0, *PROMPTS[0]], PROMPTS[1]])
     export_head(folder, head, lm)
     attached = attach(theirs, folder)
-    found = theirs.generate(tokens, attention_mask=(tokens > 0).int(), **GREEDY)
+    got = theirs.generate(tokens, attention_mask=(tokens > 0).int(), **GREEDY)
     attached.detach()
-    return np.array_equal(found[:, 5:].numpy(), np.asarray(ours.tokens))
+    return np.array_equal(got[:, 5:].numpy(), np.asarray(ours.tokens))
 
 
 def main(families: list[str], kinds: list[str]) -> int:

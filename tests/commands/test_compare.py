@@ -292,10 +292,10 @@ def test_apply_to_a_distribution(files, tmp_path, capsys):
     figures = json.loads(capsys.readouterr().out)["figures"]
     z, labels, _ = made()
     log_p = np.asarray(METHODS[first].apply(load(tmp_path / "saved").state, Predictions(logits=z)))
-    found = np.load(out)
-    np.testing.assert_allclose(found["calibrated_p"], np.exp(log_p), rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(found["calibrated_prediction"], log_p.argmax(axis=1))
-    np.testing.assert_allclose(found["calibrated_confidence"], np.exp(log_p.max(axis=1)), rtol=1e-5)
+    got = np.load(out)
+    np.testing.assert_allclose(got["calibrated_p"], np.exp(log_p), rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(got["calibrated_prediction"], log_p.argmax(axis=1))
+    np.testing.assert_allclose(got["calibrated_confidence"], np.exp(log_p.max(axis=1)), rtol=1e-5)
     np.testing.assert_allclose(figures[first]["accuracy"], np.mean(log_p.argmax(axis=1) == labels))
     assert figures[first]["log_loss"] < figures["uncalibrated"]["log_loss"]
 

@@ -40,25 +40,25 @@ def decided(capsys, *args):
 
 
 def test_each_category_has_its_threshold(capsys, table, tmp_path):
-    found = decided(capsys, "--table", table[0], "--risk", 0.1, "--by-category", "--out", tmp_path / "d.json")
-    assert json.loads((tmp_path / "d.json").read_text()) == found
-    zero, one = (found["categories"][f"kind {number}"]["answers"]["answered"] for number in (0, 1))
+    result = decided(capsys, "--table", table[0], "--risk", 0.1, "--by-category", "--out", tmp_path / "d.json")
+    assert json.loads((tmp_path / "d.json").read_text()) == result
+    zero, one = (result["categories"][f"kind {number}"]["answers"]["answered"] for number in (0, 1))
     assert one < 0.2 < 0.9 < zero
-    found = decided(capsys, "--table", table[0], "--columns", "confidence=consistency")["thresholds"]["average"]
-    assert found["answered"] == (np.round(table[1] * 8) / 8 > found["threshold"]).mean()
+    result = decided(capsys, "--table", table[0], "--columns", "confidence=consistency")["thresholds"]["average"]
+    assert result["answered"] == (np.round(table[1] * 8) / 8 > result["threshold"]).mean()
 
 
 def test_claims_of_answers(capsys, table, tmp_path):
     confidence, correct, answer, file = table[1], table[3], np.arange(ROWS) // 5, tmp_path / "claims.csv"
     write_csv(file, {"confidence": confidence, "correct": correct, "group": [f"a{n}" for n in answer]})
-    found = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["thresholds"]["claims"]
-    kept = confidence > found["threshold"]
-    false, count = (np.bincount(answer, weights=x) for x in (kept & (correct == 0), kept))
-    assert found["wrong_of_answered"] == pytest.approx((false / np.maximum(count, 1)).mean())
-    assert 0.05 < found["wrong_of_answered"] < 0.2
+    outcome = decided(capsys, "--table", file, "--claims", "--risk", 0.2)["thresholds"]["claims"]
+    selected = confidence > outcome["threshold"]
+    false, count = (np.bincount(answer, weights=x) for x in (selected & (correct == 0), selected))
+    assert outcome["wrong_of_answered"] == pytest.approx((false / np.maximum(count, 1)).mean())
+    assert 0.05 < outcome["wrong_of_answered"] < 0.2
     assert main(["decide", "--table", str(file), "--claims", "--risk", "0.2"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"Keep claims with a confidence above {found['threshold']}:" in printed
+    assert f"Keep claims with a confidence above {outcome['threshold']}:" in printed
     assert "the expected fraction of false claims in an answer is at most 0.2" in printed
     assert main(["decide", "--table", str(file), "--claims", "--level", "0.5"]) == 2
     assert main(["decide", "--table", str(table[0]), "--claims"]) == 2
@@ -115,11 +115,11 @@ def test_a_printed_threshold_selects_the_rows_counted(capsys, tmp_path, monkeypa
         *(("csv", 0.1, []), ("csv", 0.2, ["--claims"]), ("parquet", 0.2, ["--by-category"])),
     ):
         args = ["--table", tmp_path / f"t.{suffix}", "--risk", risk, *flags]
-        found = decided(capsys, *args)
-        found = found.get("categories") or {"": found["thresholds"]}
+        result = decided(capsys, *args)
+        result = result.get("categories") or {"": result["thresholds"]}
         assert main(["decide", *map(str, args)]) == 0
         printed = capsys.readouterr().out
-        for part, rows in found.items():
+        for part, rows in result.items():
             own, y = (x[category == int(part)] if part else x for x in (confidence, correct))
             for name, row in rows.items():
                 if row["threshold"] is None:
@@ -147,13 +147,13 @@ def test_sets_of_options(capsys, tmp_path, columns):
     label = (p.cumsum(axis=1) < rng.random((ROWS, 1))).sum(axis=1).clip(0, 3)
     values = np.log(p + 1e-300) + rng.normal(size=(ROWS, 1)) if columns == "logit" else p
     write_csv(tmp_path / "t.csv", {f"{columns}_{k}": values[:, k] for k in range(4)} | {"label": label})
-    found = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["thresholds"]
-    row = found["options"]
+    thresholds = decided(capsys, "--table", tmp_path / "t.csv", "--risk", 0.1)["thresholds"]
+    row = thresholds["options"]
     of_right = p[np.arange(ROWS), label]
     assert row["right_in_set"] == (of_right >= np.sort(of_right)[int(0.1 * (ROWS + 1)) - 1]).mean()
     assert row["right_in_set"] == (of_right >= row["threshold"]).mean()
     assert row["mean_size"] == (p >= row["threshold"]).sum(axis=1).mean()
-    row = found["options_aps"]
+    row = thresholds["options_aps"]
     scores = 1 - (p[:, None, :] * (p[:, None, :] > p[:, :, None])).sum(axis=2)
     assert row["right_in_set"] == (scores[np.arange(ROWS), label] >= row["threshold"]).mean()
     assert row["mean_size"] == (scores >= row["threshold"]).sum(axis=1).mean()

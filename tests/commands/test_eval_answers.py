@@ -65,35 +65,35 @@ def test_the_table_is_what_the_samples_give(run, material):
     files = sorted((run[0].out / "answers" / "samples").iterdir(), key=lambda x: int(x.name.split("-")[1]))
     samples = [row for file in files for row in json.loads(file.read_text())["samples"]]
     assert [len(row) for row in samples] == [K] * COUNT
-    found = {name: np.array([float(row[name]) for row in rows]) for name in METHODS}
+    got = {name: np.array([float(row[name]) for row in rows]) for name in METHODS}
     for n, row in enumerate(rows):
         texts = [plain_text(text) for text, *_ in samples[n]]
-        assert found["consistency"][n] == pytest.approx(np.mean([text == plain_text(row["answer"]) for text in texts]))
+        assert got["consistency"][n] == pytest.approx(np.mean([text == plain_text(row["answer"]) for text in texts]))
         votes = {text: [tail for own, *_, tail in samples[n] if plain_text(own) == text] for text in texts}
         own = sum(votes.get(plain_text(row["answer"]), []))
-        assert found["deepconf_tail"][n] == pytest.approx(own / sum(map(sum, votes.values())), abs=1e-5)
+        assert got["deepconf_tail"][n] == pytest.approx(own / sum(map(sum, votes.values())), abs=1e-5)
         p, p_k = float(row["confidence"]), {text: np.exp(mean) for text, mean, *_ in samples[n]}
         p_k.pop(row["answer"], None)
         same = sum(value for text, value in p_k.items() if plain_text(text) == plain_text(row["answer"]))
-        assert found["semantic_density"][n] == pytest.approx((p + same) / (p + sum(p_k.values())), abs=1e-5)
-    assert len(np.unique(found["consistency"])) > 2
-    asked, lm = TWO_WAY["p_true"], material[1]
-    prompt = asked.prompt.format(question=rows[0]["question"], answer=rows[0]["answer"])
+        assert got["semantic_density"][n] == pytest.approx((p + same) / (p + sum(p_k.values())), abs=1e-5)
+    assert len(np.unique(got["consistency"])) > 2
+    question, lm = TWO_WAY["p_true"], material[1]
+    prompt = question.prompt.format(question=rows[0]["question"], answer=rows[0]["answer"])
     context = lm.tokenizer.encode(prompt)
     logits = np.asarray(lm.logits(np.array([context])), np.float64)[0, -1]
-    yes, no = (logits[lm.tokenizer.encode(word)[0]] for word in (asked.yes, asked.no))
-    assert found["p_true"][0] == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
+    yes, no = (logits[lm.tokenizer.encode(word)[0]] for word in (question.yes, question.no))
+    assert got["p_true"][0] == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-5)
     tokens = generate(lm, [rows[0]["question"]], max_new_tokens=2).tokens[0].tolist()
     context = lm.tokenizer.encode(rows[0]["question"])
     logits = np.asarray(lm.logits(np.array([[*context, *tokens]])), np.float64)[0, len(context) - 1 : -1]
     p = np.sort(scipy.special.softmax(logits, axis=1))
-    assert found["probability_margin"][0] == pytest.approx((p[:, -1] - p[:, -2]).mean(), abs=1e-5)
-    assert found["token_entropy"][0] == pytest.approx(np.exp(-scipy.stats.entropy(p, axis=1).mean()), abs=1e-5)
+    assert got["probability_margin"][0] == pytest.approx((p[:, -1] - p[:, -2]).mean(), abs=1e-5)
+    assert got["token_entropy"][0] == pytest.approx(np.exp(-scipy.stats.entropy(p, axis=1).mean()), abs=1e-5)
     assert any("replies could not be read; their confidence is .5" in line for line in run[2])
     methods = run[1]["held_out"]["methods"]
     assert set(methods) == {"uncalibrated", *METHODS}
     correct = np.array([float(row["correct"]) for row in rows])
-    assert methods["consistency"]["brier"] == pytest.approx(((found["consistency"] - correct) ** 2).mean(), abs=1e-6)
+    assert methods["consistency"]["brier"] == pytest.approx(((got["consistency"] - correct) ** 2).mean(), abs=1e-6)
 
 
 def test_a_killed_run_resumes_with_its_samples(run, undrawn, monkeypatch):

@@ -341,10 +341,10 @@ def test_entropy_neurons(norm):
     params["final_norm"]["scale"] = rng.uniform(0.5, 2, lm.config.hidden_size).astype(np.float32)
     lm = LanguageModel.from_params(lm.config, jax.tree.map(jnp.asarray, params))
     space = edits.null_space(lm, energy=0.2)
-    found = edits.entropy_neurons(lm, space, layers=2, count=3, largest=0.5)
-    assert [neuron.layer for neuron in found] == [1, 1, 1, 2, 2, 2]
+    got = edits.entropy_neurons(lm, space, layers=2, count=3, largest=0.5)
+    assert [neuron.layer for neuron in got] == [1, 1, 1, 2, 2, 2]
     rows = np.asarray(lm.unembedding, np.float64)
-    for neuron in found:
+    for neuron in got:
         written = np.asarray(params["layers"]["mlp"]["down"]["kernel"][neuron.layer - 1], np.float64)
         written = written - written.mean(axis=1, keepdims=True) if norm == "layer" else written
         effect = written * params["final_norm"]["scale"].astype(np.float64)

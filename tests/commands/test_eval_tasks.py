@@ -80,8 +80,8 @@ def material(tmp_path_factory):
     contexts = [f"Question: {words(40, 41) if n == 4 else words(1, 6)}\nAnswer:" for n in range(COUNT)]
     texts = generate(lm, [trivia_prompt(lm, context) for context in contexts], max_new_tokens=4).texts(lm.tokenizer)
     trivia = [
-        {"context": context, "answer": "w0 w0", "aliases": [found.upper() if n % 3 else "w1 w1 w1"]}
-        for n, (context, found) in enumerate(zip(contexts, texts, strict=True))
+        {"context": context, "answer": "w0 w0", "aliases": [text.upper() if n % 3 else "w1 w1 w1"]}
+        for n, (context, text) in enumerate(zip(contexts, texts, strict=True))
     ]
     write_questions(folder, "llm_foundry_eval/arc_easy", arc)
     write_questions(folder, "truthfulqa/truthfulqa", truthful)
@@ -136,8 +136,8 @@ def log_probs(lm, before, after, temperature):
 
 def scores_of(lm, arc, temperature=1.0):
     """Log-probabilities of the tokens of every option, by question."""
-    asked = [(f"{row['query']}\nAnswer:", [f" {choice}" for choice in row["choices"]]) for row in arc]
-    return [[log_probs(lm, query, choice, temperature) for choice in choices] for query, choices in asked]
+    questions = [(f"{row['query']}\nAnswer:", [f" {choice}" for choice in row["choices"]]) for row in arc]
+    return [[log_probs(lm, query, choice, temperature) for choice in choices] for query, choices in questions]
 
 
 def ece(confidence, correct):
@@ -155,10 +155,10 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
         prompts = [trivia_prompt(lm, row["context"]) for row in trivia]
         texts = []
         for ids in prompts:  # the most likely token, one after the other
-            found = []
-            while len(found) < 4 and lm.tokenizer.eos_token_id not in found:
-                found.append(int(logits(lm, (*ids, *found))[len(ids) + len(found) - 1].argmax()))
-            texts.append(lm.tokenizer.decode(found, skip_special_tokens=True))
+            got = []
+            while len(got) < 4 and lm.tokenizer.eos_token_id not in got:
+                got.append(int(logits(lm, (*ids, *got))[len(ids) + len(got) - 1].argmax()))
+            texts.append(lm.tokenizer.decode(got, skip_special_tokens=True))
         each = [log_probs(lm, *pair, temperature) for pair in zip(prompts, texts, strict=True)]
         confidence = np.array([np.exp(values.mean()) for values in each])
         correct = np.array([row["aliases"][0].lower() == text for row, text in zip(trivia, texts, strict=True)])
@@ -166,9 +166,9 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
         totals = np.array([[each.sum() for each in row] for row in scores_of(lm, arc, temperature)])
         confidence = softmax(totals, axis=1).max(axis=1)
         correct = totals.argmax(axis=1) == [row["gold"] for row in arc]
-    found = run[1]["tasks"][task]
-    row = found["methods"][method]
-    assert found["tokens"] == len(confidence)
+    got = run[1]["tasks"][task]
+    row = got["methods"][method]
+    assert got["tokens"] == len(confidence)
     assert 0 < row["accuracy"] < 1
     for value, wanted in (
         (row["accuracy"], correct.mean()),
@@ -181,7 +181,7 @@ def test_figures_are_those_by_hand(material, run, task, method, temperature):
     ends = row["accuracy_interval"]
     assert ends["low"] < row["accuracy"] < ends["high"]
     if method == "uncalibrated":
-        own = found["harness"]["acc" if task == "arc_easy" else "exact_match"]
+        own = got["harness"]["acc" if task == "arc_easy" else "exact_match"]
         assert own == pytest.approx(row["accuracy"], abs=1e-9)
 
 
@@ -285,7 +285,7 @@ def test_preset_of_label_smoothing_reads_the_whole_vocabulary(material, capsys):
     row = json.loads(out)["held_out"]["methods"]["uncalibrated"]
     totals = np.array([[each.sum() for each in row] for row in scores_of(lm, arc)])
     assert row["confidence"] == pytest.approx(np.exp(np.max(totals, axis=1)).mean(), abs=1e-6)
-    right = totals[np.arange(len(arc)), [asked["gold"] for asked in arc]]
+    right = totals[np.arange(len(arc)), [question["gold"] for question in arc]]
     assert row["nll"] == pytest.approx(-right.mean(), abs=1e-4)
 
 
@@ -322,7 +322,7 @@ def test_fit_is_temperature_scaling_over_the_options(material, undrawn, tmp_path
 
 def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
     """A model, and the same with the embeddings of the two replies exchanged."""
-    tensors, found = model_tensors(), []
+    tensors, judgements = model_tensors(), []
     embeddings = tensors["model.embed_tokens.weight"]
     text = "Question: a?\nCorrect answers: b; c\nGiven answer: a b\n"
     text += "Is the given answer correct? Reply with Yes or No.\nReply:"
@@ -333,9 +333,9 @@ def test_a_model_judges_by_the_likelier_of_two_replies(tmp_path):
         write_tokenizer(folder, ["Yes", "No", *WORDS[2:]])
         lm = load_model(folder, "bfloat16")
         logits = lm.logits(np.array([lm.tokenizer(text).input_ids[-31:]]))[0, -1]
-        found.append(find_judge(str(folder))("a?", " a b\n", ["b", "c"]))
-        assert found[-1] == (logits[3] > logits[4])
-    assert sorted(found) == [0.0, 1.0]
+        judgements.append(find_judge(str(folder))("a?", " a b\n", ["b", "c"]))
+        assert judgements[-1] == (logits[3] > logits[4])
+    assert sorted(judgements) == [0.0, 1.0]
 
 
 def test_judges():

@@ -46,11 +46,11 @@ def test_one_name_and_one_kind_for_an_option():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("asked", ["--help", "--help-all"])
-def test_help_at_80_columns(asked, command, capsys, monkeypatch):
+@pytest.mark.parametrize("help_flag", ["--help", "--help-all"])
+def test_help_at_80_columns(help_flag, command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match=r"^0$"):
-        main([*command.split(), asked])
+        main([*command.split(), help_flag])
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert not re.search("MISSING|<class", shown)
@@ -58,7 +58,7 @@ def test_help_at_80_columns(asked, command, capsys, monkeypatch):
     assert not [flag for flag in flags if flag not in shown]
     if command == "train ats":
         assert re.search(r"--epochs INT [^(]*\(default:\s+6\)", shown)
-        assert ("--heartbeat-timeout INT" in shown) == (asked == "--help-all")
+        assert ("--heartbeat-timeout INT" in shown) == (help_flag == "--help-all")
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_bytes_of_fine_tuning(mesh, divided):
     program = planning.build(job, job.abstract_mesh())
     norms = 65 * 4096
     expected = 4 * ((PUBLISHED["llama-3.1-8b"] - norms) // divided + norms)
-    found = planning.device_bytes(program.parameters)
-    assert found == expected
+    got = planning.device_bytes(program.parameters)
+    assert got == expected
     assert planning.device_bytes(program.optimizer) == 2 * expected + 2 * 4
 
 
@@ -105,8 +105,8 @@ def test_operations_of_temperatures():
     """A forward pass, one product with the unembedding, and a head of D numbers: no backward pass of the model."""
     blocks, unembedding = products()
     head = 2 * 2 * 64 * 1024 * 4096
-    found = traced_flops(make_job())
-    assert found == pytest.approx(blocks + unembedding + head, rel=1e-4)
+    got = traced_flops(make_job())
+    assert got == pytest.approx(blocks + unembedding + head, rel=1e-4)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -116,13 +116,13 @@ def test_operations_of_fine_tuning(remat):
     What is repeated lacks products that no gradient needs: the last one of a block.
     """
     blocks, unembedding = products()
-    found = traced_flops(make_job(objective="sft", remat=remat))
+    got = traced_flops(make_job(objective="sft", remat=remat))
     down = 32 * 2 * 64 * 1024 * 4096 * 14336
     expected = 3 * (blocks + unembedding) + (blocks - down if remat == "full" else 0)
     six_n = 6 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 64 * 1024
-    assert found == pytest.approx(expected, rel=0.01)
+    assert got == pytest.approx(expected, rel=0.01)
     if remat == "none":
-        assert found == pytest.approx(six_n, rel=0.1)
+        assert got == pytest.approx(six_n, rel=0.1)
 
 
 def test_operations_of_a_mixture():
@@ -134,8 +134,8 @@ def test_operations_of_a_mixture():
     job = make_job("gpt-oss-120b", batch=16)
     tokens = 16 * 1024
     expected = 2 * tokens * (counts["active"] - embedding) + 36 * 2 * 2 * tokens * ATTENDED * 64 * 64
-    found = planning.plan_job(job, planning.parse_topology("h100:16"), compiles=False)["flops_per_step"]
-    assert found == pytest.approx(expected, rel=1e-3)
+    got = planning.plan_job(job, planning.parse_topology("h100:16"), compiles=False)["flops_per_step"]
+    assert got == pytest.approx(expected, rel=1e-3)
 
 
 def test_operations_as_xla_counts_them():
@@ -177,19 +177,19 @@ def test_collectives_of_a_program_with_known_ones():
 
     function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
     text = function.lower(jnp.ones(8 * 64)).compile().as_text()
-    found, unknown = collectives(text)
+    got, unknown = collectives(text)
     assert unknown == 0
     [gather] = re.findall(r"(\S+) = \S+ all-gather\(", text)
     assert executions(text)[gather.lstrip("%")] == 5
     size, of_ring = 4 * 64, 7 / 8
-    assert {kind: (x.count, x.bytes) for kind, x in found.items()} == {
+    assert {kind: (x.count, x.bytes) for kind, x in got.items()} == {
         "all-reduce": (5, 5 * 2 * size * of_ring),
         "reduce-scatter": (5, 5 * size * of_ring),
         "all-gather": (5, 5 * size * of_ring),
         "all-to-all": (5, 5 * size * of_ring),
         "collective-permute": (5, 5 * size),
     }
-    assert found["all-gather"].largest == size
+    assert got["all-gather"].largest == size
 
 
 # From what libtpu 0.0.51 made of a step for v5e:4x4, cut down: a loop that counts to 16 by 2, and an all-gather that
@@ -245,15 +245,15 @@ ENTRY %main (x: bf16[32,8], y: bf16[1,256,64]) -> (bf16[32,8], u32[]) {
 
 
 def test_collectives_of_a_tpu_module():
-    found, unknown = collectives(TPU_MODULE)
+    got, unknown = collectives(TPU_MODULE)
     assert unknown == 0
-    assert found["collective-permute"] == (8, 8 * 2 * 32 * 8, 2 * 32 * 8)
+    assert got["collective-permute"] == (8, 8 * 2 * 32 * 8, 2 * 32 * 8)
     assert executions(TPU_MODULE)["collective-permute-start.1"] == 8
-    assert found["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
+    assert got["all-gather"] == (1, 2 * 4096 * 64 * 15 // 16, 2 * 4096 * 64)
     # As jax 0.10.2 writes the metadata of a Pallas kernel: over several lines, before the rest of its computation.
     kernel = '  %k = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}\n'
-    assert collectives(TPU_MODULE.replace("  %goes-on", f"{kernel}  %goes-on")) == (found, 0)
-    assert collectives(TPU_MODULE.replace("  %copy.1", f"{kernel}  %copy.1")) == (found, 0)
+    assert collectives(TPU_MODULE.replace("  %goes-on", f"{kernel}  %goes-on")) == (got, 0)
+    assert collectives(TPU_MODULE.replace("  %copy.1", f"{kernel}  %copy.1")) == (got, 0)
     assert collectives(TPU_MODULE.replace("direction=LT", "direction=NE"))[1] == 1, "an endless loop"
 
 
@@ -266,8 +266,8 @@ def test_what_libtpu_writes_is_read_or_reported():
     refused = f"RESOURCE_EXHAUSTED: CompileTimeHbmOom: Ran out of memory, {message}\nSee"
     assert planning.needed_bytes(refused) == int(29.5 * 2**30)
     assert planning.needed_bytes("RESOURCE_EXHAUSTED") is None
-    found = planning.Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
-    assert "jaxlib cannot read libtpu's program" in planning._note(found, planning.parse_topology("v5p:2x2x1"))
+    got = planning.Compiled(arguments=1, total=2, collectives=None, unknown_loops=0)
+    assert "jaxlib cannot read libtpu's program" in planning._note(got, planning.parse_topology("v5p:2x2x1"))
 
 
 @pytest.mark.parametrize(
@@ -296,22 +296,22 @@ def test_json_of_a_gpu_host_and_a_local_model(tmp_path, capsys):
         weights.unlink()
     options = ["--objective", "sft", "--topology", "h100:4", "--batch-size", "8", "--seq-len", "16", "--no-compile"]
     options += ["--dtype", "bfloat16"]
-    found = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
-    sizes = found["bytes_per_device"]
+    got = plan(capsys, "--model", str(folder), *options, "--mesh", "data=4")
+    sizes = got["bytes_per_device"]
     assert sizes["parameters"] == sizes["gradients"] == 4 * sum(tensor.size for tensor in model_tensors().values())
     assert sizes["block_inputs"] == 2 * 16 * CONFIG_JSON["hidden_size"] * 2  # of one block
     assert sizes["total"] == sum(sizes[name] for name in sizes if name not in ("total", "available"))
-    assert (found["fits"], found["compiler"], found["collectives"]) == (None, None, None)
-    assert found["margin_bytes"] == sizes["available"] - sizes["total"]
-    assert found["flops_per_device"] * 4 == found["flops_per_step"]
+    assert (got["fits"], got["compiler"], got["collectives"]) == (None, None, None)
+    assert got["margin_bytes"] == sizes["available"] - sizes["total"]
+    assert got["flops_per_device"] * 4 == got["flops_per_step"]
 
 
 def test_json_of_what_cannot_fit(capsys):
     """70B in float32 with AdamW on 16 chips of 16 GB; known without a compiler, and so never compiled."""
-    found = plan(capsys, "--model", "llama-3.1-70b", "--objective", "sft", "--topology", "v5e:4x4")
-    assert (found["fits"], found["compiled"]) == (False, False)
-    assert found["bytes_per_device"]["parameters"] == pytest.approx(4 * PUBLISHED["llama-3.1-70b"] / 16, rel=1e-3)
-    assert found["margin_bytes"] < -40 * 2**30
+    got = plan(capsys, "--model", "llama-3.1-70b", "--objective", "sft", "--topology", "v5e:4x4")
+    assert (got["fits"], got["compiled"]) == (False, False)
+    assert got["bytes_per_device"]["parameters"] == pytest.approx(4 * PUBLISHED["llama-3.1-70b"] / 16, rel=1e-3)
+    assert got["margin_bytes"] < -40 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -327,8 +327,8 @@ def test_duration_of_a_run(capsys, options, steps, stored):
     A head takes one frozen pass, which keeps the hidden state of a token and its curves.
     """
     sizes = ["--topology", "v5e:2x2", "--batch-size", "4", "--seq-len", "64", "--no-compile", "--tokens", "64000"]
-    found = plan(capsys, "--model", "gpt2", *sizes, *options)
-    run, seconds = found["run"], steps * found["roofline_seconds"]["bound"]
+    got = plan(capsys, "--model", "gpt2", *sizes, *options)
+    run, seconds = got["run"], steps * got["roofline_seconds"]["bound"]
     assert (run["sequences"], run["steps"]) == (1000, steps)
     assert run["seconds"] == pytest.approx([seconds / each for each in reversed(run["utilisation"])])
     assert run["stored_bytes"] == (None if stored is None else 64000 * stored)
@@ -348,16 +348,16 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     """Of `train sft`: its sizes, what is trained, and the defaults that it has; not its mesh."""
     file = tmp_path / "run.yaml"
     file.write_text("command: train sft\nmodel: gpt2\ndata: x\nlora-rank: 4\nmesh: data=2\nseq-len: 64\nloss: focal\n")
-    found = plan(capsys, "--config", str(file), "--topology", "v5e-8", "--no-compile")
-    assert (found["objective"], found["topology"], found["batch"], found["seq"]) == ("sft", "v5e:2x4", 16, 63)
-    assert found["bytes_per_device"]["optimizer"] < found["bytes_per_device"]["parameters"] / 4
+    got = plan(capsys, "--config", str(file), "--topology", "v5e-8", "--no-compile")
+    assert (got["objective"], got["topology"], got["batch"], got["seq"]) == ("sft", "v5e:2x4", 16, 63)
+    assert got["bytes_per_device"]["optimizer"] < got["bytes_per_device"]["parameters"] / 4
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nepochs: 2\naccumulate: 2\nloss: auto\n")
     monkeypatch.setitem(SHAPES, "gpt2", dataclasses.replace(SHAPES["gpt2"], max_positions=256))
-    found = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
-    assert (found["objective"], found["seq"]) == ("ats", 256)
+    got = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
+    assert (got["objective"], got["seq"]) == ("ats", 256)
     file.write_text(f"{file.read_text()}features: [logit_statistics]\n")
     fewer = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
-    assert fewer["stored_bytes_per_token"] == found["stored_bytes_per_token"] - 768 * 2, "without hidden states"
+    assert fewer["stored_bytes_per_token"] == got["stored_bytes_per_token"] - 768 * 2, "without hidden states"
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: paper\n")
     assert plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")["batch"] == 8
     file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nrecipe: papers\n")
@@ -407,7 +407,7 @@ def test_a_step_compiles_for_gpus(capsys):
     assert (many["compiled"], many["fits"], one["fits"]) == (True, True, True)
     assert many["collectives"]["all-gather"]["count"] >= 12
     assert one["collectives"] == {}
-    sizes = [found["bytes_per_device"] for found in (many, one)]
+    sizes = [got["bytes_per_device"] for got in (many, one)]
     assert 4 * sizes[0]["parameters"] < sizes[1]["parameters"]
     assert 2 * sizes[0]["temporaries"] < sizes[1]["temporaries"]
     assert many["flops_per_step"] == pytest.approx(one["flops_per_step"], rel=0.02)
@@ -427,12 +427,12 @@ def test_a_step_of_8b_compiles_for_v5e():
     What is gathered is the model, once, each weight by those that share it along fsdp; where libtpu hands the shards
     round while it multiplies, it does so once or twice more than it must.
     """
-    found = with_compiler(planning.compile_step, make_job(head="mlp"), planning.parse_topology("v5e:4x4"))
-    assert found.total < CHIPS["v5e"].memory / 2
-    assert found.unknown_loops == 0
+    got = with_compiler(planning.compile_step, make_job(head="mlp"), planning.parse_topology("v5e:4x4"))
+    assert got.total < CHIPS["v5e"].memory / 2
+    assert got.unknown_loops == 0
     unembedding = 2 * 128256 * 4096
-    assert max(x.largest for x in found.collectives.values()) < unembedding / 4
+    assert max(x.largest for x in got.collectives.values()) < unembedding / 4
     weights = 2 * (PUBLISHED["llama-3.1-8b"] - 128256 * 4096) * 15 / 16
-    received = found.collectives["all-gather"].bytes
-    received += found.collectives["collective-permute"].bytes if "collective-permute" in found.collectives else 0
+    received = got.collectives["all-gather"].bytes
+    received += got.collectives["collective-permute"].bytes if "collective-permute" in got.collectives else 0
     assert 0.95 * weights < received < 1.4 * weights

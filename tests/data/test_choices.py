@@ -34,12 +34,12 @@ def test_what_is_asked(merges, cue):
     """With another cue where a letter melts into the space."""
     tokenizer = character_tokenizer(merges)
     broken = Rows(lambda: iter([*ROWS.every(), ("row 3", UserError("is broken"))]), "made", skip_broken=True)
-    asked = choice_sequences(broken, tokenizer, 200)
+    questions = choice_sequences(broken, tokenizer, 200)
     vocabulary = tokenizer.get_vocab()
-    assert (asked.letters, asked.cue) == (tuple(vocabulary[letter] for letter in "ABC"), cue)
-    assert asked.subjects == ("places", "", "people")
-    assert (asked.too_long, asked.read, asked.skipped.count) == (0, 3, 1)
-    sequences = asked.sequences
+    assert (questions.letters, questions.cue) == (tuple(vocabulary[letter] for letter in "ABC"), cue)
+    assert questions.subjects == ("places", "", "people")
+    assert (questions.too_long, questions.read, questions.skipped.count) == (0, 3, 1)
+    sequences = questions.sequences
     np.testing.assert_array_equal(sequences.where.sum(axis=1), 1)
     np.testing.assert_array_equal(sequences.targets[sequences.where], [vocabulary[letter] for letter in "CAB"])
     tokens = sequences.tokens[0][sequences.segment_ids[0] > 0]
@@ -61,11 +61,11 @@ def test_what_is_asked(merges, cue):
 
 def test_questions_that_are_too_long_are_counted_and_some_are_drawn():
     tokenizer = character_tokenizer()
-    asked = choice_sequences(ROWS, tokenizer, 45)
-    assert asked.too_long == 1
-    np.testing.assert_array_equal(asked.sequences.source, [0, 2])
-    assert asked.sequences.tokens.shape[1] <= 45
-    width = asked.sequences.tokens.shape[1]
+    questions = choice_sequences(ROWS, tokenizer, 45)
+    assert questions.too_long == 1
+    np.testing.assert_array_equal(questions.sequences.source, [0, 2])
+    assert questions.sequences.tokens.shape[1] <= 45
+    width = questions.sequences.tokens.shape[1]
     assert choice_sequences(ROWS, tokenizer, width).too_long == 1, "a question of exactly so many tokens fits"
     drawn = [choice_sequences(ROWS, tokenizer, 200, limit=1, seed=seed).sequences.source[0] for seed in range(20)]
     assert set(drawn) == {0, 1, 2}

@@ -64,8 +64,8 @@ def test_a_line_of_200_mb(model, tmp_path):
 def test_memory_does_not_follow_the_file(model, tmp_path):
     """Rows are dropped as they are read: a file of 100 MB takes as much memory as a larger one."""
     row = {"text": "w1 w2 w3", "other": "x" * 10_000}
-    kept = {"text": " ".join(["w1"] * 64), "other": ""}
-    member = gzip.compress("".join(json.dumps(r) + "\n" for r in (*[row] * 5_000, kept)).encode(), 1)
+    last = {"text": " ".join(["w1"] * 64), "other": ""}
+    member = gzip.compress("".join(json.dumps(r) + "\n" for r in (*[row] * 5_000, last)).encode(), 1)
     peaks = []
     for number in (2, max(4, round(GB * 20))):  # members of 50 MB
         file = tmp_path / f"{number}.jsonl.gz"

@@ -39,14 +39,14 @@ def test_answers(tmp_path):
     shape, n = (2, 5), 5
     rows = np.random.default_rng(0).random((3, *shape)).astype(np.float32)
     texts = np.array(["a", "\u00e9", "", "b c", "d"])
-    kept = answer_files.Answers(
+    answers = answer_files.Answers(
         *rows[:2], np.ones(shape, np.int32), rows[2], texts, {"em": rows[0, 0]}, np.zeros(n), 1, *[texts] * 3
     )
     file = tmp_path / "answers" / "task-part.npz"
-    answer_files.write_answers(file, kept)
-    found = answer_files.read_answers(file)
+    answer_files.write_answers(file, answers)
+    got = answer_files.read_answers(file)
     for name in answer_files.Answers._fields:
-        np.testing.assert_equal(getattr(found, name), getattr(kept, name), err_msg=name)
+        np.testing.assert_equal(getattr(got, name), getattr(answers, name), err_msg=name)
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-30], b"x" * 100):
         file.write_bytes(damaged)

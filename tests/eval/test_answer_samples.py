@@ -130,20 +130,20 @@ OF_SHARES = {
 }
 
 
-@pytest.mark.parametrize("how", confidence.DESCRIPTIONS)
-def test_confidence_in_an_answer(how):
+@pytest.mark.parametrize("method", confidence.DESCRIPTIONS)
+def test_confidence_in_an_answer(method):
     """Of what is there, in float64; of nothing, 0."""
     rng = np.random.default_rng(0)
     values = rng.uniform(-9, -0.1, (50, 6)).astype(np.float32)
     values[rng.random(values.shape) < 0.3] = -np.inf  # nothing there
     values[:2] = [[-np.inf], [1e-3]]  # and rounded beyond a probability of 1
-    kept = [row[row > -np.inf].astype(np.float64) for row in values]
-    if how in OF_SHARES:
+    weights = [row[row > -np.inf].astype(np.float64) for row in values]
+    if method in OF_SHARES:
         values = rng.integers(0, 4, (50, 20))
         values[1] = 3
-        kept = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
-    got = np.asarray(jax.jit(confidence.answer_confidence, static_argnums=0)(how, values))
-    want = [min((OF_TOKENS | OF_SHARES)[how](row), 1.0) if len(row) else 0.0 for row in kept]
+        weights = [np.sort(np.unique(row, return_counts=True)[1])[::-1] / len(row) for row in values]
+    got = np.asarray(jax.jit(confidence.answer_confidence, static_argnums=0)(method, values))
+    want = [min((OF_TOKENS | OF_SHARES)[method](row), 1.0) if len(row) else 0.0 for row in weights]
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert got.min() >= 0
     with pytest.raises(ValueError, match="expected one of options, options_per_token"):
@@ -192,8 +192,8 @@ def first_letter(question, answers):
 
 
 def test_a_clustering_of_the_user():
-    found = find_clustering(f"{__name__}:first_letter")
-    clusters, answer = clusters_of(found, ["q"], ["b1"], [["a1", "b2", "b3"]])
+    got = find_clustering(f"{__name__}:first_letter")
+    clusters, answer = clusters_of(got, ["q"], ["b1"], [["a1", "b2", "b3"]])
     assert (clusters[0] == answer[0]).tolist() == [False, True, True]
     with pytest.raises(UserError, match="expected a whole number for each of 2 answers"):
         clusters_of(lambda question, answers: [0], ["q"], ["a"], [["b"]])

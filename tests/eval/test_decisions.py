@@ -129,10 +129,10 @@ def test_by_hand():
     ],
 )
 def test_the_shortest_decimal_between(value, limit, between):
-    found = decisions._between(value, limit)
-    assert found == between
-    assert value == found or min(value, limit) < found < max(value, limit)
-    assert np.float32(found) == np.float32(value) or np.float32(found) != np.float32(limit)
+    got = decisions._between(value, limit)
+    assert got == between
+    assert value == got or min(value, limit) < got < max(value, limit)
+    assert np.float32(got) == np.float32(value) or np.float32(got) != np.float32(limit)
 
 
 def claims(answers, seed):
@@ -145,8 +145,8 @@ def claims(answers, seed):
 
 def false_fraction(confidence, correct, answer, threshold):
     """Of each answer, the fraction of false claims among those above a threshold."""
-    kept = confidence > threshold
-    false, count = (np.bincount(answer, weights=x) for x in (kept & (correct < 1), kept))
+    selected = confidence > threshold
+    false, count = (np.bincount(answer, weights=x) for x in (selected & (correct < 1), selected))
     return false / np.maximum(count, 1)
 
 

@@ -29,21 +29,21 @@ HEADS = {"base": FittedHead.constant(LM), "mlp": random_head(LM, "mlp", ("hidden
 def figures(lm):
     """Everything that evaluation finds out of a model, on the mesh that is set: name -> array."""
     read, letters = make_readout(lm), make_readout(lm, LETTERS)
-    asked = SEQUENCES._replace(targets=np.asarray(LETTERS, np.int32)[SEQUENCES.targets % 3])
+    lettered = SEQUENCES._replace(targets=np.asarray(LETTERS, np.int32)[SEQUENCES.targets % 3])
     outputs = layer_outputs(lm, SEQUENCES, read, batch_size=8, context=silent())
     sets = directions.choose_sets("confident", outputs.confidence[-1], outputs.correct[-1])
     along = directions.find_directions(lm, SEQUENCES, read, sets, batch_size=8, context=silent())
     (tokens,) = evaluate_tokens(lm, SEQUENCES, {"mlp": HEADS["mlp"]}, batch_size=8, context=silent()).values()
     parts = {
         "layers": outputs,
-        "layers, letters": layer_outputs(lm, asked, letters, batch_size=8, context=silent()),
+        "layers, letters": layer_outputs(lm, lettered, letters, batch_size=8, context=silent()),
         "direction": along._replace(counts=np.array(along.counts)),
         "edit": directions.evaluate_edit(lm, SEQUENCES, read, 0.3 * along.vectors, batch_size=8)[0],
         "tokens": tokens.sums,
     }
-    found = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
+    got = {f"{part} {name}": x for part, values in parts.items() for name, x in values._asdict().items()}
     space = directions.null_space(lm, energy=0.2)
-    found |= {
+    got |= {
         "null space": space.fraction(np.eye(16)),
         "neurons": np.array(directions.entropy_neurons(lm, space, layers=2, count=2)),
     }
@@ -55,9 +55,9 @@ def figures(lm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "_MIN_PREFIX", 8)
         scores = Scorer(lm, HEADS, batch_size=6).score(continued)
-    found["log-probabilities"] = np.concatenate([score.log_probs for score in scores], axis=1)
-    found["greedy"] = np.concatenate([score.greedy for score in scores])
-    return found
+    got["log-probabilities"] = np.concatenate([score.log_probs for score in scores], axis=1)
+    got["greedy"] = np.concatenate([score.greedy for score in scores])
+    return got
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def alone():
 def test_figures_are_those_of_one_device(alone, shape):
     mesh = make_mesh(shape)
     with jax.set_mesh(mesh):
-        found = figures(place_model(LM, mesh))
+        got = figures(place_model(LM, mesh))
     worst = {}
     for name, expected in alone.items():
         if expected.dtype.kind in "bi":
-            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+            np.testing.assert_array_equal(got[name], expected, err_msg=name)
         else:
             scale = max(1.0, np.abs(expected).max())
-            worst[name] = np.abs(found[name].astype(np.float64) - expected).max() / scale
+            worst[name] = np.abs(got[name].astype(np.float64) - expected).max() / scale
     print({name: f"{error:.1e}" for name, error in sorted(worst.items(), key=lambda x: -x[1])[:5]})
     assert max(worst.values()) < 1e-5, max(worst, key=worst.get)
 
@@ -95,7 +95,7 @@ def test_divergence_of_shards():
     expected = (np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(axis=-1)
     normalizer = jnp.asarray(np.log(np.exp(z).sum(axis=-1)), jnp.float32)
     states, weights, bias = (jnp.asarray(x, jnp.float32) for x in (states, weights, bias))
-    found = jax.jit(kl_divergences, static_argnames=("softcap", "sharding"))(
+    got = jax.jit(kl_divergences, static_argnames=("softcap", "sharding"))(
         *(states[0], states[1:], weights),
         log_normalizer=normalizer[0],
         other_log_normalizers=normalizer[1:],
@@ -103,13 +103,13 @@ def test_divergence_of_shards():
         softcap=4.0,
         sharding=VocabSharding(make_mesh((2, 2, 2)), width=("fsdp",)),
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
     closed = jnp.where(jnp.arange(300) < 290, bias, -jnp.inf)  # options of probability 0
     normal = jax.nn.logsumexp(states @ weights.T + closed[None, None], axis=-1)
     options = {"log_normalizer": normal[0], "other_log_normalizers": normal[1:]}
-    found = kl_divergences(states[0], states[1:], weights, bias=closed, **options)
+    got = kl_divergences(states[0], states[1:], weights, bias=closed, **options)
     alone = kl_divergences(states[0], states[1:], weights[:290], bias=bias[:290], **options)
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    np.testing.assert_allclose(got, alone, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -132,9 +132,9 @@ def test_neither_the_unembedding_nor_logits_are_gathered(monkeypatch):
             "scores": _token_scores.lower(program, 0, fitted, frozen, hidden, None, places),
         }
         for name, lowered in programs.items():
-            found = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])
-            print(name, found[:5])
-            assert ("all-gather", 128 * 16) in found, "W stored in columns is gathered, in pieces"
-            assert max(size for _, size in found) < min(vocab * 16, tokens * vocab) // 4
+            got = sorted(set(collectives(lowered.compile().as_text())), key=lambda each: -each[1])
+            print(name, got[:5])
+            assert ("all-gather", 128 * 16) in got, "W stored in columns is gathered, in pieces"
+            assert max(size for _, size in got) < min(vocab * 16, tokens * vocab) // 4
             if name == "scores":
-                assert max(size for kind, size in found if size != 128 * 16) < tokens * 16
+                assert max(size for kind, size in got if size != 128 * 16) < tokens * 16

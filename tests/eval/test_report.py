@@ -130,11 +130,11 @@ def test_halves_of_questions_are_drawn_and_keep_their_subjects(tmp_path):
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = EvalLayersOptions(model=str(model_path("craftgpt-5M")), data=str(tmp_path / "questions.jsonl"))
     lm = load_model(options.model)
-    halves, _, found = _read(options, lm, lambda line: None)
+    halves, _, got = _read(options, lm, lambda line: None)
     with pytest.raises(ValueError, match="--seq-len, --packing: not read with multiple choice"):
         _read(dataclasses.replace(options, text=type(options.text)(seq_len=9, packing=False)), lm, print)
     lengths = np.concatenate([half.segment_ids.sum(axis=1) for half in halves])
-    words = [int(subject) for subject in found["subjects"]]
+    words = [int(subject) for subject in got["subjects"]]
     np.testing.assert_array_equal(words, lengths - lengths.min())
     assert len(halves[0].tokens) == 6
     assert set(words[:6]) != set(range(6))

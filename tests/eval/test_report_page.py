@@ -199,15 +199,15 @@ def visit():
         pytest.skip("no chromium here; on Debian: apt-get install chromium")
 
     def visit(file, text, **options):
-        asked, said, ran = [], [], []
+        urls, logs, ran = [], [], []
         file.write_text(text, encoding="utf-8")
         tab = started.new_page(**options)
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: urls.append(request.url))
+        tab.on("console", lambda message: logs.append(message.text))
+        tab.on("pageerror", lambda error: logs.append(str(error)))
         tab.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
         tab.goto(file.as_uri())
-        return tab, asked, said, ran
+        return tab, urls, logs, ran
 
     with playwright.sync_playwright() as p:
         started = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -216,7 +216,7 @@ def visit():
 
 
 def test_nothing_runs_in_a_browser(tmp_path, hostile, visit):
-    tab, asked, said, ran = visit(tmp_path / "report.html", hostile)
+    tab, urls, logs, ran = visit(tmp_path / "report.html", hostile)
     for token in tab.locator(".t").all():
         token.hover()
     tab.locator(".t").first.hover()
@@ -224,33 +224,33 @@ def test_nothing_runs_in_a_browser(tmp_path, hostile, visit):
     assert "".join(PAYLOADS[:2]).replace('"', '\\"') in shown
     assert "\N{EN DASH}" in shown, "a temperature that is not a number"
     assert tab.locator(".t *, .detail script, .detail img, .detail svg").count() == 0
-    assert (ran, said, asked) == ([], [], [(tmp_path / "report.html").as_uri()])
+    assert (ran, logs, urls) == ([], [], [(tmp_path / "report.html").as_uri()])
     # And were something to get through, the policy would stop it.
     tab.evaluate(
         "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"alert(1)\">');"
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'alert(2)'}))"
     )
     tab.wait_for_timeout(200)
-    assert (ran, [("Content Security Policy" in line) for line in said]) == ([], [True, True])
+    assert (ran, [("Content Security Policy" in line) for line in logs]) == ([], [True, True])
 
 
 CLIPPED = """() => {
   for (const details of document.querySelectorAll('details')) details.open = true;
-  const found = [];
+  const wrong = [];
   for (const e of document.querySelectorAll('html, body, body *')) {
     if (e.classList.contains('unseen')) continue;
-    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) found.push(`${e.tagName} ${e.className}: ${e.scrollWidth}`);
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) wrong.push(`${e.tagName} ${e.className}: ${e.scrollWidth}`);
   }
   const readable = (image) => image.clientWidth > 0.65 * image.naturalWidth;
-  for (const image of document.images) if (!readable(image) || !image.alt) found.push(image.alt);
-  return found;
+  for (const image of document.images) if (!readable(image) || !image.alt) wrong.push(image.alt);
+  return wrong;
 }"""
 FAINT = """() => {
   const parse = (c) => c.match(/[\\d.]+/g).map(Number);
   const linear = (x) => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
   const light = (c) => { const [r, g, b] = c.map(linear);
                          return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const found = {};
+  const wrong = {};
   for (const e of document.querySelectorAll('body *')) {
     if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
     let under = e, back = parse(getComputedStyle(e).backgroundColor);
@@ -258,9 +258,9 @@ FAINT = """() => {
     if (!under) continue;
     const [a, b] = [light(parse(getComputedStyle(e).color).slice(0, 3)), light(back.slice(0, 3))];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) found[`${e.tagName}.${e.className}`] = ratio.toFixed(2);
+    if (ratio < 4.5) wrong[`${e.tagName}.${e.className}`] = ratio.toFixed(2);
   }
-  return found;
+  return wrong;
 }"""
 """Text whose contrast is below that of WCAG AA, which is 4.5."""
 
@@ -270,7 +270,7 @@ FAINT = """() => {
 def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, visit, width, theme):
     """Nothing is clipped, faint or without a name; nothing is requested or logged; definitions open and close."""
     text = benign if (width == 1280) == (theme == "dark") else page(runs(str)[1:])
-    tab, asked, said, _ = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
+    tab, urls, logs, _ = visit(tmp_path / "x.html", text, viewport={"width": width, "height": 800}, color_scheme=theme)
     assert len(text) < 1e6
     assert tab.locator(".detail tr").count() > 0, "a token is shown from the start"
     assert (tab.evaluate(CLIPPED), tab.evaluate(FAINT)) == ([], {})
@@ -289,4 +289,4 @@ def test_on_a_desktop_and_a_phone_light_and_dark(tmp_path, benign, visit, width,
     assert 0 <= inside["x"] <= width - inside["width"]
     tab.keyboard.press("Escape")
     assert not box.is_visible()
-    assert (said, asked) == ([], [(tmp_path / "x.html").as_uri()])
+    assert (logs, urls) == ([], [(tmp_path / "x.html").as_uri()])

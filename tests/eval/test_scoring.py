@@ -53,22 +53,22 @@ def requests(seed=0, count=40):
     )
 
 
-def dense(asked):
+def dense(continuations):
     """Log-probabilities `[M, n]` of each request and which are largest, float64 from the model's own logits."""
-    read = [[*context, *tokens[:-1]][-the_lm().config.max_positions :] for context, tokens in asked]
-    inputs, real, where = np.zeros((3, len(asked), the_lm().config.max_positions), np.int32)
-    for row, (ids, request) in enumerate(zip(read, asked, strict=True)):
+    read = [[*context, *tokens[:-1]][-the_lm().config.max_positions :] for context, tokens in continuations]
+    inputs, real, where = np.zeros((3, len(continuations), the_lm().config.max_positions), np.int32)
+    for row, (ids, request) in enumerate(zip(read, continuations, strict=True)):
         inputs[row, : len(ids)], real[row, : len(ids)] = ids, 1
         where[row, len(ids) - len(request.tokens) : len(ids)] = 1
     hidden = the_lm().hidden_states(inputs, segment_ids=real)
     logits = np.asarray(the_lm().logits(inputs, segment_ids=real), np.float64)
-    tokens, found = {"where": where.astype(bool), "segment_ids": real}, []
+    tokens, log_ps = {"where": where.astype(bool), "segment_ids": real}, []
     for head in the_heads().values():
         run = jax.jit(functools.partial(head_log_scale, head, unembedding=the_lm().unembedding, **tokens))
         log_scale = run(hidden)
-        found.append(scipy.special.log_softmax(logits * np.exp(np.asarray(log_scale, np.float64))[..., None], axis=-1))
-    log_probs, best = np.stack(found), logits.argmax(-1)
-    for row, (_, tokens) in enumerate(asked):
+        log_ps.append(scipy.special.log_softmax(logits * np.exp(np.asarray(log_scale, np.float64))[..., None], axis=-1))
+    log_probs, best = np.stack(log_ps), logits.argmax(-1)
+    for row, (_, tokens) in enumerate(continuations):
         at = np.flatnonzero(where[row])
         yield log_probs[:, row, at, tokens], best[row, at] == tokens, log_probs[:, row, at]
 
@@ -85,13 +85,13 @@ def dense(asked):
 def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, groups):
     """With the context of several options in one row, after the keys and values of a prefix, and in a row for each."""
     monkeypatch.setattr(scoring, "_MIN_PREFIX", prefix)
-    asked = requests()
+    continuations = requests()
     scorer = Scorer(the_lm(), {name: the_heads()[name] for name in names}, batch_size=8)
-    after_prefix, rows = scorer._plan(asked)
+    after_prefix, rows = scorer._plan(continuations)
     assert len(after_prefix) == groups
-    assert (len(rows) < len(asked) - 5) == ("sequence" not in names)
-    scores, close = scorer.score(asked, top_k=5), {"atol": 1e-4}  # float32 logits of up to 60, times scales of up to 2
-    for request, score, (log_probs, greedy, each) in zip(asked, scores, dense(asked), strict=True):
+    assert (len(rows) < len(continuations) - 5) == ("sequence" not in names)
+    scores, close = scorer.score(continuations, top_k=5), {"atol": 1e-4}  # float32 logits to 60, times scales to 2
+    for request, score, (log_probs, greedy, each) in zip(continuations, scores, dense(continuations), strict=True):
         each = each[: len(names)]
         np.testing.assert_allclose(score.log_probs, log_probs[: len(names)], **close)
         np.testing.assert_allclose(score.distributions[:, 0], scipy.stats.entropy(np.exp(each), axis=-1), **close)
@@ -105,30 +105,30 @@ def test_scores_are_those_of_the_dense_formula(monkeypatch, names, prefix, group
 def test_rows_are_trees(monkeypatch, shortest):
     """What a token attends to, before itself, is what its request reads; beginnings are held once where that pays."""
     monkeypatch.setattr(scoring, "_MIN_PREFIX", shortest)
-    asked = requests()
+    continuations = requests()
     scorer = Scorer(the_lm(), {"base": the_heads()["base"]})
-    groups, others = scorer._plan(asked)
+    groups, others = scorer._plan(continuations)
     assert len(groups) == (shortest == 8)
-    found = {}
+    paths = {}
     for prefix, row in [((), row) for row in others] + [(group.prefix, row) for group in groups for row in group.rows]:
         until, tokens = np.array(row.until), np.array(row.tokens)
         assert len(tokens) <= scorer.max_length
         for number, columns in row.columns.items():
             seen = [np.flatnonzero((np.arange(len(until)) <= column) & (column < until)) for column in columns]
             assert [row.positions[column] + 1 for column in columns] == [len(prefix) + len(places) for places in seen]
-            found[number] = [[*prefix, *tokens[places].tolist()] for places in seen]
-    for number, (context, continuation) in enumerate(asked):
+            paths[number] = [[*prefix, *tokens[places].tolist()] for places in seen]
+    for number, (context, continuation) in enumerate(continuations):
         read = [*context, *continuation[:-1]][-scorer.max_length :]
-        assert found[number] == [read[: end + 1] for end in range(len(read) - len(continuation), len(read))]
-    groups, others = scorer._plan(asked[-10:])
+        assert paths[number] == [read[: end + 1] for end in range(len(read) - len(continuation), len(read))]
+    groups, others = scorer._plan(continuations[-10:])
     assert groups or [row for row in others if len(row.columns) > 2], "questions that begin alike share no row"
-    _, apart = scorer._plan([Continuation([5, *request.context], request.tokens) for request in asked[:10]])
+    _, apart = scorer._plan([Continuation([5, *request.context], request.tokens) for request in continuations[:10]])
     assert len(apart) == 10, "one token in common does not pay"
 
 
 def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
-    asked = requests(count=24)
-    whole = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=32).score(asked)
+    continuations = requests(count=24)
+    whole = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=32).score(continuations)
     shapes = []
 
     def spy(*args):
@@ -137,7 +137,7 @@ def test_steps_of_long_rows_have_fewer_of_them_and_the_same_scores(monkeypatch):
 
     monkeypatch.setattr(scoring, "_states", spy)
     monkeypatch.setattr(scoring, "_WIDE", 8)
-    parts = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=32).score(asked)
+    parts = Scorer(the_lm(), {"base": the_heads()["base"]}, batch_size=32).score(continuations)
     assert shapes[0] == (8, 32)
     assert all(rows * width <= 32 * 8 for rows, width in shapes)
     for one, other in zip(whole, parts, strict=True):
@@ -166,11 +166,11 @@ def test_text_goes_on_to_the_stop_sequence(tmp_path):
     whole = generate(lm, contexts, max_new_tokens=8).texts(lm.tokenizer)
     words = [text.split() for text in whole]
     stop = words[0][2]  # comes third in the first text
-    found = dict(continue_contexts(lm, contexts, until=[stop], max_new_tokens=8, batch_size=3))
+    got = dict(continue_contexts(lm, contexts, until=[stop], max_new_tokens=8, batch_size=3))
     for number, text in enumerate(whole):
-        assert found[number].text == text.split(stop)[0]
-        kept = lm.tokenizer.decode(list(found[number].tokens)).split()
-        assert kept == (words[number][: words[number].index(stop)] if stop in words[number] else words[number])
+        assert got[number].text == text.split(stop)[0]
+        written = lm.tokenizer.decode(list(got[number].tokens)).split()
+        assert written == (words[number][: words[number].index(stop)] if stop in words[number] else words[number])
     with pytest.raises(UserError, match="max_gen_toks: expected 1 to 31"):
         continue_contexts(lm, contexts, max_new_tokens=32)
 
@@ -183,9 +183,9 @@ def test_the_space_before_the_first_word_is_no_stop(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     lm, contexts = load_model(folder), [[5, 6], [9]]
     whole = generate(lm, contexts, max_new_tokens=4).texts(lm.tokenizer)
-    for number, found in continue_contexts(lm, contexts, until=[" "], max_new_tokens=4, batch_size=2):
-        assert found.text == " " + whole[number].split()[0]
-        assert len(found.tokens) == 1
+    for number, got in continue_contexts(lm, contexts, until=[" "], max_new_tokens=4, batch_size=2):
+        assert got.text == " " + whole[number].split()[0]
+        assert len(got.tokens) == 1
 
 
 def test_the_model_of_lm_eval_needs_no_torch():
@@ -250,8 +250,8 @@ def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatc
 
     write_model(tmp_path / "model")
     model = CalibjaxLM(str(tmp_path / "model"), batch_size=2)
-    asked = instances("loglikelihood", [(f"w{n} w{n + 1}", f" w{n + 2} w5") for n in range(9)])
-    want = model.loglikelihood(asked, disable_tqdm=True)
+    queries = instances("loglikelihood", [(f"w{n} w{n + 1}", f" w{n + 2} w5") for n in range(9)])
+    want = model.loglikelihood(queries, disable_tqdm=True)
     whole = Scorer._batch
     batches = []
 
@@ -264,13 +264,13 @@ def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatc
     monkeypatch.setattr(Scorer, "_batch", dying)
     cached = CachingLM(model, str(tmp_path / "cache.db"))
     with pytest.raises(KeyboardInterrupt):
-        cached.loglikelihood(asked)
+        cached.loglikelihood(queries)
     assert len(batches) == 3
     same = CalibjaxLM.create_from_arg_obj(
         {"pretrained": str(tmp_path / "model")}, {"batch_size": 2, "device": "cuda:0"}
     )
     again = CachingLM(same, str(tmp_path / "cache.db"))
-    assert again.loglikelihood(asked) == want
+    assert again.loglikelihood(queries) == want
     assert len(batches) == 3 + 3, "9 requests, 4 of them known: 3 batches of 2 are left"
 
 
@@ -296,8 +296,8 @@ def test_log_likelihoods_are_those_of_the_hugging_face_backend(name):
     )
     texts = ["Once upon a time there was a girl named Lily.", "One day, a cat saw a big tree. " * 12, "Hello"]
     pairs = [(text, end) for text in texts for end in (" She liked to play.", " A", "x")] + [("", "Once upon a time")]
-    asked = instances("loglikelihood", [*pairs, ("The end. ", "Bye")])
-    want, got = (model.loglikelihood(asked) for model in (theirs, ours))
+    queries = instances("loglikelihood", [*pairs, ("The end. ", "Bye")])
+    want, got = (model.loglikelihood(queries) for model in (theirs, ours))
     assert [greedy for _, greedy in got] == [greedy for _, greedy in want]
     np.testing.assert_allclose([x for x, _ in got], [x for x, _ in want], atol=1e-3)
 

@@ -221,11 +221,11 @@ def test_verdict_of_a_choice():
         return {"candidate": name, "calibration_error": 0.01, "beats_temperature": beats}
 
     scaling = compared("temperature scaling")
-    for name, chosen, expected in (
+    for final, chosen, expected in (
         ("joint-4", [scaling, compared("joint-4", beats=True)], "Chosen: joint-4"),
         ("joint-4", [scaling, compared("joint-4")], "Kept, as the loss is fixed: joint-4"),
         ("temperature scaling", [], "No candidate beats temperature scaling beyond noise"),
     ):
         comparison = {"candidates": [scaling, compared("joint-4")], "chosen": chosen}
-        assert final_candidate(comparison) == name
+        assert final_candidate(comparison) == final
         assert choice_verdict(comparison).startswith(expected)

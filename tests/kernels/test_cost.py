@@ -52,8 +52,8 @@ def multiply_adds(program) -> int:
     text = program.as_text()
     assert "custom-call" not in text, "a product could hide in a library call"
     times, total = executions(text), 0
-    found = re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", text)
-    shapes = {name: [int(n) for n in dims.split(",") if n] for name, dims in found}
+    matches = re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", text)
+    shapes = {name: [int(n) for n in dims.split(",") if n] for name, dims in matches}
     products = r"%([\w.-]+) = \S+ dot\(%([\w.-]+),.*lhs_contracting_dims=\{([\d,]+)\}"
     for name, left, contracted in re.findall(products, text):
         inner = math.prod(shapes[left][int(i)] for i in contracted.split(","))
@@ -72,8 +72,8 @@ def products(function, argnums, inputs) -> float:
 # the mean of the logits is a product with one row: neither makes up half a product here.
 def assert_products(function, argnums, count):
     inputs, _ = arrays()
-    found = products(function, argnums, inputs)
-    assert count - 0.4 < found < count + 0.1
+    got = products(function, argnums, inputs)
+    assert count - 0.4 < got < count + 0.1
 
 
 @pytest.mark.parametrize(
@@ -158,19 +158,19 @@ def test_products_of_the_tpu_kernels(argnums, names, softcap, expected, tpu):
     hidden, unembedding = (rng.normal(size=(n, WIDTH)).astype(np.float32) for n in (256, 1024))
     inputs = hidden, unembedding, np.zeros(1024, np.float32), np.ones(256, np.float32)
     loss = statistics_loss(np.zeros(256, np.int32), names, softcap=softcap, implementation=tpu)
-    found = {}
+    counted = {}
 
     def collect(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "pallas_call":
                 name = eqn.params["name"].removeprefix("calibjax_")
-                found[name] = products_of_a_block(eqn.params["jaxpr"], interpreted.SMALL[name][0])
+                counted[name] = products_of_a_block(eqn.params["jaxpr"], interpreted.SMALL[name][0])
             else:
                 for inner in jaxprs_in_params(eqn.params):
                     collect(inner)
 
     collect(jax.make_jaxpr(jax.value_and_grad(loss, argnums))(*inputs).jaxpr)
-    assert found == expected
+    assert counted == expected
 
 
 def test_the_count_sees_the_products_of_a_dense_program():

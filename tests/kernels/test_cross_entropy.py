@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
     @property
     def options(self):
-        how = {"implementation": self.chunk} if isinstance(self.chunk, str) else {"chunk_size": self.chunk}
-        return {"label_smoothing": self.smoothing, "z_loss": self.z_loss, "softcap": self.softcap, **how}
+        chosen = {"implementation": self.chunk} if isinstance(self.chunk, str) else {"chunk_size": self.chunk}
+        return {"label_smoothing": self.smoothing, "z_loss": self.z_loss, "softcap": self.softcap, **chosen}
 
 
 CASES = [
@@ -192,8 +192,8 @@ def test_where_leading_dimensions_and_a_scale_for_all(block_size):
     options = {**case.options, "reduction": "mean", "bias": bias}
 
     def flat(h, w, s):
-        kept = jnp.where(where, targets, -100)
-        return linear_cross_entropy(h, w, kept, scale=jnp.broadcast_to(s, (16,)), **options)
+        labels = jnp.where(where, targets, -100)
+        return linear_cross_entropy(h, w, labels, scale=jnp.broadcast_to(s, (16,)), **options)
 
     def boxed(h, w, s):
         shape = (4, 4)
@@ -249,11 +249,11 @@ def test_choose_block_size(tokens, vocab, monkeypatch):
     assert 1 <= block <= max(tokens, 1)
     assert 4 * vocab * block <= max(24 * 2**20, 4 * vocab * max(128, tokens // 32))
     monkeypatch.setattr(cross_entropy, "platform", lambda: Platform("gpu", "NVIDIA H200"))
-    found = [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)]
-    assert found == [2048, 4096]
+    sizes = [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)]
+    assert sizes == [2048, 4096]
     # Gemma-2-2B: all tokens, or blocks where more exponentials would be held than the float32 gradient takes.
-    found = [cross_entropy.prefers_one_block(n, 4096, 2.0625, 4 * 2304) for n in (8192, 32_768)]
-    assert found == [True, False]
+    sizes = [cross_entropy.prefers_one_block(n, 4096, 2.0625, 4 * 2304) for n in (8192, 32_768)]
+    assert sizes == [True, False]
 
 
 @pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])

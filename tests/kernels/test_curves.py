@@ -288,10 +288,10 @@ def test_the_tpu_kernel_matches_float64(softcap, nodes, tpu):
     got = compiled_curves(dirty, unembedding, targets, implementation=tpu, **options)
     z = f64(hidden) @ f64(unembedding).T + f64(bias)
     z = z if softcap is None else softcap * np.tanh(z / softcap)
-    kept = np.delete(z, 7, axis=1) if softcap is None else z
+    logits = np.delete(z, 7, axis=1) if softcap is None else z
     counted = np.asarray(targets) >= 0
     # Products of 16 terms, and the soft-cap, round the logits a few times more than those at hand.
-    assert_nodes(got, kept, nodes, counted, factor=8)
+    assert_nodes(got, logits, nodes, counted, factor=8)
     want = compiled_curves(hidden, unembedding, targets, implementation="reference", **options)
     for name in ("target_logit", "mean_logit", "max_logit"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)

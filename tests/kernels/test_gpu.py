@@ -144,9 +144,9 @@ def test_exponentials_relative_to_the_target(gpu, far, block, forms_dz, monkeypa
     with jax.enable_x64(True):
         wide = (jnp.asarray(x, jnp.float64) for x in (hidden, weights))
         want = jax.tree.map(np.asarray, gradients(*wide, implementation="reference"))
-    found = gradients(hidden, weights, implementation=gpu)
-    np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
-    for got, expected in zip(found[1], want[1], strict=True):
+    relative = gradients(hidden, weights, implementation=gpu)
+    np.testing.assert_allclose(relative[0], want[0], rtol=1e-5)
+    for got, expected in zip(relative[1], want[1], strict=True):
         assert np.abs(np.float64(got) - expected).max() <= 2.0**-7 * np.abs(expected).max()
         assert got.dtype == jnp.bfloat16
 
@@ -203,10 +203,10 @@ def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, nam
     import hopper_static
 
     problem = dataclasses.replace(contenders.PRESETS[preset], **changes)
-    found = hopper_static.compile_for_h100(problem, task, name)
+    got = hopper_static.compile_for_h100(problem, task, name)
     # Those that a test before this one compiled too are not compiled again.
-    assert 0 < len(found["kernels"]) <= kernels
-    for kernel in found["kernels"]:
+    assert 0 < len(got["kernels"]) <= kernels
+    for kernel in got["kernels"]:
         assert kernel["spilled"] == 0
         assert kernel["registers"] == 168  # 65,536 over three warpgroups, which then divide them anew
         assert kernel["shared_memory"] <= 227 * 2**10
@@ -214,4 +214,4 @@ def test_compiles_for_an_h100_without_spills(preset, changes, task, kernels, nam
         assert not kernel["serialized"]
     copied = 2 * problem.vocab * problem.width if problem.width % 64 else 0
     if task == "statistics":
-        assert found["temporaries"] < 16 * 2**20 + 1.1 * copied + 2.2 * problem.tokens * problem.width * bool(copied)
+        assert got["temporaries"] < 16 * 2**20 + 1.1 * copied + 2.2 * problem.tokens * problem.width * bool(copied)

@@ -53,8 +53,8 @@ class Case(NamedTuple):
     @property
     def options(self):
         named = isinstance(self.chunk, str)
-        how = {"implementation": self.chunk} if named else {"implementation": "chunked", "chunk_size": self.chunk}
-        return {"softcap": self.softcap, "save_logits": self.save, **how}
+        chosen = {"implementation": self.chunk} if named else {"implementation": "chunked", "chunk_size": self.chunk}
+        return {"softcap": self.softcap, "save_logits": self.save, **chosen}
 
     @property
     def kernel(self):

@@ -170,12 +170,12 @@ def compiled(split, argnums, statistics=("log_normalizer", "target_logit", "max_
     text = jax.jit(loss if argnums is None else jax.grad(loss, argnums)).lower(*arguments).compile().as_text()
     assert "custom-call" not in text, "a product could hide in a library call"
     kinds = r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
-    found = [
+    collectives_of_step = [
         (kind, shape)
         for shapes, kind in re.findall(kinds, text)
         for shape in re.findall(r"[a-z0-9]+\[[0-9,]*\]", shapes)
     ]
-    return sorted(found), len(re.findall(r" dot\(", text))
+    return sorted(collectives_of_step), len(re.findall(r" dot\(", text))
 
 
 @pytest.mark.parametrize("name", ["2x2x2", slow("stored along D"), slow("vocabulary over two axes")])
@@ -186,8 +186,8 @@ def test_second_derivatives(name):
 
     def dense(h, w, b, s):
         log_probs = jax.nn.log_softmax(s[:, None] * (h @ w.T + b[None]), axis=-1)
-        found = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
-        return -jnp.sum(jnp.where(targets >= 0, found, 0.0))
+        target_log_probs = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
+        return -jnp.sum(jnp.where(targets >= 0, target_log_probs, 0.0))
 
     def ours(h, w, b, s):
         return linear_cross_entropy(h, w, targets, bias=b, scale=s, sharding=SHARDINGS[name](), reduction="sum")
@@ -229,13 +229,13 @@ def test_collectives(name):
 def test_collectives_of_an_unembedding_stored_along_width():
     """Gathered piece by piece: the first before the loop, the others in it. dW is scattered back in pieces."""
     split = SHARDINGS["stored along D"]()
-    found, products = compiled(split, None)
+    moved, products = compiled(split, None)
     piece = ("all-gather", "f32[25,16]")  # of 400 local rows, 2000 bytes
-    assert found == sorted([piece, piece, ("all-gather", "f32[2,3,16]")])
+    assert moved == sorted([piece, piece, ("all-gather", "f32[2,3,16]")])
     assert products == 1
-    found, _ = compiled(split, (0, 1))
-    assert found.count(piece) == 3  # the first one once for both passes
-    rest = [collective for collective in found if collective != piece]
+    moved, _ = compiled(split, (0, 1))
+    assert moved.count(piece) == 3  # the first one once for both passes
+    rest = [collective for collective in moved if collective != piece]
     assert rest == [
         ("all-gather", "f32[2,3,16]"),
         ("all-gather", "s32[2,16]"),

@@ -21,13 +21,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found():
+def costs():
     return make_static_goldens.figures()
 
 
 @pytest.mark.parametrize("name", make_static_goldens.PROBLEMS)
-def test_no_program_costs_more(found, name):
-    now, golden = found[name], GOLDENS["problems"][name]
+def test_no_program_costs_more(costs, name):
+    now, golden = costs[name], GOLDENS["problems"][name]
     print(f"cycles {now['cycles']:,} ({golden['cycles']:,}), temporaries {now['temporaries']:,} bytes")
     assert now["cycles"] == pytest.approx(golden["cycles"], rel=CYCLES)
     assert now["temporaries"] <= golden["temporaries"] + MEMORY

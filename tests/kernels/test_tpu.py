@@ -67,8 +67,8 @@ def build_small(program, width, softcap):
 
     def gradient(hidden, *rest):
         def value(hidden):
-            found = statistics(hidden, *rest)
-            return sum(jnp.sum(jnp.sin(getattr(found, name))) for name in FLOATS)
+            got = statistics(hidden, *rest)
+            return sum(jnp.sum(jnp.sin(getattr(got, name))) for name in FLOATS)
 
         return jax.grad(value)(hidden)
 

@@ -55,10 +55,10 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 )
 def test_coverage(tokens, ece, widest):
     rng = np.random.default_rng(0)
-    found = np.array(
+    figures = np.array(
         [metrics.error_interval(sums_of(*made(rng, ece, tokens)), resamples=400, seed=k) for k in range(DRAWS)]
     )
-    value, low, high, debiased = found.T
+    value, low, high, debiased = figures.T
     covered = ((low <= ece + 1e-9) & (ece <= high)).sum()
     print(f"covered {covered} of {DRAWS}, estimate {value.mean():.4f}, debiased {debiased.mean():.4f}")
     assert covered >= least()
@@ -114,11 +114,11 @@ def test_the_estimate_is_inside(norm):
     rng = np.random.default_rng(1)
     for _ in range(60):
         sums = hard_sums(rng)
-        found = metrics.error_interval(sums, norm=norm, resamples=20)
+        got = metrics.error_interval(sums, norm=norm, resamples=20)
         whole = CalibrationSums(*(x.sum(axis=0) for x in sums))
-        assert_within(found.value, np.mean(FROM_SUMS[norm](whole)), 1e-12, "the plug-in estimate")
-        assert 0 <= found.low <= found.value <= found.high <= 1 + 1e-12, found
-        assert found.low <= found.debiased <= found.high
+        assert_within(got.value, np.mean(FROM_SUMS[norm](whole)), 1e-12, "the plug-in estimate")
+        assert 0 <= got.low <= got.value <= got.high <= 1 + 1e-12, got
+        assert got.low <= got.debiased <= got.high
         other = CalibrationSums(*(rng.permutation(x) for x in sums))
         apart = metrics.error_comparison(sums, other, norm=norm, resamples=20)
         assert apart.low <= apart.difference <= apart.high
@@ -164,16 +164,16 @@ def of_powers(accuracy, *powers):
 )
 def test_coverage_of_differences(models, truth, power):
     """A model is called better no more often than the level says where both are alike, and often where they are not."""
-    rng, found = np.random.default_rng(2), []
+    rng, differences = np.random.default_rng(2), []
     for k in range(DRAWS):
-        found.append(metrics.error_comparison(*models(rng), resamples=200, seed=k))
-        assert found[-1].low <= found[-1].difference <= found[-1].high
-        assert 0 <= found[-1].fraction_lower <= 1
-    covered = sum(result.low <= truth <= result.high for result in found)
-    rejected = sum(result.p_value < 0.05 for result in found)
+        differences.append(metrics.error_comparison(*models(rng), resamples=200, seed=k))
+        assert differences[-1].low <= differences[-1].difference <= differences[-1].high
+        assert 0 <= differences[-1].fraction_lower <= 1
+    covered = sum(result.low <= truth <= result.high for result in differences)
+    rejected = sum(result.p_value < 0.05 for result in differences)
     print(f"covered {covered}, rejected {rejected} of {DRAWS}")
     assert covered >= least()
-    assert all((result.p_value < 0.05) <= (result.low > 0 or result.high < 0) for result in found)
+    assert all((result.p_value < 0.05) <= (result.low > 0 or result.high < 0) for result in differences)
     assert power * DRAWS <= rejected
     if truth == 0:
         assert rejected <= DRAWS - least()

@@ -124,8 +124,8 @@ def remaining():
 
 def of_soft_points(where):
     """Every metric with weights, float64 `[...]`, under jit."""
-    found = everything(*points("soft"), np.asarray(where, np.float32)) | remaining()(where)
-    return {name: np.asarray(value, np.float64) for name, value in found.items()}
+    got = everything(*points("soft"), np.asarray(where, np.float32)) | remaining()(where)
+    return {name: np.asarray(value, np.float64) for name, value in got.items()}
 
 
 def test_only_ratios_of_weights_matter():
@@ -273,11 +273,11 @@ def test_grouping_loss_is_found_and_not_invented():
     x = rng.normal(size=(n, 4)).astype(np.float32)
     hidden = rng.uniform(size=n) < c + 0.2 * np.sign(x[:, 0])
     plain = rng.uniform(size=n) < c
-    found, none = (float(metrics.grouping_loss(c, y, x)) for y in (hidden, plain))
-    print(f"grouping loss {found:.4f} of 0.04, {none:.5f} of 0")
+    got, none = (float(metrics.grouping_loss(c, y, x)) for y in (hidden, plain))
+    print(f"grouping loss {got:.4f} of 0.04, {none:.5f} of 0")
     # A lower bound: fitted on some 1,100 points a bin, the cut is turned by about 0.2 and puts 6% on the wrong side,
     # which leaves (1 − 0.12)² of it. Noise: 15 differences of accuracy, each of some (1/1100)^½, squared and debiased.
-    assert 0.028 < found < 0.041
+    assert 0.028 < got < 0.041
     assert abs(none) < 0.002
 
 

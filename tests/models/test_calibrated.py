@@ -114,7 +114,7 @@ MASK = np.arange(7) >= np.array([[4], [0], [2]])
 def test_program_of_a_head(kind):
     head = random_head(the_lm(), kind, tuple(FEATURES), log_factor=0.1)
     features = np.random.default_rng(0).normal(0, 2, (3, 7, head.config.width)).astype(np.float32)
-    found = export.deserialize(bytearray(calibrated.head_program(head))).call(features, MASK)
+    got = export.deserialize(bytearray(calibrated.head_program(head))).call(features, MASK)
     segments = MASK.astype(np.int32)
     expected = head.config.build().apply({"params": head.params}, features, where=MASK, segment_ids=segments) + 0.1
-    np.testing.assert_allclose(found[MASK], expected[MASK], atol=1e-6)
+    np.testing.assert_allclose(got[MASK], expected[MASK], atol=1e-6)

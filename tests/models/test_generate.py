@@ -114,8 +114,8 @@ def test_stop_tokens():
     stops = (int(free[0, 4]), int(free[2, 2]))
     got = jax.tree.map(np.asarray, generate(the_lm(), PROMPTS, stop_tokens=stops, **options))
     for row in range(len(PROMPTS)):
-        found = np.flatnonzero(np.isin(free[row], stops))
-        length = found[0] + 1 if found.size else N
+        ends = np.flatnonzero(np.isin(free[row], stops))
+        length = ends[0] + 1 if ends.size else N
         np.testing.assert_array_equal(got.where[row], np.arange(N) < length)
         np.testing.assert_array_equal(got.tokens[row], np.where(np.arange(N) < length, free[row], -1))
         assert not got.confidence[row, length:].any()
@@ -196,9 +196,9 @@ def test_draws_follow_the_distribution(options, scale):
         order = np.argsort(-logits)
         expected[order[8:]] = 0
         expected /= expected.sum()
-        kept = np.searchsorted(np.cumsum(expected[order]), 0.9) + 1
-        assert kept < 8
-        expected[order[kept:]] = 0
+        nucleus = np.searchsorted(np.cumsum(expected[order]), 0.9) + 1
+        assert nucleus < 8
+        expected[order[nucleus:]] = 0
         expected /= expected.sum()
     drawn = np.bincount(got.tokens[:, 0], minlength=VOCAB)
     assert not drawn[expected == 0].any()

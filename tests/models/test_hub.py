@@ -158,21 +158,21 @@ def test_uploads(hub, monkeypatch):
 
 @pytest.mark.parametrize("named", [str, lambda text: f"<script>|{text}](x)"], ids=["benign", "hostile"])
 def test_card(named):
-    found = document()
-    found["run"] = {"command": "train ats", "data": named("text.jsonl"), "fit": {"candidate": "temperature scaling"}}
-    found["transfer"] = {named("domain"): found["held_out"]}
+    metrics = document()
+    metrics["run"] = {"command": "train ats", "data": named("text.jsonl"), "fit": {"candidate": "temperature scaling"}}
+    metrics["transfer"] = {named("domain"): metrics["held_out"]}
     subject = Subject("org/head", None, None, named("base"), "12ab", "ats", "FittedHead(mlp)")
-    card = model_card(found, subject)
+    card = model_card(metrics, subject)
     assert "base_model" not in yaml.safe_load(card.split("---\n")[1])
-    ece = found["held_out"]["methods"]["ats"]["ece"]
+    ece = metrics["held_out"]["methods"]["ats"]["ece"]
     assert f"{ece['value']:.4f} [{ece['low']:.4f}, {ece['high']:.4f}]" in card
     assert "| NLL |" in card  # of a run without their intervals
     assert "| Loss | cross-entropy |" in card  # where no head beat temperature scaling
     assert "<script>" not in card
-    found["held_out"]["methods"]["ats"]["intervals"] = {"nll": {"low": 1.5, "high": 2.5}}
-    assert "| NLL [95% interval] |" in model_card(found, subject)
-    assert f"{found['held_out']['methods']['ats']['nll']:.4f} [1.5000, 2.5000]" in model_card(found, subject)
-    assert "load_model('org/base@12ab')" in model_card(found, subject._replace(base="org/base", revision="12ab"))
+    metrics["held_out"]["methods"]["ats"]["intervals"] = {"nll": {"low": 1.5, "high": 2.5}}
+    assert "| NLL [95% interval] |" in model_card(metrics, subject)
+    assert f"{metrics['held_out']['methods']['ats']['nll']:.4f} [1.5000, 2.5000]" in model_card(metrics, subject)
+    assert "load_model('org/base@12ab')" in model_card(metrics, subject._replace(base="org/base", revision="12ab"))
 
 
 @pytest.mark.slow

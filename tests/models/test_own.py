@@ -64,8 +64,8 @@ def test_every_form_of_a_model(want, form):
         (lm, fit), (other, held_out) = (from_arrays(compute, part) for part in (FIT, HELD_OUT))
         assert other.fingerprint == lm.fingerprint
         head = calibjax.fit_ats(lm, fit, QUICK, silent()).head
-        found = calibjax.evaluate(other, held_out, head, context=silent()).document["methods"]["head"]
-        np.testing.assert_allclose(found["nll"], want[1]["ats"]["nll"], rtol=1e-4)
+        evaluated = calibjax.evaluate(other, held_out, head, context=silent()).document["methods"]["head"]
+        np.testing.assert_allclose(evaluated["nll"], want[1]["ats"]["nll"], rtol=1e-4)
         lm, fit, held_out = other, held_out, held_out
     fitted, rows = figures(lm, fit, held_out)
     np.testing.assert_allclose(rows["uncalibrated"]["nll"], want[1]["uncalibrated"]["nll"], rtol=1e-5)
@@ -151,8 +151,8 @@ def test_a_mesh_of_jax():
         for model in (LM, lm):
             context = silent(mesh=mesh)
             fitted = calibjax.fit_ats(model, FIT, QUICK, context)
-            found = calibjax.evaluate(model, HELD_OUT, fitted.heads, context=context)
-            rows[mesh.size, model is LM] = [found.results[name]["nll"].value for name in found.results]
+            got = calibjax.evaluate(model, HELD_OUT, fitted.heads, context=context)
+            rows[mesh.size, model is LM] = [got.results[name]["nll"].value for name in got.results]
     np.testing.assert_allclose(list(rows.values()), [rows[1, True]] * 4, rtol=1e-4)
     with pytest.raises(calibjax.UserError, match="mesh: expected axes among data, fsdp, tensor, got x"):
         calibjax.RunContext(mesh=jax.make_mesh((8,), ("x",)))
@@ -160,8 +160,8 @@ def test_a_mesh_of_jax():
     with jax.set_mesh(explicit), pytest.raises(calibjax.UserError, match="the current mesh has Explicit axes"):
         LM.logits(HELD_OUT)
     with jax.set_mesh(explicit):
-        found = calibjax.evaluate(LM, HELD_OUT, context=silent())
-    np.testing.assert_allclose(found.results["uncalibrated"]["nll"].value, rows[1, True][0], rtol=1e-6)
+        got = calibjax.evaluate(LM, HELD_OUT, context=silent())
+    np.testing.assert_allclose(got.results["uncalibrated"]["nll"].value, rows[1, True][0], rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "time", "packed", "there", "divided", "found"),
+    ("dtype", "time", "packed", "there", "divided", "expected"),
     [
         ("bfloat16", 64, True, True, (1, 1, 1), True),
         ("bfloat16", 64, True, True, (1, 2, 2), True),
@@ -215,7 +215,7 @@ def test_the_platform_chooses(on_tpu, monkeypatch):
         ("float32", 64, False, True, (1, 1, 1), False),
     ],
 )
-def test_cudnn_where_it_is_there_and_suits(dtype, time, packed, there, divided, found, monkeypatch):
+def test_cudnn_where_it_is_there_and_suits(dtype, time, packed, there, divided, expected, monkeypatch):
     """Lowered for a GPU that is not there, forward and backward: JAX's checks of its shapes take it."""
     monkeypatch.setattr(attention, "platform", lambda: Platform("gpu", "NVIDIA H100"))
     monkeypatch.setattr(attention, "_has_cudnn_attention", lambda: there)
@@ -232,7 +232,7 @@ def test_cudnn_where_it_is_there_and_suits(dtype, time, packed, there, divided, 
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, segment_ids)
         traced.lower(lowering_platforms=("cuda",))
     names = [f"dot_product_attention_{way}_wrapper" in str(traced.jaxpr) for way in ("fwd", "bwd")]
-    assert names == [found, found]
+    assert names == [expected, expected]
 
 
 def test_operations_of_the_kernel_are_counted():

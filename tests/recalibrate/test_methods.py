@@ -519,9 +519,9 @@ def test_options_that_are_impossible(name, tmp_path):
         return
     state, expected = method.fit(more), fitted(name)
     chex.assert_trees_all_close(state, expected, rtol=1e-4, atol=1e-5)
-    found, without = (np.asarray(apply_host(name, expected, d)) for d in (more, data))
-    np.testing.assert_allclose(found[:, :-1], without, rtol=1e-6, atol=1e-6)
-    assert (found[:, -1] == -np.inf).all()
+    got, without = (np.asarray(apply_host(name, expected, d)) for d in (more, data))
+    np.testing.assert_allclose(got[:, :-1], without, rtol=1e-6, atol=1e-6)
+    assert (got[:, -1] == -np.inf).all()
     with pytest.raises(UserError, match=r"labels: row 3 is an option whose logit is -inf"):
         method.fit(more._replace(labels=np.where(np.arange(len(data.labels)) == 3, data.logits.shape[1], data.labels)))
 
@@ -633,10 +633,10 @@ def test_confidences_that_are_none(tmp_path, name):
         confidence[8] = value
         return {**fields, reads[0]: confidence}
 
-    good, found = (np.asarray(applied(name)(fitted(name), Predictions(**d))) for d in (fields, with_row_8(np.nan)))
+    good, got = (np.asarray(applied(name)(fitted(name), Predictions(**d))) for d in (fields, with_row_8(np.nan)))
     others = np.arange(len(good)) != 8
-    assert np.isnan(found[8])
-    np.testing.assert_array_equal(found[others], good[others])
+    assert np.isnan(got[8])
+    np.testing.assert_array_equal(got[others], good[others])
     save(tmp_path / "x", name, fitted(name))
     assert load(tmp_path / "x")(**with_row_8(1 + 1e-6)).max() <= 1
     for value in (np.nan, -0.5, 1.5):

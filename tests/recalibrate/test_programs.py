@@ -28,12 +28,12 @@ def inputs(name):
     return {field: data[field] for field in METHODS[name].apply_reads}
 
 
-def close(found, expected):
+def close(got, expected):
     """Probabilities to 1e-6; their logarithms to rounding where they are not tiny."""
     if expected.ndim == 2:
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-        found, expected = np.exp(found), np.exp(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        got, expected = np.exp(got), np.exp(expected)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in METHODS])
@@ -50,8 +50,8 @@ given = numpy.load("inputs.npz")
 program = export.deserialize(bytearray(pathlib.Path("program").read_bytes()))
 numpy.save("found.npy", program.call(*(given[name] for name in given.files)))
 """
-    found = export.deserialize(bytearray((tmp_path / "program").read_bytes())).call(*given.values())
+    got = export.deserialize(bytearray((tmp_path / "program").read_bytes())).call(*given.values())
     if name == "matrix":
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
-        found = np.load(tmp_path / "found.npy")
-    close(np.asarray(found), fitted(name)(**given))
+        got = np.load(tmp_path / "found.npy")
+    close(np.asarray(got), fitted(name)(**given))

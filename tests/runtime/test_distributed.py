@@ -94,9 +94,9 @@ def test_four_processes_find_what_one_does(folder, tmp_path):
     many, one = tmp_path / "many", tmp_path / "one"
     Job("sft", folder, many, processes=4, devices=1, slurm=True).finish("done, says the first")
     expected = worker.sft(folder, one, make_mesh(worker.SHAPES["sft"], jax.devices()[:4]))
-    found = [np.load(many / f"process{number}.npz") for number in range(4)]
+    got = [np.load(many / f"process{number}.npz") for number in range(4)]
     read = expected.pop("read")
-    for number, of_process in enumerate(found):
+    for number, of_process in enumerate(got):
         np.testing.assert_array_equal(of_process["read"], read[:4] if number < 2 else read[4:])
         assert_close(expected, of_process)
     lm = load_model(folder / "model")
@@ -104,7 +104,7 @@ def test_four_processes_find_what_one_does(folder, tmp_path):
     np.testing.assert_allclose(logged(many), logged(one), rtol=1e-5)
 
     # What four processes wrote, one reads: the model, and the checkpoint on meshes of 1, 2 and 8 devices.
-    tuned = [found[0][name] for name in found[0] if name.startswith("tuned")]
+    tuned = [got[0][name] for name in got[0] if name.startswith("tuned")]
     chex.assert_trees_all_equal(jax.tree.leaves(load_model(many / "model").params), tuned)
     directory = many / "checkpoints"
     step = max(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
@@ -175,30 +175,30 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
     Job("eval", folder, one, processes=1, devices=1).finish()
 
     # As if killed when one task was done: what is kept of it says, of this test's doing, that all was right.
-    kept = "tasks/answers/truthfulqa_mc1-truthfulqa_mc1.npz"
-    (many / kept).parent.mkdir(parents=True)
+    answers = "tasks/answers/truthfulqa_mc1-truthfulqa_mc1.npz"
+    (many / answers).parent.mkdir(parents=True)
     shutil.copy(one / "tasks/run.json", many / "tasks/run.json")
-    with np.load(one / kept) as stored:
-        np.savez(many / kept, **{**stored, "correct": np.ones_like(stored["correct"])})
+    with np.load(one / answers) as stored:
+        np.savez(many / answers, **{**stored, "correct": np.ones_like(stored["correct"])})
     said = ("4 device(s)", "results in", "entropy neurons", "done, says the first")
     Job("eval", folder, many, processes=2, devices=2).finish(*said)
-    expected, found = (
+    expected, got = (
         {name: json.loads((of / name).read_text()) for name in ("tasks/metrics.json", "layers0.json")}
         for of in (one, many)
     )
-    again = found["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")["methods"]
+    again = got["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")["methods"]
     assert [row["accuracy"] for row in again.values()] == [1]
     expected["tasks/metrics.json"]["tasks"].pop("truthfulqa_mc1")
-    for document in (expected, found):
+    for document in (expected, got):
         document["tasks/metrics.json"].pop("held_out")  # all tasks together
-    for path, error in differences(expected, found):  # of bins of equal mass, rounding moves an edge past a prediction
+    for path, error in differences(expected, got):  # of bins of equal mass, rounding moves an edge past a prediction
         assert error < (1e-4 if "rmsce" in path else 1e-5), path
-    expected, found = (np.load(of / "tasks/answers/arc_easy-arc_easy.npz") for of in (one, many))
+    expected, got = (np.load(of / "tasks/answers/arc_easy-arc_easy.npz") for of in (one, many))
     for name in expected:
         if expected[name].dtype == np.float32 and name != "correct":
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
         else:
-            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
 
 def assert_documents_agree(one, other):
@@ -250,8 +250,8 @@ def test_commands_join_before_anything_else(command, monkeypatch, capsys, tmp_pa
         raise RuntimeError("no such host")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    asked = ["--tasks", "nowhere"] if command == "eval tasks" else []
-    where = ["--model", "nowhere", *asked, "--out", str(tmp_path / "out")]
+    tasks = ["--tasks", "nowhere"] if command == "eval tasks" else []
+    where = ["--model", "nowhere", *tasks, "--out", str(tmp_path / "out")]
     job = ["--coordinator", "host:1234", "--processes", "4", "--process-id", "3", "--heartbeat-timeout", "30"]
     assert main([*command.split(), *where, *job]) == 2
     assert given["all"] == ("host:1234", 4, 3, {"heartbeat_timeout_seconds": 30})

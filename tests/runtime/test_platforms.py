@@ -41,8 +41,8 @@ def test_a_tpu_and_what_the_user_sets_are_left_alone(installed, monkeypatch, tmp
 def test_no_noise(first):
     """A notebook's first cell: nothing on standard error."""
     code = f"{first}from calibjax.runtime.errors import UserError; import jax; print(jax.devices()[0].platform)"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
-    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "TPU_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "cpu", "")
 
 
@@ -65,14 +65,14 @@ def test_transformers_of_a_command_finds_no_torch():
 
 def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path, monkeypatch):
     """And number of cores, where the user has configured no cache."""
-    found = set()
+    directories = set()
     for flags, cores in (("flags\t: sse avx", 4), ("flags\t: sse avx avx512f", 4), ("flags\t: sse avx", 1)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores), raising=False)
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nflags\t: of another\n")
-        kept = compilation_cache({"XDG_CACHE_HOME": "/cache"}, tmp_path / "cpuinfo")
-        found.add(kept["JAX_COMPILATION_CACHE_DIR"])
-    assert len(found) == 3
-    assert all(directory.startswith("/cache/calibjax/compiled/") for directory in found)
+        variables = compilation_cache({"XDG_CACHE_HOME": "/cache"}, tmp_path / "cpuinfo")
+        directories.add(variables["JAX_COMPILATION_CACHE_DIR"])
+    assert len(directories) == 3
+    assert all(directory.startswith("/cache/calibjax/compiled/") for directory in directories)
     home = compilation_cache({"HOME": "/home/me"}, tmp_path / "none")["JAX_COMPILATION_CACHE_DIR"]
     assert home.startswith("/home/me/.cache/calibjax/compiled/")
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
@@ -83,8 +83,8 @@ def test_compiled_programs_are_kept_for_each_kind_of_processor(tmp_path, monkeyp
 def test_programs_are_kept_also_where_jax_is_imported(tmp_path, first):
     code = f"{first}from calibjax.runtime import platforms; platforms.keep_compiled_programs(); "
     code += "import jax; jax.jit(lambda x: x + 1)(1.0).block_until_ready()"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
-    subprocess.run([sys.executable, "-c", code], check=True, env={**kept, "XDG_CACHE_HOME": str(tmp_path)})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "XDG_CACHE_HOME": str(tmp_path)})
     assert list(tmp_path.rglob("*-cache"))
 
 

@@ -122,8 +122,8 @@ def test_signals_in_training(tmp_path, number):
     line = rf"\s*stopped by (Ctrl-C|SIGTERM); to resume: calibjax (train ats .* --out {tmp_path}/out.*)\n"
     resume = re.fullmatch(line, error)
     assert resume
-    kept = [int(step.name) for step in log.rglob("checkpoints/*") if step.name.isdigit()]
-    assert bool(kept) == (number == signal.SIGTERM)
+    steps = [int(step.name) for step in log.rglob("checkpoints/*") if step.name.isdigit()]
+    assert bool(steps) == (number == signal.SIGTERM)
     if number == signal.SIGTERM:
         with start(*resume[2].split()) as process:
             _, error = process.communicate(timeout=400)
@@ -146,8 +146,8 @@ def test_sigterm_to_one_of_two_processes(tmp_path):
         errors = [process.communicate(timeout=120)[1] for process in (first, second)]
     assert [first.returncode, second.returncode] == [143, 143], errors
     assert all("stopped by SIGTERM; to resume: calibjax train ats" in error for error in errors)
-    (kept,) = [int(step.name) for step in log.parent.glob("checkpoints/*")]
-    assert kept >= json.loads(log.read_text().splitlines()[-1])["step"]
+    (last,) = [int(step.name) for step in log.parent.glob("checkpoints/*")]
+    assert last >= json.loads(log.read_text().splitlines()[-1])["step"]
 
 
 def test_sigterm_waits_for_a_step():

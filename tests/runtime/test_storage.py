@@ -39,8 +39,8 @@ def raised(error, *causes):
     ids=str,
 )
 def test_failures_of_the_storage_and_others(error, number):
-    found = storage_failure(error)
-    assert (found and found.errno) == number
+    failure = storage_failure(error)
+    assert (failure and failure.errno) == number
 
 
 def test_the_middle_of_a_long_message_is_left_out():

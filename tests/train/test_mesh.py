@@ -49,8 +49,8 @@ def alone(tmp_path_factory):
 )
 def test_a_head_is_that_of_one_device(alone, shape, name, tmp_path):
     """The loss of every step that is logged, the head, the refit and the single temperature."""
-    (one, expected), (many, found) = alone[name], fit(tmp_path, make_mesh(shape), **OPTIONS[name])
-    error = np.abs(found / expected - 1).max()
+    (one, expected), (many, got) = alone[name], fit(tmp_path, make_mesh(shape), **OPTIONS[name])
+    error = np.abs(got / expected - 1).max()
     print(f"losses: {error:.1e}")
     assert error < 1e-5
     for path, leaf in jax.tree_util.tree_leaves_with_path(one.head.params):
@@ -128,17 +128,17 @@ def test_neither_the_unembedding_nor_logits_are_gathered(kind, shape, monkeypatc
         batch = place_rows(mesh, make_sequences(8, vocab_size=VOCAB, length=12).arrays())
         with jax.set_mesh(mesh):
             program = jax.jit(frozen_batch, static_argnums=(0, 1, 2, 3))
-            found = collectives(program.lower(lm.config, lm.dtype, features, (), frozen, batch).compile().as_text())
+            got = collectives(program.lower(lm.config, lm.dtype, features, (), frozen, batch).compile().as_text())
     else:
         objective = SftObjective(model=lm.config)
-        found = collectives_of_step(objective, params, None, mesh)
-    print(sorted(set(found)))
+        got = collectives_of_step(objective, params, None, mesh)
+    print(sorted(set(got)))
     whole, piece = VOCAB * WIDTH, 128 * WIDTH
-    gathered = {size for name, size in found if name == "all-gather"}
-    assert kind == "ats" or "all-reduce" in {name for name, _ in found}, "gradients are summed"
+    gathered = {size for name, size in got if name == "all-gather"}
+    assert kind == "ats" or "all-reduce" in {name for name, _ in got}, "gradients are summed"
     # The curves of a block of tokens are gathered from the shards: larger than this small unembedding.
     assert kind == "ats" or max(gathered, default=0) < whole // 4
     assert whole not in gathered
     assert (piece in gathered) == (shape[1] > 1), "W stored in columns is gathered, in pieces"
     if kind == "sft":
-        assert max(size for _, size in found) <= whole, "the gradient of W, and no logits"
+        assert max(size for _, size in got) <= whole, "the gradient of W, and no logits"

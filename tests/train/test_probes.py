@@ -41,9 +41,9 @@ def test_a_probe_is_kept_with_its_model(fitted, tmp_path):
     params, place = fitted[2], tmp_path / "probe"
     save_probe(place, params, name="probe_correct_mean", fingerprint="f")
     save_probe(place, params, name="probe_correct_mean", fingerprint="f")  # replaced as a whole
-    found = load_probe(place, "f")
+    loaded = load_probe(place, "f")
     for name, value in params.items():
-        np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(loaded[name], value)
     with pytest.raises(UserError, match="fitted on another base model"):
         load_probe(place, "g")
     description, weights = place / "probe.json", place / "probe.safetensors"
