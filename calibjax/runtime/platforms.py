@@ -88,7 +88,8 @@ def compilation_cache(environment: Mapping[str, str], cpuinfo: Path = Path("/pro
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    kind = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}-{cores}"
+    digest = hashlib.sha256(features.encode()).hexdigest()
+    kind = f"{platform.machine()}-{digest[:8]}-{cores}"
     return {
         "JAX_COMPILATION_CACHE_DIR": str(cache / "calibjax" / "compiled" / kind),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),

@@ -73,7 +73,8 @@ class TokenCurves(NamedTuple):
         return np.asarray(self.arrays["valid"])
 
     def take(self, rows: Int[np.ndarray, " n"]) -> "TokenCurves":
-        return self._replace(arrays={name: x[rows] for name, x in self.arrays.items()}, source=self.source[rows])
+        arrays = {name: x[rows] for name, x in self.arrays.items()}
+        return self._replace(arrays=arrays, source=self.source[rows])
 
     def flat(self, names: Sequence[str] = _FIELDS) -> dict[str, np.ndarray]:
         """Arrays at the tokens that count, `[N, ...]`, in the order of the sequences."""

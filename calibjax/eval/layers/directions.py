@@ -69,7 +69,8 @@ def _sums_of_batch(config, dtype, params, batch):
     """Σ h of either set `[2, L, D]`, and Σ |h| of all `[L]`."""
     residual = residual_at(config, params, batch, dtype, layers="residual")[1:].astype(jnp.float32)
     where = jnp.stack([batch["first"] & batch["where"], batch["second"] & batch["where"]])
-    sums = jnp.sum(jnp.where(where[:, None, :, :, None], residual[None], 0.0), axis=(2, 3))
+    in_set = jnp.where(where[:, None, :, :, None], residual[None], 0.0)
+    sums = jnp.sum(in_set, axis=(2, 3))
     length = jnp.linalg.norm(residual, axis=-1)
     return sums, jnp.sum(jnp.where(batch["where"][None], length, 0.0), axis=(1, 2))
 
