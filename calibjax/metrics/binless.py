@@ -26,8 +26,8 @@ def _nodes(confidence: AnyArray, intervals: int) -> tuple[Any, Any]:
     """The grid node below each confidence in [0, 1], int32, and the fraction of the point that the node above takes."""
     xp = array_namespace(confidence)
     at = confidence * intervals
-    node = xp.clip(xp.floor(at).astype(np.int32), 0, intervals - 1)
-    return node, at - node
+    below = xp.clip(xp.floor(at), 0, intervals - 1)
+    return below.astype(np.int32), at - below
 
 
 def _smoothed_error(waves: Float[Array, " M"], bandwidth: Array) -> Array:
@@ -35,7 +35,7 @@ def _smoothed_error(waves: Float[Array, " M"], bandwidth: Array) -> Array:
 
     The kernel's eigenfunctions on [0, 1] are cos(π k t), with eigenvalues exp(−(π k σ)²/2).
     """
-    k = jnp.arange(_FINE + 1)
+    k = jnp.arange(_FINE + 1, dtype=jnp.float32)
     decayed = waves * jnp.exp(-jnp.square(jnp.pi * k * bandwidth) / 2)
     smoothed = jnp.fft.irfft(decayed, n=2 * _FINE)[: _FINE + 1]  # r_σ / (2 _FINE) at the nodes
     size = jnp.abs(smoothed) * (2 * _FINE)
@@ -62,7 +62,7 @@ def smooth_ece(confidence, correct, *, bandwidth: float | Array | None = None, w
     node, upper = _nodes(data.confidence, _FINE)
     residual = data.weight * (data.confidence - data.correct) / nonzero(jnp.sum(data.weight))
     part = jnp.arange(len(node)) // _CHUNK
-    parts = jnp.zeros((ceil_div(len(node), _CHUNK), _FINE + 1))
+    parts = jnp.zeros((ceil_div(len(node), _CHUNK), _FINE + 1), jnp.float32)
     parts = parts.at[part, node].add(residual * (1 - upper))
     parts = parts.at[part, node + 1].add(residual * upper)
     grid = jnp.sum(parts, axis=0)

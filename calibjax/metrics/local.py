@@ -124,7 +124,8 @@ def grouping_parts(
         return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
 
     # Centred on the bin, so that the variance of confidence suffers no cancellation.
-    offset = data.confidence - (index + 0.5) / bins
+    middle = (index.astype(jnp.float32) + 0.5) / bins
+    offset = data.confidence - middle
     y = data.correct
     values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
     sums = jnp.stack([per_cell(value) for value in values])

@@ -29,7 +29,7 @@ def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[
 
     def block_sums(sums):
         latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # the sum at the last end so far: sums never decrease
-        before = jnp.concatenate([jnp.zeros(1), latest[:-1]])
+        before = jnp.concatenate([jnp.zeros(1, jnp.float32), latest[:-1]])
         return jnp.where(ends, sums - before, 0.0), before
 
     weights, weights_before = block_sums(jnp.cumsum(weight))

@@ -66,7 +66,7 @@ def success_fraction(successes: Int[AnyArray, "..."], samples: Int[AnyArray, "..
     wrong = (c < 0) | (c > n)
     if is_known(wrong) and wrong.any():
         raise ValueError("successes: expected 0 to samples.")
-    return jnp.where(n > 0, c / jnp.maximum(n, 1), jnp.nan)
+    return jnp.where(n > 0, (c / jnp.maximum(n, 1)).astype(jnp.float32), jnp.nan)
 
 
 def capability_error(
@@ -89,6 +89,6 @@ def capability_error(
     confidence, n = (jnp.asarray(plain_array(x)) for x in (confidence, samples))
     check({"confidence": confidence}, rank=None)
     fraction = success_fraction(successes, n)
-    variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1)
+    variance = fraction * (1 - fraction) / jnp.maximum(n - 1, 1).astype(fraction.dtype)
     error = jnp.asarray(confidence, jnp.float32) - fraction
     return jnp.where(n >= 2, jnp.square(error) - variance, jnp.nan)

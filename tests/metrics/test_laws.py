@@ -108,9 +108,8 @@ def test_against_the_formulas(kind, counted):
 
 def of_points(name, c, y, x):
     """The metric of the points as a function of `where`; classwise of two classes, groups by a feature's sign."""
-    arrays = {
-        "classwise_calibration_error": (np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)),
-    }.get(name, (c, y, x) if name in FEATURED else (c, y))
+    classes = np.stack([c, 1 - c], -1), np.stack([y, 1 - y], -1)
+    arrays = classes if name.startswith("classwise") else (c, y, x) if name in FEATURED else (c, y)
     return lambda where: getattr(metrics, name)(*arrays, where=where)
 
 
@@ -153,20 +152,14 @@ def test_fractional_counts_are_refused():
             of_points(name, *points("soft"))(fractional)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e300, 1e-40])
 def test_invalid_weights(wrong):
     where = np.where(np.arange(N) == 3, wrong, 1.0)
     got = of_soft_points(where)
     for name in (*SCALED, *COUNTED):
-        assert np.isnan(got[name]).all(), name
+        assert wrong == 1e-40 or np.isnan(got[name]).all(), name  # it is a number in float32, of fewer digits
         with pytest.raises(ValueError, match=r"where: expected .* at 3"):
             of_points(name, *points("soft"))(where)
-
-
-@pytest.mark.parametrize("weight", [1e300, 1e-40])
-def test_weights_that_float32_does_not_hold(weight):
-    with pytest.raises(ValueError, match="sums in float32, got"):
-        metrics.brier_score(np.full(10, 0.5), np.ones(10), where=np.full(10, weight))
 
 
 def test_sums_of_any_scale():
@@ -358,7 +351,8 @@ def test_grouping_loss_of_features_that_are_not_finite():
     for bad in (np.nan, np.inf):
         broken = np.where(np.arange(100)[:, None] == 7, bad, x)
         assert np.isnan(metrics.grouping_loss(c, c > 0.5, broken))
-        assert np.isfinite(metrics.grouping_loss(c, c > 0.5, broken, where=np.arange(100) != 7))
+        with jax.numpy_dtype_promotion("strict"):
+            assert np.isfinite(metrics.grouping_loss(c, c > 0.5, broken, where=np.arange(100) != 7))
 
 
 @pytest.mark.parametrize("metric", [metrics.expected_calibration_error, metrics.smooth_ece, metrics.auroc])
@@ -373,8 +367,8 @@ def test_what_numpy_reads(metric):
     half = torch.tensor(confidence).bfloat16().requires_grad_()
     metrics.metric_interval(metric, half, torch.tensor(correct), resamples=2)
     assert metrics.reliability_curve(half, torch.tensor(correct)).bandwidth >= 0.02
-    with jax.enable_x64():
-        assert metric(confidence, correct).dtype == np.float32
+    with jax.enable_x64(), jax.numpy_dtype_promotion("strict"):
+        assert metric(confidence, correct).dtype == metrics.capability_error(np.float32(confidence), correct, 2).dtype
     swapped, column = lambda x: x.astype(x.dtype.newbyteorder()), lambda x: pandas.Series(x, index=range(5, 29))
     for convert in (list, tuple, swapped, column, torch.tensor):
         got = metric(convert(confidence), convert(correct), where=convert(correct >= 0))
