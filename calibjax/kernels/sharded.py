@@ -283,7 +283,7 @@ def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: in
 def _gather(axes: tuple[str, ...], mine: Moments) -> list[Moments]:
     """`mine` of every shard, all but `argmax` in one collective."""
     floats, structure = jax.tree.flatten(mine._replace(argmax=None))
-    rows = [x.reshape(len(x), -1).T for x in floats]  # [N] as [1, N], and [N, K] as [K, N]
+    rows = [jnp.atleast_2d(x.T) for x in floats]  # [N] as [1, N], and [N, K] as [K, N]
     ends = np.cumsum([len(x) for x in rows])[:-1]
     gathered = jax.lax.all_gather(jnp.concatenate(rows), axes)
     argmax = None if mine.argmax is None else jax.lax.all_gather(mine.argmax, axes)

@@ -310,6 +310,7 @@ def test_axes_of_type_explicit(placed):
 
 
 def test_shapes_that_cannot_be_split():
+    assert vocab_stats(jnp.ones((0, 4)), jnp.ones((9, 4)), sharding=sharding((2, 2, 2))).max_logit.shape == (0,)
     with pytest.raises(ValueError, match="V = 5 rows for 8 shards"):
         vocab_stats(jnp.ones((8, 4)), jnp.ones((5, 4)), sharding=sharding((1, 1, 8)))
     with pytest.raises(ValueError, match="D = 3 does not divide into the 2 shards"):
