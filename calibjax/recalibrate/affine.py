@@ -118,16 +118,11 @@ def _matrix_loss(params, rows, extra):
     matrix, centred = params
     classes = len(centred)
     off_diagonal = jnp.where(jnp.eye(classes, dtype=bool), 0.0, matrix)
-    intercept = _intercept(params, extra["mean"])
+    intercept = centred - matrix @ extra["mean"]
     entries = classes * max(classes - 1, 1)
     penalty = extra["off_diagonal"] * jnp.sum(jnp.square(off_diagonal)) / entries
     penalty = penalty + extra["intercept"] * jnp.mean(jnp.square(intercept))
     return _nll(_dense((matrix, intercept), x.astype(matrix.dtype)), labels) + penalty
-
-
-def _intercept(params: Any, mean: Any) -> Any:
-    matrix, centred = params
-    return centred - matrix @ mean
 
 
 def fit_matrix(
@@ -145,8 +140,8 @@ def fit_matrix(
     """
     mean = logits.mean(axis=0, dtype=np.float64)
     extra = {"off_diagonal": off_diagonal, "intercept": intercept, "mean": mean}
-    params, report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (logits, labels), extra)
-    return MatrixState(params[0], np.asarray(_intercept(params, mean), np.float32), report)
+    (matrix, centred), report = minimize(_matrix_loss, (np.eye(len(mean)), mean), (logits, labels), extra)
+    return MatrixState(matrix, np.asarray(centred - matrix @ mean, np.float32), report)
 
 
 def apply_matrix(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Array, "N K"]:
