@@ -172,8 +172,7 @@ def write_dz(
                 if bias_sums_ref is not None:
                     bias_sums_ref[half : half + 8, :] += dz
                 pieces.append(dz)
-            total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=0)
-            dz_ref[k : k + height, lanes] = total.astype(dz_ref.dtype)
+            dz_ref[k : k + height, lanes] = jnp.concatenate(pieces, axis=0).astype(dz_ref.dtype)
 
 
 def _begin(refs: Refs, sums: Any) -> None:

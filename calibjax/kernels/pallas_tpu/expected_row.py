@@ -23,10 +23,11 @@ from calibjax.kernels.pallas_tpu.blocks import LANES, Blocks
 from calibjax.kernels.stats import FLOOR, slope_in_units
 
 
-def _pieces(refs: Refs, unit: int, c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], list[int]]:
+def _pieces(refs: Refs, unit: int, c: int, part: Any, count: Array | int) -> tuple[list[Array], list[Array], range]:
     """`pieces`, `raw`, `places` of some tokens of unit c for `add_pieces`; `count` columns of the block exist."""
-    pieces, raw, places = [], [], []
-    for k in range(c * unit, (c + 1) * unit, LANES):
+    pieces, raw = [], []
+    places = range(c * unit, (c + 1) * unit, LANES)
+    for k in places:
         z = refs.z[c, part, pl.ds(k - c * unit, LANES)]
         keep = None
         if not isinstance(count, int) or count - k < LANES:
@@ -34,7 +35,6 @@ def _pieces(refs: Refs, unit: int, c: int, part: Any, count: Array | int) -> tup
         finite = common.without_infinities(z, refs.bias is not None)
         pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
         raw.append(z if keep is None else jnp.where(keep, z, 0.0))
-        places.append(k)
     return pieces, raw, places
 
 
@@ -136,8 +136,7 @@ def _rescale(refs: Refs):
 
 def _begin(refs: Refs) -> None:
     """Initial values, and a block of zeros ahead of the first, whose sums `_begin_sums` drops."""
-    for name, ref in refs.state.items():
-        ref[...] = statistics.initial(name, ref.shape)
+    statistics.begin(refs.state)
     for ref in (refs.z, refs.previous, refs.sums):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
     lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
@@ -151,9 +150,7 @@ def _begin(refs: Refs) -> None:
 
 
 def _begin_sums(refs: Refs):
-    for name, ref in refs.state.items():
-        if name not in _BEST:
-            ref[...] = statistics.initial(name, ref.shape)
+    statistics.begin({name: ref for name, ref in refs.state.items() if name not in _BEST})
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
 
 

@@ -126,7 +126,8 @@ def _scratch(
             "scale": pltpu.VMEM((block, LANES), jnp.float32),
         }
         scratch |= {"target": pltpu.VMEM((block, LANES), jnp.int32)} if target else {}
-    return scratch | {f"state_{name}": pltpu.VMEM(state, statistics.dtype(name)) for name in names}
+    dtypes = {"argmax": jnp.int32}
+    return scratch | {f"state_{name}": pltpu.VMEM(state, dtypes.get(name, jnp.float32)) for name in names}
 
 
 def _unpacked(results: dict[str, Array], needed: frozenset[str], in_logits: float, nodes: int) -> Moments:

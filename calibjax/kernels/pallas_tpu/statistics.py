@@ -34,13 +34,10 @@ def running(needed: frozenset[str]) -> tuple[str, ...]:
     return ("best", "weight", *(name for name in ("first", "second", "total", "target", "argmax") if name in needed))
 
 
-def dtype(name: str) -> Any:
-    return jnp.int32 if name == "argmax" else jnp.float32
-
-
-def initial(name: str, shape: tuple[int, ...]) -> Array:
-    """A running value before the first logit."""
-    return jnp.full(shape, FLOOR if name in ("best", "top") else 0, dtype(name))
+def begin(state: dict[str, Any]) -> None:
+    """Writes the running values before the first logit."""
+    for name, ref in state.items():
+        ref[...] = jnp.full(ref.shape, FLOOR if name in ("best", "top") else 0, ref.dtype)
 
 
 def with_best(state, pieces, places, start):
@@ -126,10 +123,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
     step, steps = pl.program_id(1), pl.num_programs(1)
     units = columns // unit
 
-    @pl.when(step == 0)
-    def _():
-        for name, ref in state.items():
-            ref[...] = initial(name, ref.shape)
+    pl.when(step == 0)(lambda: begin(state))
 
     def multiply(c: int):
         rows = pl.ds(c * unit, unit)
@@ -149,17 +143,16 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             if "target" in state:
                 ids = jnp.broadcast_to(refs.tokens[1:2, lanes], (8, LANES)).astype(jnp.int32)
                 target = ids - sublane - step * columns
-            pieces, raw, places = [], [], []
+            pieces, raw = [], []
+            places = range(offset, offset + min(count, unit), 8)
             for k in range(0, min(count, unit), 8):
                 z = common.softcap_in_units(options, refs.z[slot, k : k + 8, lanes])
                 keep = None if count - k >= 8 else sublane < count - k
-                if ghost:
-                    real = jnp.broadcast_to(step, (8, LANES)) > 0
-                    keep = real if keep is None else keep & real
+                if ghost:  # of a full unit
+                    keep = jnp.broadcast_to(step, (8, LANES)) > 0
                 finite = common.without_infinities(z, has_bias)
                 pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
                 raw.append(z if keep is None else jnp.where(keep, z, 0.0))
-                places.append(offset + k)
             old = {name: ref[:, lanes] for name, ref in state.items()}
             new = with_best(old, pieces, places, step * columns)
             new, _ = rebase(new, old["best"] - new["best"], scale)
@@ -220,8 +213,7 @@ def at_scales(refs: Refs, *, options: Options, powers: tuple[float, ...], vocab_
     @pl.when(step == 0)
     def _():
         refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
-        for name, ref in refs.state.items():
-            ref[...] = initial(name, ref.shape)
+        begin(refs.state)
 
     @pl.loop(0, tokens // group)
     def _(i):
