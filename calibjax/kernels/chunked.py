@@ -102,16 +102,19 @@ def first_gradients(inputs: Inputs, wanted: frozenset[str], into: Gradients | No
 
 
 def add_gradients(
-    options: Options, carry: Gradients, dz: Array, weights: Array, hidden: Array, start: Array | int, add: bool
+    options: Options, carry: Gradients, dz: Array, factor: Any, weights: Array, hidden: Array, start: Any, add: bool
 ) -> Gradients:
     """Adds a chunk of the vocabulary to the gradients, from its dz [N, C] and its rows of W, which begin at `start`.
 
-    `add`: gradients in unembedding and bias are added to what is there; otherwise they replace it.
+    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: gradients in unembedding and bias are added to what is
+    there; otherwise they replace it.
     """
     narrow = dz.astype(hidden.dtype)
     d_hidden = None if carry.hidden is None else options.matmul(narrow, weights, (1, 0))
     d_weights = None if carry.unembedding is None else options.matmul(narrow, hidden, (0, 0))
     d_bias = None if carry.bias is None else jnp.sum(dz, axis=0, dtype=jnp.float32)
+    if factor is not None:
+        d_hidden, d_weights, d_bias = jax.tree.map(lambda d: d / factor, (d_hidden, d_weights, d_bias))
     return Gradients(
         hidden=update_rows(carry.hidden, d_hidden, 0, add=True),
         unembedding=update_rows(carry.unembedding, d_weights, start, add=add),
@@ -180,6 +183,7 @@ class Chunked(Implementation):
         hidden, unembedding = inputs.hidden, inputs.unembedding
         if wanted == {"hidden"} and cotangents.hidden_is_closed(options):
             return Gradients(hidden=closed_form_hidden(inputs, cotangents))
+        cotangents, factor = cotangents.in_range_of(hidden.dtype)
 
         def step(carry: Gradients, start: Array | int, width: int, z: Array | None) -> tuple[Gradients, None]:
             if z is None:
@@ -191,20 +195,20 @@ class Chunked(Implementation):
             p = jnp.exp(jnp.minimum(log_p, 0.0))
             dz = jnp.zeros_like(z)
             if cotangents.softmax is not None:
-                factor = cotangents.softmax[:, None]
+                coefficient = cotangents.softmax[:, None]
                 if cotangents.centred is not None:
                     assert cotangents.expected_logit is not None
                     # The floor keeps 0·(z − E) = 0 where a bias of −inf removes an entry.
                     centred = jnp.maximum(z - cotangents.expected_logit[:, None], stats.FLOOR)
-                    factor = stats.clip_infinities(factor + cotangents.centred[:, None] * centred)
-                dz = dz + factor * p
+                    coefficient = stats.clip_infinities(coefficient + cotangents.centred[:, None] * centred)
+                dz = dz + coefficient * p
             if cotangents.uniform is not None:
                 dz = dz + cotangents.uniform[:, None]
             dz = times_slope(dz, z, options.softcap)
             column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
             for ids, g in cotangents.one_hots:
                 dz = dz + jnp.where(column == (ids - start)[:, None], g[:, None], 0.0)
-            return add_gradients(options, carry, dz, weights, hidden, start, add=into is not None), None
+            return add_gradients(options, carry, dz, factor, weights, hidden, start, into is not None), None
 
         carry = first_gradients(inputs, wanted, into)
         chunk = _chunk_size(options, len(hidden), len(unembedding))

@@ -87,8 +87,21 @@ class Cotangents(NamedTuple):
         known = self.expected_row is not None or self.softmax is None
         return known and self.centred is None and (self.uniform is None or options.softcap is None)
 
+    def in_range_of(self, dtype: Any) -> tuple["Cotangents", Array | None]:
+        """The same, and None; for float16 times a factor, so that dz of a mean does not underflow, and the factor."""
+        coefficients = (self.softmax, self.centred, self.uniform, [g for _, g in self.one_hots])
+        given = jax.tree.leaves(coefficients)
+        if dtype != jnp.float16 or not given:
+            return self, None
+        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.stack(given)), initial=0.0))
+        factor = _LARGEST_IN_FLOAT16 / jnp.clip(largest, 1e-30, 1e30)
+        softmax, centred, uniform, at_one_hots = jax.tree.map(lambda g: g * factor, coefficients)
+        one_hots = tuple((ids, g) for (ids, _), g in zip(self.one_hots, at_one_hots, strict=True))
+        return self._replace(softmax=softmax, centred=centred, uniform=uniform, one_hots=one_hots), factor
+
 
 LOG2_E = math.log2(math.e)
+_LARGEST_IN_FLOAT16 = 1024.0  # coefficient of p: its products with s p (z − E), at most some log V, do not overflow
 SMALLEST_SAVED = 2.0**-120  # smallest exponential that is saved; under a soft-cap the slope, in place of smaller ones
 
 

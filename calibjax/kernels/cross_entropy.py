@@ -71,8 +71,8 @@ def linear_cross_entropy(
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode. With the reductions "mean" and "sum",
     on one device, every implementation but "reference" forms the gradients in the forward pass and computes no logit
     twice. Memory beyond inputs and outputs: the logits of one block of tokens (`choose_block_size`) and, where there
-    are several blocks, gradients in float32. With "none" neither is held, and both gradients take one product more; on
-    TPUs two under a soft-cap with label smoothing.
+    are several blocks or in float16, gradients in float32. With "none" neither is held, and both gradients take one
+    product more; on TPUs two under a soft-cap with label smoothing.
 
     Args:
         hidden, unembedding, scale, bias, softcap, where, ignore_index, sharding: as in `vocab_stats`.
@@ -151,26 +151,22 @@ def _with_gradients_bwd(loss: _Loss, residuals, cotangent):
 _with_gradients.defvjp(_with_gradients_fwd, _with_gradients_bwd, symbolic_zeros=True)
 
 
-def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4) -> int:
+def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, gradient_bytes: int = 0) -> int:
     """Tokens per block, of even sizes, decided while tracing by `platforms.platform()`. The largest of three:
 
     - on a CPU the tokens of 24 MiB of float32 logits, elsewhere of 384 MiB; twice as many where a logit takes 2 bytes;
     - on a CPU 128 tokens, elsewhere 2,048; twice as many where a logit takes 2 bytes;
     - 1/32 of all tokens.
+
+    A GPU takes all tokens as one block where the further logits take no more memory than the float32 gradient in W that
+    several blocks need, `gradient_bytes` a row: measured in `kernels/HOPPER.md`.
     """
     factor = (1 if platform().name == "cpu" else _ACCELERATOR_FACTOR) * round(4 / bytes_per_logit)
     block = max(factor * _BLOCK_BYTES // (4 * vocab_size), factor * _BLOCK_TOKENS, tokens // _MAX_BLOCKS)
     blocks = max(ceil_div(tokens, block), 1)
-    return max(ceil_div(tokens, blocks), 1)
-
-
-def prefers_one_block(tokens: int, size: int, bytes_per_logit: float, gradient_bytes_per_row: float) -> bool:
-    """Whether a GPU takes all tokens as one block, not blocks of `size`: measured in `kernels/HOPPER.md`.
-
-    It does where the further logits take no more memory than the float32 gradient in W that several blocks need.
-    """
-    more_bytes_per_row = (tokens - size) * bytes_per_logit
-    return platform().name == "gpu" and 0 < more_bytes_per_row <= gradient_bytes_per_row
+    size = max(ceil_div(tokens, blocks), 1)
+    more_bytes = (tokens - size) * bytes_per_logit
+    return tokens if platform().name == "gpu" and 0 < more_bytes <= gradient_bytes else size
 
 
 def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str]) -> tuple[Array, dict[str, Any]]:
@@ -183,14 +179,15 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
     call = loss.dispatch.call()
     if "scale" in wanted:
         call = call._replace(statistics=call.statistics | {"expected_logit"})
-    flags = tuple(() if name in wanted else None for name in Gradients._fields)
-    bytes_per_logit = call.implementation.saved_bytes(inputs.hidden.dtype.itemsize)
-    sums_in_float32 = "unembedding" in wanted and inputs.unembedding.dtype.itemsize < 4
-    gradient_bytes = 4 * width if sums_in_float32 else 0
-    size = choose_block_size(tokens, vocab_size, bytes_per_logit)
-    if call.options.save_logits or prefers_one_block(tokens, size, bytes_per_logit, gradient_bytes):
+    differentiated = tuple(() if name in wanted else None for name in Gradients._fields)
+    dtype = inputs.unembedding.dtype
+    gradient_bytes = 4 * width if "unembedding" in wanted and dtype == jnp.bfloat16 else 0
+    bytes_per_logit = call.implementation.saved_bytes(dtype.itemsize)
+    size = choose_block_size(tokens, vocab_size, bytes_per_logit, gradient_bytes)
+    if call.options.save_logits:
         size = tokens
-    one_block = 0 < tokens <= size
+    # Not in float16: dW would be rounded before the backward pass multiplies it by the scale of the loss.
+    one_block = 0 < tokens <= size and dtype != jnp.float16
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
         total, gradients, d_scale = carry
@@ -208,7 +205,7 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
             return jnp.sum(jnp.where(block.valid, block_rows(weights) * values, 0.0))
 
         value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, block.scale)
-        residuals = operator.Residuals(block, outputs, None, saved, flags)
+        residuals = operator.Residuals(block, outputs, None, saved, differentiated)
         into = None if one_block else gradients._replace(hidden=None)
         d_outputs = {name: x for name, x in g.items() if name != "expected_logit"}  # the loss does not read it
         block_grads = operator.input_gradients(call, residuals, d_outputs, into)

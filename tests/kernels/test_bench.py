@@ -39,9 +39,8 @@ def test_bench_checks_times_and_records_every_contender(run):
     assert {row["task"] for row in rows} == set(tasks)
     timed = [row for row in rows if "seconds" in row]
     assert all("note" in row for row in rows if row not in timed)
-    assert {"dense jnp", "lax.scan over tokens", "vocab_stats chunked", "linear_cross_entropy chunked"} <= {
-        row["contender"] for row in timed
-    }
+    contenders = {row["contender"] for row in timed}
+    assert {"dense jnp", "lax.scan over tokens", "vocab_stats chunked", "linear_cross_entropy chunked"} <= contenders
     for row in timed:
         assert row["error"] < 1e-5, row
         assert row["seconds"] > 0

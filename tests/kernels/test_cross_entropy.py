@@ -196,15 +196,22 @@ def test_where_leading_dimensions_and_a_scale_for_all(block_size):
         return linear_cross_entropy(h, w, labels, scale=jnp.broadcast_to(s, (16,)), **options)
 
     def boxed(h, w, s):
-        shape = (4, 4)
-        return linear_cross_entropy(
-            h.reshape(*shape, -1), w, targets.reshape(shape), scale=s, where=where.reshape(shape), **options
-        )
+        h, y, mask = h.reshape(4, 4, -1), targets.reshape(4, 4), where.reshape(4, 4)
+        return linear_cross_entropy(h, w, y, scale=s, where=mask, **options)
 
     inputs = (hidden, unembedding, np.float32(0.7))
     one, two = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*inputs) for f in (flat, boxed))
     assert two[1][2].shape == ()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), one, two)
+
+
+def test_what_float16_does_not_hold():
+    """p = 1e-4 over N = 1000 in dh, and dW before it is multiplied by the scale of the loss; all logits are equal."""
+    inputs = jnp.full((1000, 8), 2.0**-14, jnp.float16), jnp.ones((10_000, 8), jnp.float16)
+    loss = functools.partial(linear_cross_entropy, targets=np.zeros(1000, int), reduction="mean")
+    d_hidden, d_weights = jax.jit(jax.grad(lambda *inputs: 2.0**14 * loss(*inputs), (0, 1)))(*inputs)
+    assert_within(d_hidden, np.zeros((1000, 8)), 2.0**-9 * 2**14 / 1000)  # ∝ Σ p W − W_y = 0
+    assert_within(d_weights[1:], np.full((9999, 8), 1e-4), 2.0**-9 * 1e-4)
 
 
 def test_a_target_outside_the_vocabulary_is_nan(block_size):
@@ -252,8 +259,8 @@ def test_choose_block_size(tokens, vocab, monkeypatch):
     sizes = [cross_entropy.choose_block_size(8192, 256_000, bytes_a_logit) for bytes_a_logit in (4, 2.0625)]
     assert sizes == [2048, 4096]
     # Gemma-2-2B: all tokens, or blocks where more exponentials would be held than the float32 gradient takes.
-    sizes = [cross_entropy.prefers_one_block(n, 4096, 2.0625, 4 * 2304) for n in (8192, 32_768)]
-    assert sizes == [True, False]
+    sizes = [cross_entropy.choose_block_size(n, 256_000, 2.0625, 4 * 2304) for n in (8192, 32_768)]
+    assert sizes == [8192, 4096]
 
 
 @pytest.mark.parametrize("name", [interpreted.NAME, interpreted_gpu.NAME])

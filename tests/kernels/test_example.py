@@ -33,9 +33,8 @@ def test_loss_and_gradients_are_the_librarys(example, monkeypatch, tokens, label
         return example.cross_entropy(hidden, unembedding, targets, label_smoothing, True)
 
     def library(hidden, unembedding):
-        return linear_cross_entropy(
-            hidden, unembedding, targets, label_smoothing=label_smoothing, implementation="chunked"
-        )
+        options = {"label_smoothing": label_smoothing, "implementation": "chunked"}
+        return linear_cross_entropy(hidden, unembedding, targets, **options)
 
     def loss_and_gradients(loss, hidden, unembedding):
         values, pull = jax.vjp(loss, hidden, unembedding)

@@ -185,6 +185,7 @@ def gradients(
     tokens, saved = hidden.shape[0], cotangents.saved
     length = round_up(tokens, TOKENS)
     hidden = padded(hidden, length)
+    cotangents, factor = cotangents.in_range_of(hidden.dtype)
     padding_values = {"scale": 1.0, "log_normalizer": jnp.inf}  # p = 0
     values = token_values(options, inputs, cotangents)
     values = {name: padded(x, length, padding_values.get(name, 0.0)) for name, x in values.items()}
@@ -199,7 +200,7 @@ def gradients(
         else:
             whole = round_up(count, blocks.columns)
             dz = _dz_of_saved(options, saved, values, shifted, start, whole).astype(hidden.dtype)
-        return chunked.add_gradients(options, carry, dz[:, :count], weights, hidden, start, add=into is not None)
+        return chunked.add_gradients(options, carry, dz[:, :count], factor, weights, hidden, start, into is not None)
 
     needs_dz = "softmax" not in values or "centred" in values or "bias" in wanted
     if saved is None or saved.common is None or needs_dz:
