@@ -33,8 +33,7 @@ class Jet(NamedTuple):
 def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
     """Value, slope and curvature of the interpolant at `scale`, [...] each.
 
-    Differentiable in `scale`: the slope is the derivative of the value, the curvature is the derivative of the slope,
-    and the derivative of the curvature is taken as 0.
+    Differentiable in `scale`: the derivatives of value and slope are slope and curvature, to the last bit.
 
     `nodes` are K ascending scales, `jets` are at the nodes, [..., K] each, and constants under differentiation.
     """
@@ -57,9 +56,11 @@ def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."])
 
 @interpolate.defjvp
 def _interpolate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tangents: tuple[Jet, Array]):
-    jet = interpolate(nodes, *primals)
+    jets, scale = primals
     _, d_scale = tangents
-    return jet, Jet(jet.slope * d_scale, jet.curvature * d_scale, jnp.zeros_like(jet.curvature))
+    jet = interpolate(nodes, jets, scale)
+    _, d_curvature = jax.jvp(lambda s: interpolate.__wrapped__(nodes, jets, s).curvature, (scale,), (d_scale,))
+    return jet, Jet(jet.slope * d_scale, jet.curvature * d_scale, d_curvature)
 
 
 def _take_last(x: Float[Array, "... K"], index: Array) -> Array:

@@ -124,8 +124,7 @@ def grouping_parts(
         return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
 
     # Centred on the bin, so that the variance of confidence suffers no cancellation.
-    middle = (index.astype(jnp.float32) + 0.5) / bins
-    offset = data.confidence - middle
+    offset = data.confidence - (index.astype(jnp.float32) + 0.5) / bins
     y = data.correct
     values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
     sums = jnp.stack([per_cell(value) for value in values])
