@@ -53,16 +53,18 @@ class Range:
         return str(self)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
     """Marks a text that is a key of a registry or one of `others`. Entries may be added to the registry at any time."""
 
-    registry: Mapping[str, Any]
-    others: tuple[str, ...] = ()
+    def __init__(self, registry: Mapping[str, Any], others: tuple[str, ...] = ()):
+        self.registry, self.others = registry, others
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.others, *self.registry)
+
+    def __repr__(self) -> str:  # of signatures, in help() and in the reference
+        return f"OneOf{self.names}"
 
 
 class Positional:

@@ -43,6 +43,8 @@ def test_one_name_and_one_kind_for_an_option():
     assert not {flag: of_flag for flag, of_flag in kinds.items() if len(set(of_flag.values())) > 1}
     assert not {"--batch", "--seq", "--text", "--options"} & kinds.keys()
     assert options_of("generate").max_new_tokens == signature(generate).parameters["max_new_tokens"].default
+    for options in (AtsOptions, SftOptions, LhtsOptions, TasksOptions, LayersOptions):
+        assert " at 0x" not in str(signature(options))  # in help() and the reference
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -53,7 +55,7 @@ def test_help_at_80_columns(help_flag, command, capsys, monkeypatch):
         main([*command.split(), help_flag])
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert not re.search("MISSING|<class", shown)
+    assert not re.search(r"MISSING|<class|\(default:[^)]*\)\.?\s+\(default:", shown)
     flags = [option.flag for option in list_options(options_of(command)) if not option.is_positional]
     assert not [flag for flag in flags if flag not in shown]
     if command == "train ats":
