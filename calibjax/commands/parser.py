@@ -31,10 +31,7 @@ Fields = tuple[str, ...]
 
 HEADINGS = {
     "model": ("ModelOptions", "ChatOptions"),
-    "data": (
-        *("ColumnOptions", "TableOptions", "SourceOptions", "TextOptions", "EvalDataOptions", "DataOptions"),
-        *("ApplyOptions", "DecideOptions"),
-    ),
+    "data": ("ColumnOptions", "TableOptions", "SourceOptions", "TextOptions", "EvalDataOptions", "DataOptions"),
     "method": (),
     "evaluation": ("BinningOptions", "TrainLhtsOptions"),
     "output": ("JsonOptions", "OutputOptions", "TrainingOutputOptions"),

@@ -50,8 +50,8 @@ class AtsOptions:
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
-        identity_start: start with every temperature 1 (default: yes; recipe paper: no, every weight is random).
-        normalize: divide what an MLP reads by its root mean square (default: yes; recipe paper: no).
+        identity_start: start with every temperature 1; by recipe paper every weight is random.
+        normalize: divide what an MLP reads by its root mean square; not by recipe paper.
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
             selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
             cross-entropy and joint, with a few alpha, on sequences that the fit never saw, and keeps temperature
