@@ -24,6 +24,7 @@ class PushOptions(HeadOptions):
     The token comes from HF_TOKEN or `hf auth login`. `--head org/name` and `calibjax.load_head("org/name")` read it.
 
     Attributes:
+        run: directory of a finished run of `train ats` or `quickstart`, whose figures the card shows.
         repository: org/name; made where there is none.
         base: id of the base model on the hub, for the card, as org/name or org/name@revision; by default the run's.
         private: make a new repository private.

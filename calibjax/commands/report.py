@@ -67,8 +67,6 @@ def run(options: ReportOptions, log: Log = print) -> Document:
 
 def _read(directory: Path, name: str) -> Run:
     file = directory / "metrics.json"
-    if not file.is_file():
-        raise UserError(f"{directory}: expected the directory of a finished run, with metrics.json; found none.")
     document = read_metrics(file)
     date = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     return Run(name, document, read_tokens(directory), date, made_by(directory), directory)

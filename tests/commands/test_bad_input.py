@@ -40,7 +40,7 @@ WORK = [
     "calibjax.models.load.read_params",
     "calibjax.commands.quickstart.make_language",
     "calibjax.commands.eval_tasks.load_tasks",
-    "calibjax.commands.report.read_metrics",
+    "calibjax.eval.report.schema.read_json",
     "calibjax.commands.apply.load",
     "calibjax.commands.decide.decide",
     "calibjax.commands.export.load_head",
@@ -250,6 +250,7 @@ BAD = [
     ("convert", ["--out", "n" * 254], None),
     ("eval bounds", ["--out", "full"], "--out: full: expected a file or a new path, but this is a directory"),
     ("report", ["full"], "expected the directory of a finished run, with metrics.json"),
+    ("push", ["full", "org/name", "--dry-run=card"], "full: expected the directory of a finished run, with metrics"),
     ("report", ["run", "run"], "--out: expected a directory to write the report of several runs to"),
     # methods of training
     (ATS, ["--loss", "cross-entropy", "--alpha", "0.5"], "--alpha: the loss cross-entropy has no such weight"),
@@ -323,7 +324,7 @@ TABLES = [
 
 @pytest.mark.parametrize(("command", "changes", "message"), BAD, ids=lambda x: str(x)[:40])
 def test_bad(at, command, changes, message):
-    arguments = [*([] if command == "report" else VALID[command]), *changes]
+    arguments = [*([] if changes[0] == "full" else VALID[command]), *changes]
     if message is None:
         assert invoke(command, arguments)[0] == "reached"
     else:

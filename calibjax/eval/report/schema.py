@@ -31,7 +31,9 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIter
 
 
 def read_metrics(file: Path) -> Document:
-    """Reads and checks the metrics.json of a run; raises `UserError` if it is damaged."""
+    """Reads and checks the metrics.json of a run; raises `UserError` if there is none, or it is damaged."""
+    if not file.is_file():
+        raise UserError(f"{file.parent}: expected the directory of a finished run, with metrics.json; found none.")
     document = _load(file)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "held_out" not in document:
         raise UserError(f"{file}: expected metrics of schema {SCHEMA} with held-out figures. Run the command again.")
