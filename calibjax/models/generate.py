@@ -287,10 +287,10 @@ def generate(
             raise UserError("head: pooling 'sequence' needs a finished text; fit a head with pooling 'token'.")
     longest = max(map(len, ids))
     room = lm.config.max_positions - longest
+    if room < 1:
+        raise UserError(f"prompts: expected at most {lm.config.max_positions - 1} tokens in each, got {longest}.")
     if not 1 <= max_new_tokens <= room:
-        hint = " Give a shorter prompt." if room < 1 else ""
-        expected = f"expected 1 to {room} beside a prompt of {longest} tokens"
-        raise UserError(f"max_new_tokens: {expected}; got {max_new_tokens}.{hint}")
+        raise UserError(f"max_new_tokens: expected 1 to {room} after {longest} prompt tokens, got {max_new_tokens}.")
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
     rows = round_up(len(ids), batch_shards(lm.mesh))
     width = round_up(longest, _PROMPT_COLUMNS)

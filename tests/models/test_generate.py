@@ -270,8 +270,8 @@ MISTAKES = [
     ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers"),
     ([[1]], {"sampling": Sampling(prompt_seeds=(2**32,))}, "prompt_seeds: expected a list of whole numbers"),
     ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
-    ([[1]] * 2, {"max_new_tokens": 64}, "expected 1 to 63.*prompt of 1 tokens; got 64"),
-    ([[1]], {"max_new_tokens": 0}, "expected 1 to 63"),
+    ([[1], [1] * 64], {}, "prompts: expected at most 63 tokens"),
+    *(([[1]] * 2, {"max_new_tokens": n}, f"expected 1 to 63 after 1 prompt tokens, got {n}") for n in (0, 64)),
 ]
 
 
