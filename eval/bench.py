@@ -49,7 +49,7 @@ class Bench:
     """Times evaluation against the forward pass alone and records peak memory.
 
     Attributes:
-        model: directory of a model; None: a random one with D 256, 4 layers and V 32,256.
+        model: directory of a model; by default a random one with D 256, 4 layers and V 32,256.
         dtype: of the computation.
         sequences: number of sequences to evaluate.
         seq_len: tokens per sequence.

@@ -32,7 +32,7 @@ class Options:
 
     Attributes:
         model: directory or GGUF file of the model.
-        questions: file of JSON lines, as above.
+        questions: file of JSON lines, each with question, options and answer, the number of the right option from 0.
         batch_size: questions per forward pass.
         seed: random seed of the split into halves.
     """

@@ -36,7 +36,7 @@ class Options:
         out: directory of the checkpoints and the fitted head.
         features: inputs of the head: logit_statistics, hidden_states, max_logit, argmax_embedding or log_std_logits.
         seq_len: tokens per sequence.
-        max_sequences: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; by default all.
         batch_size: sequences per forward pass of the model.
         tokens_per_step: tokens per training step of the head.
         epochs: passes over the fitting tokens.

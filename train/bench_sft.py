@@ -35,7 +35,7 @@ class Bench:
     Attributes:
         model: directory of a model to take the shape of, in place of V, D and two layers.
         vocab_size: V.
-        hidden_size: D.
+        hidden_size: D, a multiple of 128, the width of a head.
         tie: unembedding and embedding are the same array.
         dtype: compute dtype; weights are float32.
         repeats: timed steps of each contender.

@@ -37,7 +37,7 @@ class Options:
         out: directory of the checkpoints and the trained model.
         temperature: T > 0 of whole sequences; below 1 it favours likely ones.
         seq_len: tokens per sequence, the horizon.
-        max_sequences: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; by default all.
         batch_size: sequences per step; the importance weights are normalised over them.
         steps: steps of the optimiser.
         learning_rate: initial learning rate; a cosine schedule decays it to 0.

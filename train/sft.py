@@ -37,7 +37,7 @@ class Options:
         out: directory of the checkpoints and the trained model.
         label_smoothing: β in [0, 1].
         seq_len: tokens per sequence.
-        max_sequences: largest number of sequences to read; None reads all.
+        max_sequences: largest number of sequences to read; by default all.
         batch_size: sequences per step.
         steps: steps of the optimiser.
         learning_rate: peak learning rate, after a warmup of a tenth of the steps; a cosine schedule decays it to 0.
