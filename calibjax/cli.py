@@ -72,8 +72,9 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     """The exit code of `work`, or of the signal that ended it, with a line that gives the command to resume."""
 
     def report(name: str) -> None:
-        # A configuration file is of a run with --out, and quickstart has a directory by default.
-        is_resumed = any(word in resume for word in ("--out", "--config", "calibjax quickstart"))
+        # Other commands write --out at their end. A configuration is of a run with --out, as quickstart always is.
+        resumable = resume.startswith(("calibjax train", "calibjax eval tasks", "calibjax quickstart", "python"))
+        is_resumed = resumable and any(word in resume for word in ("--out", "--config", "calibjax quickstart"))
         action = "resume" if is_resumed else "start again"
         print(f"\nstopped by {name}; to {action}: {resume}", file=sys.stderr, flush=True)
 

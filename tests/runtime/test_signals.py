@@ -49,7 +49,7 @@ def work(*args):
     print("working", flush=True)
     {work}
 {replaced} = work
-sys.exit(cli.main(["convert", "--model", "a b", "--out", "c"]))
+sys.exit(cli.main(["train", "ats", "--data", "d", "--model", "a b", "--out", "c"]))
 """
 SWALLOW = """while True:
         try: time.sleep(60)
@@ -84,11 +84,11 @@ def test_signals_before_training(replaced, work, number):
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
     name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-    assert re.fullmatch(rf"(bar: .*\n)*\nstopped by {name}; to resume: calibjax convert --model 'a b' --out c\n", error)
+    assert re.fullmatch(rf"(bar: .*\n)*\nstopped by {name}; to resume: calibjax train ats .* 'a b' --out c\n", error)
     assert process.returncode == 128 + number
 
 
-@pytest.mark.parametrize(("words", "action"), [("quickstart", "resume"), ("compare --table a", "start again")])
+@pytest.mark.parametrize(("words", "action"), [("quickstart", "resume"), ("decide --table a --out b", "start again")])
 def test_interrupt_while_jax_is_imported(words, action):
     """Packages that are being imported swallow exceptions or turn them into an `ImportError`; one line is printed."""
     with start(*words.split()) as process:
