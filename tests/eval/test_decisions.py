@@ -82,7 +82,7 @@ def test_samples_are_allocated_where_they_help_most():
         got = decisions.allocate(q, 8)
         assert got.sum() == 8
         assert (1 - (1 - q) ** got).sum() >= (1 - (1 - q[None, :]) ** every).sum(axis=1).max() - 1e-12
-    assert decisions.allocate(np.zeros(3), 8).tolist() == [0, 0, 0]
+    assert decisions.allocate(np.array([0.0, 1.0, 1.0]), 8).tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("digits", [1, 9])

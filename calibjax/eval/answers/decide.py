@@ -327,7 +327,7 @@ def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, 
 
     The k_i that sum to at most `budget` with the largest Σ_i 1 − (1 − q_i)^k_i (arXiv 2602.13540), where q_i is the
     confidence that a sample is right, calibrated to the capability c/n. Each sample goes where it adds most, q(1 − q)^k
-    after k samples; questions of confidence 0 get none.
+    after k samples; questions of confidence 0 get none, of 1 one.
 
     Example:
         >>> allocate(np.array([0.9, 0.3, 0.0]), 4).tolist()
@@ -339,6 +339,8 @@ def allocate(confidence: Float[AnyArray, " N"], budget: int) -> Int[np.ndarray, 
     heapq.heapify(gains)
     for _ in range(budget if gains else 0):
         gain, number = gains[0]
+        if not gain:  # every other question is certain, too
+            break
         counts[number] += 1
         heapq.heapreplace(gains, (gain * (1 - q[number]), number))
     return counts
