@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from calibjax.commands import groups, run_directory
 from calibjax.data import Sequences, check_ids, choice_sequences, is_multiple_choice
@@ -35,6 +35,7 @@ class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOption
         text: how text becomes sequences; of questions, --max-sequences are drawn at random.
     """
 
+    reads_choices: ClassVar[bool] = True
     out: Path | None = not_identity(None)
     letters_only: bool = True
     subjects: bool = not_identity(False)

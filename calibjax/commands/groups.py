@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -285,6 +285,7 @@ class SourceOptions:
         text: how text becomes sequences of tokens.
     """
 
+    reads_choices: ClassVar[bool] = False  # multiple choice beside text
     data: str
     split: str | None = None
     text: DataOptions = DataOptions()
@@ -399,7 +400,8 @@ def check_sources(options: Any) -> None:
         if not is_hub_id(source):
             with about(option):
                 rows = options.text.open(source, split)
-                if options.text.text_column is not None or not is_multiple_choice(rows):
+                is_text = not options.reads_choices or options.text.text_column is not None
+                if is_text or not is_multiple_choice(rows):
                     options.text.recognise(rows, column_optional=column_optional)
 
 

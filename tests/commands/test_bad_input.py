@@ -69,6 +69,7 @@ def folder(tmp_path_factory):
 
     (folder / "wrong.csv").write_text("certainty,correct\n" + "0.5,0\n" * 20)
     (folder / "null.jsonl").write_text("null\n")
+    (folder / "questions.csv").write_text("question,A,B,answer\nWho?,I,you,B\n")
     (folder / "full").mkdir()
     (folder / "full" / "thesis.tex").write_text("")
     return folder
@@ -235,6 +236,8 @@ BAD = [
     (ATS, ["--data", "nowhere.jsonl"], "--data: nowhere.jsonl does not exist"),
     (ATS, ["--data", "null.jsonl"], "null.jsonl, line 1: expected a JSON object, got 'null'"),
     (ATS, ["--data", "full"], "--data: full holds no data file"),
+    (ATS, ["--data", "questions.csv"], "--data: questions.csv: multiple choice"),
+    ("eval layers", ["--data", "questions.csv"], None),
     (ATS, ["--eval-split", "b"], "--eval-split: expected --eval-data, the sets that it is a split of"),
     (ATS, ["--split", "test"], "--split 'test': the file data.jsonl has no splits"),
     (ATS, ["--eval-data", "data.jsonl", "--eval-split", "b"], "--eval-split 'b': the file data.jsonl has no splits"),
