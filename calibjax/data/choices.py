@@ -17,7 +17,8 @@ from calibjax.runtime.errors import UserError
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 _LETTERS = string.ascii_uppercase
 _CONTEXT = ("context", "passage", "article")
-_COLUMNS = ("question", *_CONTEXT, "choices", "options", "answer", "answerKey", "answer_idx", "subject", *_LETTERS)
+_QUESTION = ("question", "question_stem")
+_COLUMNS = (*_QUESTION, *_CONTEXT, "choices", "options", "answer", "answerKey", "answer_idx", "subject", *_LETTERS)
 
 
 class Choices(NamedTuple):
@@ -36,7 +37,7 @@ def is_multiple_choice(rows: Rows) -> bool:
     """Whether rows have the columns question, choices (or options, or A, B, ...) and answer (or answerKey)."""
     row = with_names(rows.first, _COLUMNS)
     has_choices = "choices" in row or "options" in row or {"A", "B"} <= row.keys()
-    return has_choices and "question" in row and ("answer" in row or "answerKey" in row)
+    return has_choices and any(name in row for name in _QUESTION) and ("answer" in row or "answerKey" in row)
 
 
 def choice_sequences(
@@ -48,10 +49,10 @@ def choice_sequences(
     (Hendrycks et al. 2021, arXiv 2009.03300); without space, colon or both where some letter is not a single token.
 
     Args:
-        rows: with the columns question, choices (or options), equally many in each row, and answer, and optionally
-            subject and context (or passage, article), which is written before the question. Choices are a list, or
-            ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the index of the
-            right one, from 0, or its label: A, B, ..., or ARC's.
+        rows: with the columns question (or question_stem), choices (or options), equally many in each row, and answer,
+            and optionally subject and context (or passage, article), which is written before the question. Choices are
+            a list, or ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the
+            index of the right one, from 0, or its label: A, B, ..., or ARC's.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random by `seed`, in the order of the rows; by default all.
 
@@ -115,7 +116,7 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     if len(choices) != count or not isinstance(answer, int) or not 0 <= answer < count:
         expected = f"{count} choices, as in the first row, and an answer from 0 to {count - 1}"
         raise UserError(f"{place}: expected {expected}; got {len(choices)} and {answer!r}.")
-    question = [*(row[name] for name in _CONTEXT if row.get(name)), row.get("question")]
+    question = [*(row[name] for name in _CONTEXT if row.get(name)), row.get("question", row.get("question_stem"))]
     parts = [*question, *choices]
     if not all(isinstance(part, str | int | float) and is_text(str(part)) for part in parts):
         raise UserError(f"{place}: expected Unicode text in question, context and choices, got {ascii(parts)[:60]}.")

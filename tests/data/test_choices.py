@@ -50,7 +50,8 @@ def test_what_is_asked(merges, cue):
     medqa = {"options": {"A": "here", "B": "there", "C": "no"}, "answer": "no", "answer_idx": "C"}
     race = {"Options": ["here", "there", "no"], "answer": "C"}
     for form in (arc, arc | {"answerKey": 3}, columns | {"answer": "C"}, medqa, race):
-        rows = Rows([{"question": "Where?", **form}, {"question": "Where?", "article": "He left.", **form}], "made")
+        form = {"question_stem" if form is arc else "question": "Where?", **form}  # OpenBookQA's
+        rows = Rows([form, {"article": "He left.", **form}], "made")
         assert is_multiple_choice(rows)
         read = choice_sequences(rows, tokenizer, 200).sequences
         after = tokenizer("He left.\n")["input_ids"]
