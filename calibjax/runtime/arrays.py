@@ -1,5 +1,6 @@
 """Arrays that public functions take: their type, and indices from the host; sizes in whole blocks and in words."""
 
+import sys
 from typing import Any, TypeVar
 
 import jax
@@ -37,13 +38,15 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """An array, series, frame or tensor on the host; torch's bfloat16 as float32. Masked values raise `UserError`."""
+    """An array, series, frame or tensor on the host: bfloat16 as float32, NA as NaN. `UserError` for masked values."""
     if hasattr(values, "detach"):  # a tensor of torch
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     if np.ma.is_masked(values):
         raise UserError("expected an array without masked values: leave them out, or give where= where there is one.")
     values = np.asarray(values)
+    if values.dtype == object and "pandas" in sys.modules:
+        values = np.where(sys.modules["pandas"].isna(values), np.nan, values)  # its NA is no number
     return values.astype(values.dtype.newbyteorder("="), copy=False)  # JAX misreads the bytes of another order
 
 
@@ -64,7 +67,7 @@ def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
     labels = as_array(labels)
     if labels.shape != (count,):
         raise UserError(f"{name}: expected one label for each of {count} points, got {labels.shape}.")
-    if any(label is None or (label != label) is not False for label in labels.tolist()):  # also NaN and pandas' NA
+    if any(label is None or label != label for label in labels.tolist()):
         raise UserError(f"{name}: expected a label for each point, got none (NaN or None); leave such points out.")
     return np.unique(labels, return_inverse=True)[1]
 

@@ -51,6 +51,8 @@ def test_arrays_frames_and_tensors():
     want = recalibrate.VectorScaling().fit(LOGITS, LABELS).predict_proba(LOGITS)
     frame, series = pd.DataFrame(LOGITS, columns=list("abcd")), pd.Series(LABELS)
     np.testing.assert_array_equal(recalibrate.VectorScaling().fit(frame, series).predict_proba(frame), want)
+    with pytest.raises(UserError, match="logits: row 0 holds nan"):
+        recalibrate.VectorScaling().fit(frame.astype("Float64").shift(), series)  # of NA
     tensor = torch.tensor(LOGITS, requires_grad=True)
     fitted = recalibrate.VectorScaling().fit(tensor, torch.tensor(LABELS))
     np.testing.assert_array_equal(fitted.predict_proba(tensor), want)
