@@ -18,7 +18,7 @@ from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.reference import Reference
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
-from calibjax.runtime.arrays import AnyArray, as_indices, round_up
+from calibjax.runtime.arrays import AnyArray, as_indices, as_jax, round_up
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_tpu": PallasTpu(),
@@ -122,7 +122,7 @@ def vocab_stats(
 
 def as_scale(scale: Any, shape: tuple[int, ...]) -> Array:
     """The scale of each token, in this shape and at least float32; None means 1."""
-    scale = jnp.asarray(1.0 if scale is None else scale)
+    scale = as_jax(1.0 if scale is None else scale)
     return jnp.broadcast_to(scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), shape)
 
 
@@ -279,7 +279,7 @@ def prepare(
     def array(x: Any, convert: Callable[[Any], Array]) -> Any:
         return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else convert(x)
 
-    converters = Arrays(jnp.asarray, jnp.asarray, targets=as_indices, bias=jnp.asarray, where=jnp.asarray)
+    converters = Arrays(as_jax, as_jax, targets=as_indices, bias=as_jax, where=as_jax)
     arrays = Arrays(*map(array, arrays, converters))
     hidden, unembedding, targets, bias, where = arrays
     _check_shapes(*arrays)

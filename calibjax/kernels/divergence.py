@@ -10,7 +10,7 @@ from calibjax.kernels.chunked import choose_chunk_size, fold, take_rows
 from calibjax.kernels.contract import Inputs
 from calibjax.kernels.sharded import VocabSharding, in_auto_axes, leading_spec, sum_over_vocab
 from calibjax.kernels.stats import softcapped
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_jax
 
 
 def kl_divergences(
@@ -40,9 +40,9 @@ def kl_divergences(
         float32 `[K, ...]`, at least 0.
     """
     hidden, others, unembedding, log_normalizer, other_log_normalizers = map(
-        jnp.asarray, (hidden, others, unembedding, log_normalizer, other_log_normalizers)
+        as_jax, (hidden, others, unembedding, log_normalizer, other_log_normalizers)
     )
-    bias = None if bias is None else jnp.asarray(bias)
+    bias = None if bias is None else as_jax(bias)
     if sharding is not None and sharding.explicit_axes:
 
         def run(sharding: VocabSharding, arrays: dict[str, Any]) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from calibjax.kernels.chunked import choose_chunk_size, fold, take_rows
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import softcapped
-from calibjax.runtime.arrays import AnyArray
+from calibjax.runtime.arrays import AnyArray, as_jax
 
 
 class TopLogits(NamedTuple):
@@ -55,8 +55,8 @@ def top_logits(
         >>> top.logits.tolist(), top.ids.tolist()
         ([[3.0, 2.0]], [[1, 2]])
     """
-    hidden, unembedding = jnp.asarray(hidden), jnp.asarray(unembedding)
-    bias = None if bias is None else jnp.asarray(bias)
+    hidden, unembedding = as_jax(hidden), as_jax(unembedding)
+    bias = None if bias is None else as_jax(bias)
     vocab_size = unembedding.shape[0]
     if hidden.ndim < 1 or unembedding.ndim != 2 or hidden.shape[-1] != unembedding.shape[1]:
         raise ValueError(f"expected hidden [..., D] and unembedding [V, D], got {hidden.shape}, {unembedding.shape}.")
@@ -64,7 +64,7 @@ def top_logits(
         raise ValueError(f"k: expected 1 to the vocabulary size {vocab_size}, got {k}.")
     shape = hidden.shape[:-1]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    valid = None if where is None else jnp.broadcast_to(jnp.asarray(where), shape).reshape(-1)
+    valid = None if where is None else jnp.broadcast_to(as_jax(where), shape).reshape(-1)
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
     ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))

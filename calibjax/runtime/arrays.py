@@ -72,6 +72,11 @@ def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
     return np.unique(labels, return_inverse=True)[1]
 
 
+def as_jax(values: Any) -> jax.Array:
+    """Converts to a JAX array; a tensor of torch as `as_array` does."""
+    return jnp.asarray(as_array(values) if hasattr(values, "detach") else values)
+
+
 def as_indices(values: Any) -> jax.Array:
     """Converts to a JAX array, with host integers clipped to the range of int32: JAX would wrap 2³² + 1 to 1.
 

@@ -514,6 +514,14 @@ def test_a_subset_of_the_statistics_has_the_same_values():
         run(hidden, unembedding, targets, statistics=("log_normalizer",)).require("mean_logit")
 
 
+def test_tensors_of_torch():
+    torch = pytest.importorskip("torch")
+    arrays = small()[1]
+    hidden, unembedding, scale = (torch.tensor(f64(arrays[place])).bfloat16() for place in (0, 1, 3))
+    want = torch.logsumexp(scale.float()[:, None] * (hidden.float() @ unembedding.float().T), dim=1)
+    np.testing.assert_allclose(vocab_stats(hidden, unembedding, scale=scale).log_normalizer, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
