@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
-_STREAMED = "a part of a streamed response; save whole responses (stream=false)."
 _UNKNOWN_LOG_PROB = -9999.0  # what OpenAI writes in place of a log-probability that is not known
 
 
@@ -41,11 +40,16 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
+        streamed = set()  # ids of responses of which a part was read: the last one looks like a whole response
         for number, (place, row) in enumerate(rows.every()):
             if isinstance(row, UserError):
                 yield place, row
                 continue
             try:
+                name = _body(row).get("id") or number
+                if name in streamed or _is_part(row):
+                    streamed.add(name)
+                    raise UserError("a part of a streamed response; save whole responses (stream=false).")
                 flat = flatten(row)
                 if flatten is _options:
                     question, filter = row["doc_id"], row.get("filter")
@@ -126,12 +130,18 @@ def _scalars(row: Row) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is None or isinstance(value, str | int | float)}
 
 
+def _is_part(row: Row) -> bool:
+    """Whether a row is a part of a streamed response, not the last one, of OpenAI, llama.cpp or Ollama."""
+    body = _body(row)
+    ends = [choice.get("finish_reason", "") for choice in _records(body.get("choices")) if "text" in choice]
+    has_delta = any("delta" in part for part in (body, *_records(body.get("choices"))))
+    return has_delta or None in ends or body.get("stop") is False or body.get("done") is False
+
+
 def _read_choices(row: Row) -> list[_Choice]:
     body = _body(row)
     if error := body.get("error"):
         raise UserError(f"the server answered with an error: {str(error)[:200]}.")
-    if "delta" in body or body.get("stop") is False or body.get("done") is False:  # OpenAI, llama.cpp, Ollama
-        raise UserError(_STREAMED)
     choices = _records(body.get("choices"))
     if choices:
         return [_read_choice(choice) for choice in choices]
@@ -146,8 +156,6 @@ def _read_choices(row: Row) -> list[_Choice]:
 
 
 def _read_choice(choice: Row) -> _Choice:
-    if "delta" in choice or ("text" in choice and choice.get("finish_reason", "") is None):
-        raise UserError(_STREAMED)
     logprobs = choice.get("logprobs") or {}
     message = choice.get("message") or {}
     text = message.get("content") if message else choice.get("text")
