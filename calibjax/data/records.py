@@ -9,6 +9,7 @@ likely tokens and of all others together as one more outcome; `label` is the pla
 scaling of such logits is exact only where the probability of the others is small.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +28,14 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     names = ("choices", "output", "logprobs", "completion_probabilities")
     parts = [part for name in names for part in _records(body.get(name))[:1]]
     server_keys = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
+    is_samples = {"doc_id", "filtered_resps"} <= columns.keys()
     if parts and ("confidence" not in columns or any(server_keys & part.keys() for part in parts)):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
     elif tokens:
         raise UserError(f"tokens: {rows.name}: expected responses of a server with choices, got {', '.join(columns)}.")
-    elif "doc_id" in columns and "filtered_resps" in columns:
-        flatten = _options
+    elif is_samples:
+        reads_texts = all(_target(row) in _option_texts(row) for row in rows)  # else targets are indices
+        flatten = functools.partial(_options, reads_texts)
     else:
         return rows
     several = (len(_records(_body(row).get("choices"))) > 1 for row in rows)
@@ -51,7 +54,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                     streamed.add(name)
                     raise UserError("a part of a streamed response; save whole responses (stream=false).")
                 flat = flatten(row)
-                if flatten is _options:
+                if is_samples:
                     question, filter = row["doc_id"], row.get("filter")
                     first = filters.setdefault(f"{question} {row.get('doc_hash')}", filter)
                     if first != filter:
@@ -287,8 +290,25 @@ def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
         yield {"token": token, "logits": [*logits, math.log(max(others, 1e-12))], "label": label}
 
 
-def _options(row: Row) -> list[Row]:
-    """A sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one."""
+def _target(row: Row) -> str:
+    return str(row.get("target", "")).strip()
+
+
+def _option_texts(row: Row) -> list[str]:
+    """The options of a sample of lm-eval, from the requests in its `arguments`: (prompt, option)."""
+    arguments = row.get("arguments")
+    requests = [*arguments.values()] if isinstance(arguments, Mapping) else arguments
+    if not isinstance(requests, list):
+        return []
+    pairs = [[*pair.values()] if isinstance(pair, Mapping) else pair for pair in requests]
+    return [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
+
+
+def _options(reads_texts: bool, row: Row) -> list[Row]:
+    """A sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one.
+
+    `reads_texts`: the target is the text of an option, not its index.
+    """
     answers = row["filtered_resps"]
     if len(answers) < 2 or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
         raise UserError("expected log-likelihoods of options in filtered_resps; a written or a single answer has none.")
@@ -298,12 +318,15 @@ def _options(row: Row) -> list[Row]:
     largest = max(logits)
     chosen = logits.index(largest)
     flat = {"confidence": 1 / math.fsum(math.exp(value - largest) for value in logits), "logits": logits}
-    target = str(row.get("target", ""))
+    target, texts = _target(row), _option_texts(row)[: len(logits)]
     correct = row.get("acc")
     if correct is not None:
         flat["correct"] = float(correct)
-    if target.isdecimal() and int(target) < len(logits):
-        if correct is not None and (int(target) == chosen) != float(correct):
+    label = int(target) if target.isdecimal() and not reads_texts else None
+    if reads_texts and texts.count(target) == 1:  # else the options are in the prompts
+        label = texts.index(target)
+    if label is not None and label < len(logits):
+        if correct is not None and (label == chosen) != float(correct):
             raise UserError(f"target {target} and acc {correct} disagree: is acc of another choice?")
-        flat["label"] = int(target)
+        flat["label"] = label
     return [{**_scalars(row), **flat}]
