@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import csv
+import fnmatch
 import functools
 import gzip
 import io
@@ -98,10 +99,10 @@ def read_source(
 
     Args:
         source: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt` file (each but Parquet also with
-            `.gz`); a directory of such files, also in subdirectories, read in the order of their names, or one that
-            `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with its configuration after
-            a colon (`"wikitext:wikitext-2-raw-v1"`) and a revision after an at sign (`"org/name@revision"`). Cells of
-            CSV are text. A `.txt` file is one row, `{"text": <the whole file>}`. docs/data.md has every form.
+            `.gz`); a directory of such files, also in subdirectories, of one configuration, in the order of their
+            names, or one that `datasets.save_to_disk` wrote; or the id of a dataset on the Hugging Face Hub, with its
+            configuration after a colon (`"wikitext:wikitext-2-raw-v1"`) and a revision after an at sign
+            (`"org/name@revision"`). Cells of CSV are text. A `.txt` file is one row, `{"text": <the whole file>}`.
         split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
             subdirectories' names, begin with `split`; it is required where the names are of several splits.
         rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
@@ -163,7 +164,8 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
         files = [file for file in files if any(part.startswith(split) for part in inside[file])]
         if not files:
             raise UserError(f"split={split!r}: no file in {directory} begins with it. There are: {names}.")
-    else:
+    _check_one_configuration(directory, ["/".join(inside[file]) for file in files])
+    if split is None:
         splits = []
         for parts in inside.values():
             matches = [match for part in parts if (match := _SPLIT.match(part))]
@@ -172,6 +174,37 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
     if len({_suffix(file) == ".txt" for file in files}) > 1:
         raise UserError(f"{directory} mixes whole documents (.txt) with files of rows: {names}. Give one kind.")
     return files
+
+
+def _check_one_configuration(directory: Path, names: list[str]) -> None:
+    """Raises `UserError` for files of several configurations of a data set of the hub, as its README.md lists them.
+
+    Without it they are folders that hold the first of the files of the same split, such as train-00000-of-00001.
+    """
+    several = _configurations(directory, names)
+    if not several:
+        firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
+        if len(set(firsts.values())) < len(firsts):
+            several = {name.rpartition("/")[0]: [name] for name in firsts}
+    if len(several) > 1 and names not in several.values():
+        hint = f"give its folder or file, such as {directory / (names[0].rpartition('/')[0] or names[0])}"
+        raise UserError(f"{directory} holds several configurations: {', '.join(several)}. Choose one: {hint}.")
+
+
+def _configurations(directory: Path, names: list[str]) -> dict[str, list[str]]:
+    """Those of the files that belong to each configuration in README.md, where they are any."""
+    from huggingface_hub import metadata_load
+
+    def matches(name: str, patterns: Any) -> bool:
+        if isinstance(patterns, str):
+            return fnmatch.fnmatchcase(name, patterns)
+        return any(matches(name, part["path"] if isinstance(part, Mapping) else part) for part in patterns)
+
+    with contextlib.suppress(Exception):  # there is none, or it is of something else
+        configurations = (metadata_load(directory / "README.md") or {})["configs"]
+        files = {x["config_name"]: [name for name in names if matches(name, x["data_files"])] for x in configurations}
+        return {configuration: some for configuration, some in files.items() if some}
+    return {}
 
 
 def _check_one_split(directory: Path, splits: list[str], names: str) -> None:

@@ -79,6 +79,21 @@ def test_directories_of_the_hub_and_of_datasets(tmp_path):
         read_source(tmp_path / "one", split="test")
 
 
+def test_one_configuration_of_a_clone_is_read(tmp_path):
+    """As its README.md lists them; without one, where files say that each holds the whole split."""
+    for name in ("main", "socratic"):
+        datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
+    names = ("main", "socratic", "*")
+    configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}/train-*"}]} for name in names]
+    for listed in (0, 2):
+        (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs[:listed])}\n---\n")
+        with pytest.raises(UserError, match=rf"configurations: main, socratic\. .*{tmp_path}/main"):
+            read_source(tmp_path, split="train")
+        assert list(read_source(tmp_path / "main")) == ROWS
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    assert list(read_source(tmp_path)) == ROWS * 2
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
 def test_encodings(tmp_path, encoding):
     """The same rows, or a refusal that names what it is."""
