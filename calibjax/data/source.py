@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -106,7 +106,7 @@ def read_source(
         split: split of a Hub dataset, "train" by default. In a directory, only files are read whose names, or whose
             subdirectories' names, begin with `split`; it is required where the names are of several splits.
         rows: read only the first `rows` rows, at least 1. From the Hub, only these are downloaded.
-        skip_broken: leave out lines of JSON and rows of CSV that cannot be read, instead of raising their error.
+        skip_broken: leave out rows that cannot be read, such as broken lines of JSON, instead of raising their error.
 
     Raises:
         UserError: the source is missing, empty, damaged or of an unknown kind, or an option does not apply. A broken
@@ -116,12 +116,12 @@ def read_source(
         raise UserError(f"rows: expected at least 1, got {rows}.")
     path = user_path(source)
     if is_hub_id(source):
-        return _read_hub(str(source), split or "train", rows)
+        return replace(_read_hub(str(source), split or "train", rows), skip_broken=skip_broken)
     with _as_user_error(path, "data"):
         if not path.exists():
             raise UserError(f"{path} does not exist. Check the path (the current directory is {Path.cwd()}).")
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            return _read_saved(path, split, rows)
+            return replace(_read_saved(path, split, rows), skip_broken=skip_broken)
         files = _files_in(path, split) if path.is_dir() else [path]
         if files == [path] and split is not None:
             raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
