@@ -205,7 +205,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     sender = message.pop("from", None)
     value = message.pop("value", None)
     role = message.get("role") or sender
-    content = message.get("content") or value or ""
+    content = next((given for given in (message.get("content"), value) if given not in (None, "")), "")
     if not isinstance(role, str):
         raise UserError(f"{where}: expected role and content (or from and value) as strings, got {str(turn)[:60]!r}.")
     if "train_detail" in message:

@@ -181,7 +181,7 @@ class _Chat:
 
 
 def _extras(message: Message) -> list[str]:
-    return [key for key in ("reasoning", "reasoning_content", "thinking", "tool_calls") if message.get(key)]
+    return [key for key in ("reasoning", "reasoning_content", "thinking", "refusal", "tool_calls") if message.get(key)]
 
 
 def _missing(message: Message, written: str) -> list[str]:
