@@ -148,14 +148,15 @@ def _read_choices(row: Row) -> list[_Choice]:
     choices = _records(body.get("choices"))
     if choices:
         return [_read_choice(choice) for choice in choices]
-    parts = [part for item in _records(body.get("output")) for part in _records(item.get("content"))]
+    messages = [item for item in _records(body.get("output")) if item.get("type") != "reasoning"]
+    parts = [part for item in messages for part in _records(item.get("content"))]
     if parts:  # OpenAI's Responses
         items = [item for part in parts for item in part.get("logprobs") or ()]
         return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
     message = body.get("message") or {}
     text = message.get("content") or body.get("content") or body.get("response")
-    return [_from_items(items, text, message.get("thinking") or "")]
+    return [_from_items(items, text, message.get("thinking") or body.get("thinking") or "")]
 
 
 def _read_choice(choice: Row) -> _Choice:
@@ -259,13 +260,12 @@ def _scored_tokens(row: Row) -> list[Row]:
     return [{**token_row, **_scalars(row)} for token_row in flat]
 
 
-def _from_prompt(places: list[Row | None], ids: list[int] | None) -> _Choice:
+def _from_prompt(places: list[Any], ids: list[int] | None) -> _Choice:
     """vLLM's `prompt_logprobs`: at each place, token id -> log-probability and rank; the text's own token is first."""
     tokens = ["the first"]
     log_probs: list[float | None] = [None]
     top: list[Any] = [None]
     for number, listed in enumerate(places[1:], 1):
-        assert listed is not None
         token = str(ids[number]) if ids else next(iter(listed))
         most_likely = {name: item["logprob"] for name, item in listed.items() if item["rank"] <= len(listed)}
         if not listed.keys() - {token} <= most_likely.keys():
