@@ -168,6 +168,7 @@ NUMBERS = {
     "\u221212 degrees": -12,
     "about .5": 0.5,
     "1.2e3 or 1e5": 100000,
+    "1e1000000000000000000": 10**18,  # no exponent of Decimal
     "none": None,
 }
 

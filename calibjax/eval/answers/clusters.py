@@ -22,7 +22,7 @@ Clustering = Callable[[str, Sequence[str]], Sequence[int]]
 """(question, answers) -> a number for each answer, equal where two answers mean the same."""
 
 _WIDTH = 16  # texts to embed are padded to a multiple of this
-_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+\b)?")
+_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,9}\b)?")
 
 
 def _numbered(keys: Sequence[object]) -> list[int]:
