@@ -34,7 +34,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     elif tokens:
         raise UserError(f"tokens: {rows.name}: expected responses of a server with choices, got {', '.join(columns)}.")
     elif is_samples:
-        reads_texts = all(_target(row) in _option_texts(row) for row in rows)  # else targets are indices
+        reads_texts = all(_option_of_text(row) is not None for row in rows)  # else targets are indices
         flatten = functools.partial(_options, reads_texts)
     else:
         return rows
@@ -290,18 +290,14 @@ def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
         yield {"token": token, "logits": [*logits, math.log(max(others, 1e-12))], "label": label}
 
 
-def _target(row: Row) -> str:
-    return str(row.get("target", "")).strip()
-
-
-def _option_texts(row: Row) -> list[str]:
-    """The options of a sample of lm-eval, from the requests in its `arguments`: (prompt, option)."""
-    arguments = row.get("arguments")
-    requests = [*arguments.values()] if isinstance(arguments, Mapping) else arguments
-    if not isinstance(requests, list):
-        return []
-    pairs = [[*pair.values()] if isinstance(pair, Mapping) else pair for pair in requests]
-    return [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
+def _option_of_text(row: Row) -> int | None:
+    """The option whose text is the target of a sample of lm-eval, by its requests: (prompt, option) in `arguments`."""
+    requests, target = row.get("arguments"), str(row.get("target", "")).strip()
+    if isinstance(requests, Mapping):
+        requests = [[*pair.values()] for pair in requests.values() if isinstance(pair, Mapping)]
+    pairs = requests if isinstance(requests, list) else []
+    texts = [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
+    return texts.index(target) if target in texts and len(set(texts)) > 1 else None  # else the prompts differ
 
 
 def _options(reads_texts: bool, row: Row) -> list[Row]:
@@ -318,13 +314,11 @@ def _options(reads_texts: bool, row: Row) -> list[Row]:
     largest = max(logits)
     chosen = logits.index(largest)
     flat = {"confidence": 1 / math.fsum(math.exp(value - largest) for value in logits), "logits": logits}
-    target, texts = _target(row), _option_texts(row)[: len(logits)]
+    target = str(row.get("target", "")).strip()
     correct = row.get("acc")
     if correct is not None:
         flat["correct"] = float(correct)
-    label = int(target) if target.isdecimal() and not reads_texts else None
-    if reads_texts and texts.count(target) == 1:  # else the options are in the prompts
-        label = texts.index(target)
+    label = _option_of_text(row) if reads_texts else int(target) if target.isdecimal() else None
     if label is not None and label < len(logits):
         if correct is not None and (label == chosen) != float(correct):
             raise UserError(f"target {target} and acc {correct} disagree: is acc of another choice?")

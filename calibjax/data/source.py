@@ -181,30 +181,23 @@ def _check_one_configuration(directory: Path, names: list[str]) -> None:
 
     Without it they are folders that hold the first of the files of the same split, such as train-00000-of-00001.
     """
-    several = _configurations(directory, names)
-    if not several:
-        firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
-        if len(set(firsts.values())) < len(firsts):
-            several = {name.rpartition("/")[0]: [name] for name in firsts}
-    if len(several) > 1 and names not in several.values():
-        hint = f"give its folder or file, such as {directory / (names[0].rpartition('/')[0] or names[0])}"
-        raise UserError(f"{directory} holds several configurations: {', '.join(several)}. Choose one: {hint}.")
-
-
-def _configurations(directory: Path, names: list[str]) -> dict[str, list[str]]:
-    """Those of the files that belong to each configuration in README.md, where they are any."""
     from huggingface_hub import metadata_load
 
-    def matches(name: str, patterns: Any) -> bool:
-        if isinstance(patterns, str):
-            return fnmatch.fnmatchcase(name, patterns)
-        return any(matches(name, part["path"] if isinstance(part, Mapping) else part) for part in patterns)
-
+    several: dict[str, Iterable[str]] = {}
     with contextlib.suppress(Exception):  # there is none, or it is of something else
-        configurations = (metadata_load(directory / "README.md") or {})["configs"]
-        files = {x["config_name"]: [name for name in names if matches(name, x["data_files"])] for x in configurations}
-        return {configuration: some for configuration, some in files.items() if some}
-    return {}
+        card = metadata_load(directory / "README.md") or {}
+        from datasets.data_files import sanitize_patterns
+
+        for configuration in card["configs"]:
+            patterns = itertools.chain(*sanitize_patterns(configuration["data_files"]).values())
+            if files := {name for pattern in patterns for name in fnmatch.filter(names, pattern)}:
+                several[configuration["config_name"]] = files
+    firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
+    if not several and len(set(firsts.values())) < len(firsts):
+        several = {name.rpartition("/")[0]: () for name in firsts}
+    if len(several) > 1 and set(names) not in several.values():
+        hint = f"give its folder or file, such as {directory / (names[0].rpartition('/')[0] or names[0])}"
+        raise UserError(f"{directory} holds several configurations: {', '.join(several)}. Choose one: {hint}.")
 
 
 def _check_one_split(directory: Path, splits: list[str], names: str) -> None:
