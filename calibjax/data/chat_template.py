@@ -43,7 +43,7 @@ def render_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Mapping[str, Any
     except ValueError as error:
         raise UserError(f"the tokenizer has no usable chat template: {error}") from error
     request = {**tokenizer.special_tokens_map, **options, "conversations": list(chats), "chat_template": template}
-    answer = _renderer.answer(json.dumps([SECONDS, request]) + "\n")
+    answer = _renderer.answer(json.dumps([SECONDS, request], default=str) + "\n")  # times and decimals of Parquet
     if not answer:
         limits = f"{SECONDS} s or {MEMORY / 2**30:g} GiB"
         hint = "Correct chat_template in the model's tokenizer_config.json or chat_template.jinja."
