@@ -18,7 +18,7 @@ from calibjax.kernels.platforms import Platform, platform
 from calibjax.kernels.reference import Reference
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import DEFAULT_STATISTICS, STATISTICS, VocabStats
-from calibjax.runtime.arrays import AnyArray, as_indices, as_jax, round_up
+from calibjax.runtime.arrays import AnyArray, as_jax, round_up
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_tpu": PallasTpu(),
@@ -276,11 +276,10 @@ def prepare(
     With `sharding` the tokens are padded to divide into their shards. For `scales` see `vocab_curves`.
     """
 
-    def array(x: Any, convert: Callable[[Any], Array]) -> Any:
-        return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else convert(x)
+    def array(x: Any) -> Any:
+        return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else as_jax(x)
 
-    converters = Arrays(as_jax, as_jax, targets=as_indices, bias=as_jax, where=as_jax)
-    arrays = Arrays(*map(array, arrays, converters))
+    arrays = Arrays(*map(array, arrays))
     hidden, unembedding, targets, bias, where = arrays
     _check_shapes(*arrays)
     options = _options(softcap, scales, execution)

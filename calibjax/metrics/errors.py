@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from calibjax.metrics._points import array_namespace, is_known, metric, nonzero, points
 from calibjax.metrics.sums import CalibrationSums, bin_index, equal_mass_index, sums_of_index
-from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.arrays import AnyArray, as_jax
 from calibjax.runtime.options import Closed
 
 Norm = Literal["l1", "l2", "max"]
@@ -191,7 +191,7 @@ def classwise_calibration_error(
         bins, closed, where: as in `expected_calibration_error`.
     """
     if jnp.ndim(labels) == 1:
-        labels = as_indices(labels)
+        labels = as_jax(labels)
         classes = jnp.shape(probabilities)[-1]
         known = (labels >= 0) & (labels < classes) & (labels == jnp.floor(labels))
         classes_of_labels = jax.nn.one_hot(labels.astype(int), classes)

@@ -14,7 +14,7 @@ from calibjax.models import decoder
 from calibjax.models.frozen import Config, batch_stats, frozen_arrays
 from calibjax.models.model import LanguageModel, Tokens
 from calibjax.models.own import FrozenModel, check_sequences
-from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.arrays import AnyArray, as_jax
 from calibjax.runtime.errors import UserError
 
 
@@ -46,11 +46,11 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
         if segment_ids is not None:
             raise UserError("segment_ids: sequences have their own; leave them out.")
         check_sequences(lm, tokens)
-        return {name: as_indices(x) for name, x in tokens.arrays().items()}
-    tokens = as_indices(tokens)
+        return {name: as_jax(x) for name, x in tokens.arrays().items()}
+    tokens = as_jax(tokens)
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
-    segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_indices(segment_ids)
+    segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_jax(segment_ids)
     layout = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
     return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **layout}
 

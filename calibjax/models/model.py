@@ -19,7 +19,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.decoder import Layers, Params
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
 from calibjax.models.tokenizer import check_tokenizer
-from calibjax.runtime.arrays import AnyArray, as_indices
+from calibjax.runtime.arrays import AnyArray, as_jax
 from calibjax.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _token_inputs(
             raise UserError("segment_ids, positions: sequences have their own; leave them out.")
         tokens, segment_ids, positions = tokens.tokens, tokens.segment_ids, tokens.positions
     layout = {"segment_ids": segment_ids, "positions": positions}
-    layout = {name: None if x is None else as_indices(x) for name, x in layout.items()}
-    return as_indices(tokens), layout
+    layout = {name: None if x is None else as_jax(x) for name, x in layout.items()}
+    return as_jax(tokens), layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -73,17 +73,12 @@ def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
 
 
 def as_jax(values: Any) -> jax.Array:
-    """Converts to a JAX array; a tensor of torch as `as_array` does."""
-    return jnp.asarray(as_array(values) if hasattr(values, "detach") else values)
-
-
-def as_indices(values: Any) -> jax.Array:
     """Converts to a JAX array, with host integers clipped to the range of int32: JAX would wrap 2³² + 1 to 1.
 
     An index out of range therefore stays out of range.
     """
-    if isinstance(values, jax.Array):
-        return values
+    if isinstance(values, jax.Array) or hasattr(values, "__jax_array__"):
+        return jnp.asarray(values)
     values = as_array(values)
     if values.dtype.kind in "iu" and values.dtype.itemsize >= 4:
         limits = np.iinfo(np.int32)
