@@ -1,7 +1,6 @@
 """Self-evaluation: questions to a model about its own answer, and strict readers of its replies."""
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 _PERCENT = re.compile(r"(100|\d{1,2})(?:\.0+)?\s*%?", re.ASCII)
@@ -34,21 +33,11 @@ class TwoWayQuestion(NamedTuple):
     no: str
 
 
-class StatedQuestion(NamedTuple):
-    """A question whose reply is generated, and its reader."""
-
-    prompt: str
-    read: Callable[[str], float | None]
-
-
 _PROPOSED = "{question}\nProposed answer: {answer}\n"
 TWO_WAY = {
     "p_true": TwoWayQuestion(_PROPOSED + "Is the proposed answer True or False?\nReply:", " True", " False"),
     "p_not_none": TwoWayQuestion("{question}\n(A) {answer}\n(B) None of the above\nThe right option is (", "A", "B"),
 }
 """Name of a method -> its question. `{question}` is the task's own prompt without examples."""
-STATED = {
-    "verbalised": StatedQuestion(
-        _PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:", read_number
-    ),
-}
+STATED = {"verbalised": _PROPOSED + "Probability that the proposed answer is right, from 0% to 100%:"}
+"""Name of a method -> the prompt of a reply that `read_number` reads."""

@@ -15,7 +15,7 @@ from calibjax.eval.answers.confidence import semantic_confidence, trace_confiden
 from calibjax.eval.answers.judges import find_judge, references
 from calibjax.eval.answers.probe_features import PROBES, answer_features
 from calibjax.eval.answers.registry import CONFIDENCES, Evidence
-from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, StatedQuestion, TwoWayQuestion
+from calibjax.eval.answers.self_evaluation import STATED, TWO_WAY, TwoWayQuestion, read_number
 from calibjax.eval.tasks.answer_files import Answers, Sample, load_or_compute, read_samples
 from calibjax.eval.tasks.choices import confidences
 from calibjax.eval.tasks.continuation import GeneratedText, continue_contexts, room_for_context
@@ -71,8 +71,7 @@ class WrittenAnswers:
         if self.options.further_confidences and count:
             evidence: Evidence = {"tokens": log_probs[0, :count]}
             if top_k:
-                width = scores[0].distributions.shape[1]
-                distributions = np.full((count, shape[-1], width), -np.inf, np.float32)
+                distributions = np.full((count, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
                 for number, score in enumerate(scores):
                     distributions[number, : score.distributions.shape[2]] = score.distributions[0].T
                 evidence["distributions"] = distributions
@@ -131,7 +130,7 @@ class WrittenAnswers:
             elif name in TWO_WAY:
                 evidence["two_way"] = self._reply_log_probs(TWO_WAY[name], written)
             elif name in STATED:
-                evidence["stated"] = self._stated(name, STATED[name], written)
+                evidence["stated"] = self._stated(name, written)
             confidence = CONFIDENCES[name]
             arrays = [evidence[field] for field in confidence.fields]
             rows.append(np.asarray(jax.jit(confidence.function)(*arrays), np.float32))
@@ -199,14 +198,14 @@ class WrittenAnswers:
         log_probs = [score.log_probs[0].sum() for score in self.model.scorer.score(requests)]
         return np.array(log_probs, np.float32).reshape(-1, 2)
 
-    def _stated(self, name: str, question: StatedQuestion, written: WrittenBatch) -> Float[np.ndarray, " N"]:
+    def _stated(self, name: str, written: WrittenBatch) -> Float[np.ndarray, " N"]:
         """The confidence that each reply states; NaN where it cannot be read. Logs how many cannot."""
         lm = self.model
         room = room_for_context(_REPLY_TOKENS, lm.max_length)
-        contexts = [lm.tok_encode(prompt)[-room:] for prompt in self._prompts(question.prompt, written)]
+        contexts = [lm.tok_encode(prompt)[-room:] for prompt in self._prompts(STATED[name], written)]
         options: dict[str, Any] = {"max_new_tokens": _REPLY_TOKENS, "batch_size": lm.scorer.batch_size}
         replies = dict(continue_contexts(lm.lm, contexts, until=["\n"], **options))
-        values = [question.read(replies[number].text) for number in range(len(contexts))]
+        values = [read_number(replies[number].text) for number in range(len(contexts))]
         if unread := values.count(None):
             replies_unread = f"{unread:,} of {len(values):,} replies could not be read"
             self.questions.context.log(f"{name}: {replies_unread}; their confidence is .5")
