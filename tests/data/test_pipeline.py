@@ -71,28 +71,23 @@ def test_parts_make_up_the_batch():
     assert_equal(joined, whole)
 
 
-def test_on_a_mesh():
-    """Batches are laid out on the mesh that is set; a process that has all devices reads all rows."""
-    arrays = make_arrays(10)
-    mesh = make_mesh((2, 2, 2))
-    host = list(eval_batches(arrays, 4))
-    with jax.set_mesh(mesh):
-        placed = list(eval_batches(arrays, 4))
-    assert [real for _, real in placed] == [real for _, real in host] == [4, 4, 2]
-    for (one, _), (other, _) in zip(placed, host, strict=True):
-        assert one["tokens"].sharding == batch_sharding(mesh)
-        chex.assert_trees_all_equal(one, other)
-    assert local_rows(mesh, 8).tolist() == list(range(8))
-
-
 def test_eval_batches():
-    arrays = make_arrays(10)
-    given, real = zip(*eval_batches(arrays, 4), strict=True)
+    """Batches are laid out on the mesh that is set; a process that has all devices reads all rows."""
+    arrays, mesh = make_arrays(10), make_mesh((2, 2, 2))
+    host = list(eval_batches(arrays, 4))
+    given, real = zip(*host, strict=True)
     assert {batch["tokens"].shape for batch in given} == {(4, 3)}
     tokens = np.concatenate([batch["tokens"][:n] for batch, n in zip(given, real, strict=True)])
     np.testing.assert_array_equal(tokens, arrays["tokens"])
     assert given[-1]["where"].tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
     assert arrays["where"].all()  # the caller's array is left alone
+    with jax.set_mesh(mesh):
+        placed = list(eval_batches(arrays, 4))
+    assert [count for _, count in placed] == [*real] == [4, 4, 2]
+    for (one, _), (other, _) in zip(placed, host, strict=True):
+        assert one["tokens"].sharding == batch_sharding(mesh)
+        chex.assert_trees_all_equal(one, other)
+    assert local_rows(mesh, 8).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("shards", [1, 4])

@@ -57,6 +57,12 @@ def test_directory(tmp_path):
             read_source(tmp_path, split=split)
     (tmp_path / "valid.jsonl").rename(tmp_path / "valuable.jsonl")
     assert list(read_source(tmp_path)) == ROWS
+    write(tmp_path / "valuable.jsonl", b"null\n" + JSONL)
+    assert list(read_source(tmp_path, rows=2)) == ROWS[:2]  # what follows is not read
+    (tmp_path / "b.txt").write_text("a document")
+    for rows, message in ((0, "rows: expected at least 1"), (1, "mixes whole documents")):
+        with pytest.raises(UserError, match=message):
+            read_source(tmp_path, rows=rows)
 
 
 def test_directories_of_the_hub_and_of_datasets(tmp_path):
@@ -78,21 +84,17 @@ def test_directories_of_the_hub_and_of_datasets(tmp_path):
     assert list(read_source(tmp_path / "one")) == ROWS[1:]
     with pytest.raises(UserError, match="has no splits"):
         read_source(tmp_path / "one", split="test")
-
-
-def test_one_configuration_of_a_clone_is_read(tmp_path):
-    """As its README.md lists them; without one, where files say that each holds the whole split."""
-    for name in ("main", "socratic"):
-        datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
-    names = ("main", "socratic", "*")
+    # Configurations: as README.md lists them; without it, where each of several files holds the whole split.
+    names, clone = ("main", "socratic", "*"), tmp_path / "configurations"
+    for name in names[:2]:
+        parts["train"].to_parquet(clone / name / "train-00000-of-00001.parquet")
     configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}/train-*"}]} for name in names]
-    for listed in (0, 2):
-        (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs[:listed])}\n---\n")
-        with pytest.raises(UserError, match=rf"configurations: main, socratic\. .*{tmp_path}/main"):
-            read_source(tmp_path, split="train")
-        assert list(read_source(tmp_path / "main")) == ROWS
-    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    assert list(read_source(tmp_path)) == ROWS * 2
+    for listed in (0, 2, 3):
+        (clone / "README.md").write_text(f"---\nconfigs: {json.dumps(configs[:listed])}\n---\n")
+        if listed < 3:
+            with pytest.raises(UserError, match=rf"configurations: main, socratic\. .*{clone}/main"):
+                read_source(clone, split="train")
+    assert [list(read_source(clone / name)) for name in ("", "main")] == [ROWS * 2, ROWS]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
@@ -151,16 +153,6 @@ def test_bad_contents(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(read_source(tmp_path / name))
-
-
-def test_bad_options(tmp_path):
-    file = write(tmp_path / "a.jsonl", JSONL + b"null\n")
-    assert list(read_source(file, rows=3)) == ROWS  # what follows is not read
-    (tmp_path / "b.txt").write_text("a document")
-    with pytest.raises(UserError, match="rows: expected at least 1"):
-        read_source(file, rows=0)
-    with pytest.raises(UserError, match="mixes whole documents"):
-        read_source(tmp_path)
 
 
 def test_the_hub(monkeypatch):
