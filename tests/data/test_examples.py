@@ -126,13 +126,6 @@ def test_tokens_without_width():
     assert mask.tolist() == [False, False, True, True, True]
 
 
-def test_a_slow_tokenizer(monkeypatch):
-    tokenizer = character_tokenizer()
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match="not a fast tokenizer"):
-        tokenize([{"prompt": "a", "response": "b"}], tokenizer)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -142,13 +135,16 @@ def test_a_slow_tokenizer(monkeypatch):
         ("{question}", "row 0 .* has no column question. It has: prompt, response"),
     ],
 )
-def test_bad_prompt_template(template, message):
+def test_bad_prompt_template(template, message, monkeypatch):
     with pytest.raises(UserError, match=message):
         tokenize([{"prompt": "a", "response": "b"}], character_tokenizer(), prompt_template=template)
     with pytest.raises(UserError, match="score_template_text: no chat template"):
         tokenize([{"prompt": "a", "response": "b"}], character_tokenizer(), score_template_text=True)
     with pytest.raises(UserError, match="rows are plain text"):
         tokenize([{"text": "a"}], character_tokenizer(), prompt_template="{text}")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(UserError, match="not a fast tokenizer"):
+        tokenize([{"prompt": "a", "response": "b"}], character_tokenizer())
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-656k", "craftgpt-5M"])
