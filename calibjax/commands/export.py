@@ -18,7 +18,7 @@ from calibjax.recalibrate.programs import stablehlo_program
 from calibjax.recalibrate.saved import is_recalibrator, load, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError, about
-from calibjax.runtime.files import json_text, read_json
+from calibjax.runtime.files import check_new_directory, json_text, read_json
 from calibjax.runtime.options import Positional
 from calibjax.train import load_head
 from calibjax.train.saved import export_head, head_notes
@@ -60,6 +60,8 @@ class ExportOptions(HeadOptions):
 
 
 def run(options: ExportOptions, log: Log = print) -> Document:
+    with about("--out"):
+        check_new_directory(options.out, replace=True)
     if is_recalibrator(options.run):
         return _recalibrator(options, log)
     _check_programs(options.also)

@@ -15,7 +15,7 @@ from calibjax.recalibrate.methods import METHODS
 from calibjax.runtime.arrays import plain_array
 from calibjax.runtime.checksums import array_digests, different_names, read_checksums, write_directory
 from calibjax.runtime.errors import UserError, user_path
-from calibjax.runtime.files import json_text, read_json
+from calibjax.runtime.files import check_new_directory, json_text, read_json
 
 _SCHEMA = 1
 _ARRAYS, _DESCRIPTION = "state.safetensors", "recalibrator.json"
@@ -89,12 +89,9 @@ def is_recalibrator(directory: Path) -> bool:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises `UserError` where `save` would find a file, or a directory that holds something else."""
-    if directory.is_file() or directory.is_symlink():
-        raise UserError(f"{directory}: expected a new or an empty directory, but this is a file or a link.")
+    """Raises `UserError` where `save` could not write, or would find something else than an earlier result."""
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
-    if names and not names & {_DESCRIPTION, "head.json"}:
-        raise UserError(f"{directory}: expected a new or an empty directory, but it holds {min(names)}.")
+    check_new_directory(directory, replace=not names.isdisjoint({_DESCRIPTION, "head.json"}))
 
 
 def save(

@@ -101,9 +101,9 @@ def check_new_file(path: Path) -> None:
         fresh.unlink()
 
 
-def check_new_directory(path: Path) -> None:
-    """Raises `UserError` if `new_directory(path)` would: it makes the temporary directory and removes it again."""
-    _entries(path, replace=False)
+def check_new_directory(path: Path, *, replace: bool = False) -> None:
+    """Raises `UserError` if `new_directory` would: it makes the temporary directory and removes it again."""
+    _entries(path, replace)
     path = path.absolute()
     made = [parent for parent in path.parents if not parent.exists()]
     try:

@@ -293,6 +293,8 @@ BAD = [
     ("compare", ["--methods", "mlp_temperature"], "--methods: mlp_temperature: expected all, or some"),
     ("compare", ["--save", "x/../out"], "--save x/../out: expected another directory than --out"),
     ("compare", ["--save", "file"], "--save: file"),
+    ("compare", ["--save", "file/x"], "--save: "),
+    ("export", ["--out", "file/x"], "--out: "),
     ("apply", ["--out", "x.xls"], "expected a file ending in .csv, .tsv, .jsonl, .parquet, .npz"),
     ("generate", ["--temperature", "1e-300"], "--temperature: expected 0 or a number from"),
     ("generate", ["--temperature", "1", "--sample-calibrated"], "--sample-calibrated: expected --head"),
