@@ -78,6 +78,9 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
         action = "resume" if is_resumed else "start again"
         print(f"\nstopped by {name}; to {action}: {resume}", file=sys.stderr, flush=True)
 
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: the next file would get its number, and what libraries print
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     typed = command_line.set(resume)
     _silence_late_errors()
     try:
