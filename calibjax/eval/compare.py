@@ -1,5 +1,6 @@
 """All recalibration methods side by side: fitted on one set of predictions, timed, and compared on another."""
 
+import errno
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from calibjax.recalibrate import METHODS, Method, Predictions, Recalibrator, par
 from calibjax.recalibrate.contract import at_labels, checked_fields, class_count
 from calibjax.runtime.arrays import AnyArray, ceil_div, label_numbers, plain_array
 from calibjax.runtime.context import RunContext
-from calibjax.runtime.errors import UserError, first_line
+from calibjax.runtime.errors import UserError, first_line, storage_failure
 from calibjax.runtime.options import Bins, check_value
 
 _Errors = Literal["ece", "debiased_ece", "adaptive_ece", "smooth_ece", "mce"]
@@ -148,6 +149,9 @@ def _fit_all(compared: Mapping[str, Contender], context: RunContext) -> tuple[di
             count = parameter_count(state) if weights is None else sum(map(np.size, jax.tree.leaves(weights)))
             results[name] = Result(outcome, seconds, count, state)
         except Exception as error:
+            failure = storage_failure(error)
+            if failure is not None and failure.errno != errno.ENOMEM:  # a full disk is no fault of the method
+                raise
             failed[name] = f"{type(error).__name__}: {first_line(error)}"
     return results, failed
 

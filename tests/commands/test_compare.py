@@ -1,6 +1,7 @@
 """calibjax compare: figures against scikit-learn and numpy, on tables and on a model, saved methods, mistakes."""
 
 import dataclasses
+import errno
 import json
 import re
 from unittest import mock
@@ -314,6 +315,9 @@ def test_a_method_that_fails_does_not_stop_the_others(files, capsys, monkeypatch
     assert set(document["held_out"]["methods"]) == {"uncalibrated", "confidence_temperature", "histogram"}
     assert main(["compare", *QUICK, *map(str, options)]) == 1
     assert "Failed: beta: FloatingPointError: no." in capsys.readouterr().out
+    broken.side_effect = OSError(errno.ENOSPC, "No space left on device")  # which is no fault of the method
+    code, document, _ = compare(capsys, *options)
+    assert (code, document) == (1, None)
 
 
 @pytest.mark.parametrize(
