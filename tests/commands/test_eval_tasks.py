@@ -252,6 +252,16 @@ def test_a_second_run_asks_nothing_again(run, undrawn, monkeypatch, capsys):
         benchmarks.run(dataclasses.replace(run[0], assets=run[0].out), log=lambda _: None)
 
 
+def test_parts_that_are_scored_together_resume_together(material, tmp_path):
+    """Subjects of a benchmark: alone, the questions of one would be a batch of another shape, and round otherwise."""
+    (folder, lm, *_), names = material, ["arc_easy_local", "truthfulqa_mc2_local"]
+    tasks = {"both": BenchmarkTask(task_manager(names, folder).load(names)["tasks"], "")}
+    context = RunContext(directory=tmp_path).silent()
+    whole = evaluate_tasks(lm, tasks, context=context)
+    (tmp_path / "answers" / "both-arc_easy.npz").unlink()
+    assert evaluate_tasks(lm, tasks, context=context) == whole
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

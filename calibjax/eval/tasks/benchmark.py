@@ -1,7 +1,7 @@
 """Accuracy and calibration of a model's answers on the benchmarks of lm-eval, and their figures as plain data."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -137,11 +137,27 @@ class TaskEvaluator:
         self.questions = questions
         self.multiple_choice, self.written = MultipleChoice(questions), WrittenAnswers(questions)
 
-    def answers(self, parts: Collection[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
-        """Asks the questions of some parts and yields the answers to each part, in any order.
+    def groups(self) -> list[list[str]]:
+        """The parts of the task. Small ones are scored together: a batch has one shape however few its questions.
 
-        Small parts are scored together: a batch has one shape however few its questions. `tick(n)`: n more are done.
+        They do not depend on the parts that are answered already, because scores of other batches round differently.
         """
+        groups: list[list[str]] = []
+        small, size = [], BATCH
+        for part, task in self.questions.task.parts.items():
+            count = len(self.questions.numbers(task))
+            if task.OUTPUT_TYPE != "multiple_choice" or count > BATCH:
+                groups.append([part])
+                continue
+            if size + count > BATCH:
+                small, size = [], 0
+                groups.append(small)
+            small.append(part)
+            size += count
+        return groups
+
+    def answers(self, group: Sequence[str], tick: Callable[[int], Any]) -> Iterator[tuple[str, Answers]]:
+        """Asks the questions of one of the `groups` and yields the answers to each part; `tick(n)`: n more are done."""
 
         def choose(batches: Sequence[Batch]) -> list[Answers]:
             tick(sum(len(batch.numbers) - len(batch.documents) for batch in batches))  # too long to be asked
@@ -152,39 +168,38 @@ class TaskEvaluator:
             tick(len(batch.numbers))
             return result
 
-        small: list[Batch] = []
-        for part in parts:
-            task = self.questions.task.parts[part]
-            numbers = self.questions.numbers(task)
-            batches = self.questions.batches(part, task.eval_docs, numbers)
-            if task.OUTPUT_TYPE != "multiple_choice":
-                yield part, Answers.join([write(batch) for batch in batches])
-            elif len(numbers) > BATCH:
-                yield part, Answers.join([choose([batch])[0] for batch in batches])
-            else:
-                if sum(len(batch.numbers) for batch in small) + len(numbers) > BATCH:
-                    yield from zip([batch.part for batch in small], choose(small), strict=True)
-                    small = []
-                small += batches
-        yield from zip([batch.part for batch in small], choose(small), strict=True)
+        tasks = {part: self.questions.task.parts[part] for part in group}
+        batches = (
+            batch
+            for part, task in tasks.items()
+            for batch in self.questions.batches(part, task.eval_docs, self.questions.numbers(task))
+        )
+        if len(group) > 1:
+            yield from zip(group, choose([*batches]), strict=True)
+        elif tasks[group[0]].OUTPUT_TYPE == "multiple_choice":
+            yield group[0], Answers.join([choose([batch])[0] for batch in batches])
+        else:
+            yield group[0], Answers.join([write(batch) for batch in batches])
 
 
 def _answers(evaluator: TaskEvaluator, bar: Any) -> Answers:
-    """The answers to a task; those to each part are saved, and read where they are."""
+    """The answers to a task; those to each part are saved, and read where those to all of its group are."""
     questions = evaluator.questions
     directory, parts = questions.context.directory, questions.task.parts
     files = {}
     if directory is not None:
         files = {part: directory / "answers" / f"{questions.name}-{part}.npz" for part in parts}
-    answers = {part: answer_files.read_answers(file) for part, file in files.items() if on_first(file.is_file)}
-    for part in answers:
-        bar.update(len(questions.numbers(parts[part])))
-    missing = [part for part in parts if part not in answers]
-    for part, part_answers in evaluator.answers(missing, tick=bar.update):
-        bar.set_postfix_str(part)
-        if part in files and is_first():
-            answer_files.write_answers(files[part], part_answers)
-        answers[part] = part_answers
+    answers = {}
+    for group in evaluator.groups():
+        if files and all(on_first(files[part].is_file) for part in group):
+            answers |= {part: answer_files.read_answers(files[part]) for part in group}
+            bar.update(sum(len(questions.numbers(parts[part])) for part in group))
+            continue
+        for part, part_answers in evaluator.answers(group, tick=bar.update):
+            bar.set_postfix_str(part)
+            if files and is_first():
+                answer_files.write_answers(files[part], part_answers)
+            answers[part] = part_answers
     return Answers.join([answers[part] for part in parts])
 
 
