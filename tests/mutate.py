@@ -195,9 +195,7 @@ TABLE = {
         ("count = jnp.maximum(sums.divisor, 1.0)", "count = sums.divisor", "train/test_step.py -k one_program"),
         ("decay_steps = max(steps - warmup, 1)", "decay_steps = max(steps, 1)", "train/test_sft.py -k optimisers"),
     ],
-    "train/loop.py": [
-        ('row["step"] <= first_step', 'row["step"] < first_step', "train/test_loop.py -k bit or between")
-    ],
+    "train/loop.py": [('["step"] <= first_step', '["step"] < first_step', "train/test_loop.py -k bit or between")],
     "train/checkpoint.py": [
         ("all_steps(), reverse=True", "all_steps(), reverse=False", "train/test_loop.py -k bit or damaged")
     ],

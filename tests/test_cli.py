@@ -256,8 +256,7 @@ def test_output_that_cannot_be_written(why):
 
 def test_streams_that_are_closed(tmp_path):
     """`<&- >&- 2>&-`: no file gets the number of a stream, and what asks a stream for its terminal is answered."""
-    command = "main(['--version'])\nfinally:\n file = open('out', 'w')\n print(file.fileno() > 2, file=file)"
-    script = f"from calibjax.cli import main\ntry:\n {command}\n print(sys.stderr.isatty(), file=file)"
-    closed = 'exec "$0" -c "$1" <&- >&- 2>&-'
-    subprocess.run(["sh", "-c", closed, sys.executable, f"import sys\n{script}"], cwd=tmp_path, check=False)
-    assert (tmp_path / "out").read_text() == "True\nFalse\n"
+    run = "import sys\nfrom calibjax.cli import main\ntry:\n main(['--version'])\nfinally:\n file = open('out', 'w')"
+    script = f"{run}\n print(file.fileno() > 2, sys.stderr.isatty(), file=file)"
+    subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script], cwd=tmp_path, check=False)
+    assert (tmp_path / "out").read_text() == "True False\n"

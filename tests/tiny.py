@@ -52,17 +52,8 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def make_lm(*, seed=0, dtype=jnp.float32, **changes) -> LanguageModel:
     """A random model, sure of itself and wrong: there is much to calibrate."""
-    fields = {
-        "family": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "intermediate_size": 20,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "max_positions": 32,
-    }
+    fields = {"family": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 20, "num_layers": 1}
+    fields |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "max_positions": 32}
     config = DecoderConfig(**{**fields, **changes})
     rng = np.random.default_rng(seed)
 
@@ -168,19 +159,9 @@ def at_targets(log_probs: np.ndarray, sequences: Sequences) -> np.ndarray:
 
 
 WORDS = [f"w{number}" for number in range(40)]
-LLAMA_JSON = {
-    "model_type": "llama",
-    "vocab_size": 31,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA_JSON = {"model_type": "llama", "vocab_size": 31, "hidden_size": 12, "intermediate_size": 20}
+LLAMA_JSON |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA_JSON |= {"max_position_embeddings": 32, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
 CONFIG_JSON = LLAMA_JSON | {"vocab_size": len(WORDS) + 3, "num_hidden_layers": 1}
 
 

@@ -47,11 +47,10 @@ def run(options: EvalLayersOptions, log: Log = print) -> Document:
     check_batch(context.mesh, options.batch_size)
     lm = options.load(context.mesh, log)
     edits = 1 + len(options.swept(lm.config.num_layers)) * len(options.strengths)
-    halves, unit, questions = together(functools.partial(_read, options, lm, log))
-    fit, held_out = halves
-    counts = [int(half.where.sum()) for half in halves]
+    (fit, held_out), unit, questions = together(functools.partial(_read, options, lm, log))
+    counts = [int(half.where.sum()) for half in (fit, held_out)]
     log(f"split: {counts[0]:,} {unit} to find a direction and an edit on, {counts[1]:,} held out")
-    tokens = sum(int(half.segment_ids.astype(bool).sum()) for half in halves)
+    tokens = sum(int(half.segment_ids.astype(bool).sum()) for half in (fit, held_out))
     text = f"{tokens:,} tokens in {len(fit.tokens) + len(held_out.tokens):,} sequences"
     log(f"work: {text}, read once for {lm.config.num_layers + 1} layers and once for each of {edits} edits")
     document = evaluate_layers(lm, fit, held_out, options, context, **questions)

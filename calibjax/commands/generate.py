@@ -68,13 +68,8 @@ def run(options: GenerateOptions, log: Log = print) -> Document:
     chat = options.applies(lm, log)
     encode = functools.partial(chat_tokens, lm, system=options.system) if chat else lm.tokenizer.encode
     prompts = [encode(text) for text in options.prompt]
-    generated = generate(
-        lm,
-        prompts,
-        head=None if options.head is None else load_head(options.head, lm),
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-    )
+    head = None if options.head is None else load_head(options.head, lm)
+    generated = generate(lm, prompts, head=head, max_new_tokens=options.max_new_tokens, sampling=sampling)
     generated = to_host(generated)
     columns = (generated.tokens, generated.base_log_probs, generated.confidence, generated.temperature)
     names = ("id", "token", "base_log_prob", "confidence", "temperature")

@@ -229,12 +229,9 @@ class DataOptions:
         """The format of rows; with `column_optional`, a `text_column` that the rows lack is ignored."""
         from calibjax.data import recognise
 
-        is_ignored = column_optional and self.text_column not in rows.first
+        column = None if column_optional and self.text_column not in rows.first else self.text_column
         return recognise(
-            rows,
-            None if is_ignored else self.text_column,
-            prompt_template=self.prompt_template,
-            score_template_text=self.score_template_text,
+            rows, column, prompt_template=self.prompt_template, score_template_text=self.score_template_text
         )
 
     def read(self, source: str, lm: "LanguageModel", log: Log, *, split: str | None = None) -> "Sequences":

@@ -97,7 +97,7 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
     analogies: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, MethodResult] = {}
     batch_size = options.lhts.batch_size
-    writing: dict[str, Any] = {"prompt": prompt, "with_self_bleu": options.self_bleu}
+    writing: dict[str, Any] = {"prompt": prompt, "with_self_bleu": options.self_bleu, "batch_size": batch_size}
     methods: tuple[Method, ...] = ("partition", "lhts") if options.partition else ("lhts",)
     with jax.set_mesh(context.mesh):
         for method in methods:
@@ -115,9 +115,8 @@ def run(options: TrainLhtsOptions, log: Log = print) -> Document:
             texts[name] = {}
             for temperature in options.myopic:
                 titled = context.titled(f"{name} at {temperature:g}")
-                texts[name][f"{temperature:g}"] = evaluate_text(
-                    lm, base, prompts, temperature=temperature, batch_size=batch_size, context=titled, **writing
-                )
+                written = evaluate_text(lm, base, prompts, temperature=temperature, context=titled, **writing)
+                texts[name][f"{temperature:g}"] = written
             if items is not None:
                 titled = context.titled(f"{name}: analogies")
                 analogies[name] = evaluate_analogies(lm, items, options.myopic, batch_size=batch_size, context=titled)

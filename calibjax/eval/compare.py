@@ -149,8 +149,7 @@ def _fit_all(compared: Mapping[str, Contender], context: RunContext) -> tuple[di
             count = parameter_count(state) if weights is None else sum(map(np.size, jax.tree.leaves(weights)))
             results[name] = Result(outcome, seconds, count, state)
         except Exception as error:
-            failure = storage_failure(error)
-            if failure is not None and failure.errno != errno.ENOMEM:  # a full disk is no fault of the method
+            if (failure := storage_failure(error)) and failure.errno != errno.ENOMEM:  # such as a full disk
                 raise
             failed[name] = f"{type(error).__name__}: {first_line(error)}"
     return results, failed

@@ -310,9 +310,8 @@ class _Store:
         return 0
 
     def _map(self, mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
-        shapes = self._shapes
-        files = self._files.items()
-        return {name: np.memmap(file, shapes[name].dtype, mode, shape=shapes[name].shape) for name, file in files}
+        files = [(name, file, self._shapes[name]) for name, file in self._files.items()]
+        return {name: np.memmap(file, x.dtype, mode, shape=x.shape) for name, file, x in files}
 
     def write(self, name: str, at: Any, values: np.ndarray) -> None:
         if name in self._arrays:

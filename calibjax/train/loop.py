@@ -47,8 +47,7 @@ class TrainLog:
         lines = []
         for line in file.read_text().splitlines() if file.is_file() else ():
             with contextlib.suppress(json.JSONDecodeError):  # incomplete: the run was killed while it was written
-                row = json.loads(line)
-                if row["step"] <= first_step:
+                if json.loads(line)["step"] <= first_step:
                     lines.append(line + "\n")
         write_file(file, "".join(lines))
         self._file = file.open("a")

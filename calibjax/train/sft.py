@@ -70,10 +70,8 @@ class SftOptions(TuningOptions):
         if self.label_smoothing != SftOptions.label_smoothing:
             raise UserError(f"label_smoothing: loss {self.loss} has none; leave it out.")
         if self.z_loss and self.loss != "cross-entropy":
-            raise UserError(
-                f"z_loss: expected 0 with loss {self.loss}, got {self.z_loss}; it goes with label-smoothing and "
-                "cross-entropy."
-            )
+            hint = "it goes with label-smoothing and cross-entropy"
+            raise UserError(f"z_loss: expected 0 with loss {self.loss}, got {self.z_loss}; {hint}.")
         if LOSSES[self.loss].per_micro_batch:
             raise UserError(f"loss={self.loss}: it is for temperature heads (train ats) only; choose another loss.")
         if LOSSES[self.loss].top_k and mesh.size > 1:

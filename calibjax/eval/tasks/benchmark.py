@@ -138,10 +138,8 @@ class TaskEvaluator:
         self.multiple_choice, self.written = MultipleChoice(questions), WrittenAnswers(questions)
 
     def groups(self) -> list[list[str]]:
-        """The parts of the task. Small ones are scored together: a batch has one shape however few its questions.
-
-        They do not depend on the parts that are answered already, because scores of other batches round differently.
-        """
+        """The parts of the task. Small ones are scored together: a batch has one shape however few its questions."""
+        # Whatever is answered already: in other batches, scores round differently.
         groups: list[list[str]] = []
         small, size = [], BATCH
         for part, task in self.questions.task.parts.items():
