@@ -226,13 +226,13 @@ def _tensor(path: Path, reader: _Reader) -> GgufTensor:
     number, offset = reader.number("I"), reader.number("Q")
     if not all(1 <= n <= INT_MAX for n in shape):
         raise ValueError(f"the tensor {name[:60]!r} has the shape {list(shape)}")
-    kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
-    if kinds.get(number) not in _sizes():
-        raise ValueError(f"the tensor {name[:60]!r} has the type {kinds.get(number, number)}, which is not supported")
-    block, _ = _sizes()[kinds[number]]
+    kind = next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
+    if kind not in _sizes():
+        raise ValueError(f"the tensor {name[:60]!r} has the type {kind}, which is not supported")
+    block, _ = _sizes()[kind]
     if shape[-1] % block:
         raise ValueError(f"the tensor {name[:60]!r} has rows of {shape[-1]}; expected a multiple of {block}")
-    return GgufTensor(name, shape, kinds[number], path, offset)
+    return GgufTensor(name, shape, kind, path, offset)
 
 
 Settings = dict[str, Any]
@@ -391,14 +391,14 @@ def gguf_settings(file: GgufFile) -> Settings:
     keys = {**_KEYS, **architecture.keys}
     settings: Settings = dict.fromkeys(architecture.keys.values())
     for key, value in values.items():
+        is_number = type(value) in (int, float, bool)
         if key in keys:
-            if type(value) not in (int, float, bool):
+            if not is_number:
                 got = str(value)[:60]
                 raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {got}.")
             settings[keys[key]] = value
-            continue
-        is_zero = type(value) in (int, float, bool) and value == 0  # the model does without what the key is for
-        if not is_zero and key not in (*_OTHER_KEYS, *architecture.adapt_keys):
+        # A number of 0 means that the model does without what the key is for.
+        elif not (is_number and value == 0) and key not in (*_OTHER_KEYS, *architecture.adapt_keys):
             raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
     for names in _REQUIRED:
         if not values.keys() & {*names}:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import param_sharding
 
 FLOATS = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
+    "F64": jnp.dtype("float64"),
+    "F32": jnp.dtype("float32"),
+    "F16": jnp.dtype("float16"),
+    "BF16": jnp.dtype("bfloat16"),
 }
 """Dtypes of safetensors that are read."""
 _MAX_NAMED = 10
@@ -71,22 +71,15 @@ class TensorEntry:
         if self.reader is not None:
             return self.reader(index)
         dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
-        index = (*index, *(slice(0, n) for n in self.shape[len(index) :]))
-        shape = tuple(part.stop - part.start for part in index)
-        divided = [axis for axis, n in enumerate(self.shape) if shape[axis] != n]
-        if divided and math.prod(shape[: divided[-1]]) > 1:
-            return np.array(np.memmap(self.file, dtype, "r", self.offset, self.shape)[index])
-        start = sum(part.start * math.prod(self.shape[axis + 1 :]) for axis, part in enumerate(index))
-        values = np.empty(shape, dtype)
-        into = values.reshape(-1).view(np.uint8).data
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.offset + start * dtype.itemsize)
-            while len(into):
-                count = file.readinto(into)
-                if not count:
-                    raise UserError(f"{self.file}: cut short while it was read. Download it again.")
-                into = into[count:]
-        return values
+        tensor = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+        part = tensor[index]
+        if not part.flags.c_contiguous:
+            return np.array(part)
+        start = part.ctypes.data - tensor.ctypes.data
+        values = np.fromfile(self.file, dtype, part.size, offset=self.offset + start)
+        if values.size < part.size:
+            raise UserError(f"{self.file}: cut short while it was read. Download it again.")
+        return values.reshape(part.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +150,9 @@ def plan_tensors(
         name = name.removeprefix(family.prefix)
         if _BUFFERS.fullmatch(name):
             continue
-        if name in by_name:
-            first = by_name[name]
+        first = by_name.setdefault(name, entry)
+        if first is not entry:
             problems["duplicate"].append(f"{entry.name} ({entry.file.name}) and {first.name} ({first.file.name})")
-        by_name.setdefault(name, entry)
     if config.tie_embeddings:
         _drop_tied_copy(config, by_name, problems)
 
@@ -230,16 +222,14 @@ def _drop_tied_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], prob
         return
     # `safetensors.torch.save_model` writes a shared tensor under one of its names, which may be this one.
     embedding = by_name.setdefault(source["embedding",], copy)
-    count = copy.shape[0]
-    parts = [(slice(start, min(start + 4096, count)),) for start in range(0, count, 4096)]
+    if embedding is copy:
+        return
     if embedding.shape != copy.shape:
         problems["wrong shape"].append(f"{copy.name} {list(copy.shape)}, expected {list(embedding.shape)}")
         return
+    parts = [(slice(start, start + 4096),) for start in range(0, copy.shape[0], 4096)]
     are_floats = {embedding.dtype, copy.dtype} <= FLOATS.keys()
-    is_copy = embedding is copy
-    if not is_copy and are_floats:
-        is_copy = all(np.array_equal(embedding.read(part), copy.read(part)) for part in parts)
-    if not is_copy:
+    if not are_floats or not all(np.array_equal(embedding.read(part), copy.read(part)) for part in parts):
         problems["not the embedding (set tie_word_embeddings to false in config.json)"].append(copy.name)
 
 
@@ -341,21 +331,17 @@ def _read_and_place(parameter: "_Parameter", digests: np.ndarray, chunk: _Chunk)
         values = stored.astype(parameter.dtype, copy=False)
     if not _is_finite(values):
         cause = "holds values too large for" if _is_finite(stored) else "holds NaN or infinity; it was read as"
-        entries = chunk.piece.entries
-        expert = chunk.index[0].start if len(entries) > 1 else 0
-        entry = entries[expert]
+        expert = chunk.index[0].start if len(chunk.piece.entries) > 1 else 0
+        entry = chunk.piece.entries[expert]
         raise UserError(f"{entry.file}: {entry.name} {cause} {parameter.dtype.name}.")
     parameter.place(chunk, values)
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether all values are finite: as integers, NaN and infinity are the largest bits of each sign."""
-    if not array.size:
-        return True
-    signed, unsigned = f"i{array.itemsize}", f"u{array.itemsize}"
-    if array.view(signed).max() >= np.array(np.inf, array.dtype).view(signed):
-        return False
-    return bool(array.view(unsigned).max() < np.array(-np.inf, array.dtype).view(unsigned))
+    """Whether all values are finite: all bits of the exponent are set in NaN and infinity only."""
+    bits = array.view(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    return not np.any(bits & exponent == exponent)
 
 
 class _Parameter:
@@ -364,12 +350,12 @@ class _Parameter:
     def __init__(self, path: str, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None):
         self.dtype = dtype
         self._shape, self._sharding = shape, None if mesh is None else param_sharding(mesh, path, shape)
-        whole = tuple(slice(0, n) for n in shape)
-        places = {None: whole} if self._sharding is None else self._sharding.addressable_devices_indices_map(shape)
+        places: Any = {None: (slice(None),) * len(shape)}
+        if self._sharding is not None:
+            places = self._sharding.addressable_devices_indices_map(shape)
         self._places = {}
         for device, index in places.items():
-            axes = zip(index or whole, shape, strict=True)
-            self._places[device] = tuple(along.indices(n)[:2] for along, n in axes)
+            self._places[device] = tuple(along.indices(n)[:2] for along, n in zip(index, shape, strict=True))
         self._bits = np.dtype(f"u{dtype.itemsize}")  # numpy copies numbers of its own dtypes faster
         shapes = {key: [end - start for start, end in key] for key in self._places.values()}
         self._shards = {key: _aligned(shard, self._bits) for key, shard in shapes.items()}
