@@ -16,11 +16,11 @@ from calibjax.eval.report.tables import TextTable
 from calibjax.eval.report.terminal import print_result
 from calibjax.eval.tokens import text_after
 from calibjax.models import LanguageModel
-from calibjax.models.generate import Sampling, generate
+from calibjax.models.generate import Sampling, TopP, generate
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first, to_host
 from calibjax.runtime.errors import UserError, about, printable
-from calibjax.runtime.options import AnyText, Count, NonNegative, Range, Seed
+from calibjax.runtime.options import AnyText, Count, NonNegative, Seed
 from calibjax.train import head_notes, load_head
 
 
@@ -44,7 +44,7 @@ class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
     max_new_tokens: Count = 128
     temperature: NonNegative = 0.0
     top_k: Count | None = None
-    top_p: Annotated[float, Range(0, 1, open="low")] | None = None
+    top_p: TopP | None = None
     sample_calibrated: bool = False
     seed: Seed = 0
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
 from calibjax.runtime.errors import INT_MAX, UserError
 from calibjax.runtime.files import new_file, read_json
+from calibjax.runtime.options import Count, Range, check_value
 from calibjax.runtime.sharding import batch_shards
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _PROMPT_COLUMNS, _STOP_TOKENS = 32, 8
 TEMPERATURES = (1e-4, 1e4)
 """Smallest and largest sampling temperature: a logit divided by either is finite in float32."""
+TopP = Annotated[float, Range(0, 1, open="low")]
 
 
 class Generation(NamedTuple):
@@ -86,28 +88,26 @@ class Sampling:
     """
 
     temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    top_k: Count | None = None
+    top_p: TopP | None = None
     calibrated: bool = False
     key: PRNGKeyArray | None = None
-    num_samples: int = 1
+    num_samples: Count = 1
     prompt_seeds: tuple[int, ...] | None = None
 
     def __post_init__(self):
         low, high = TEMPERATURES
         if self.temperature != 0 and not low <= self.temperature <= high:
             raise UserError(f"temperature: expected 0 or a number from {low:g} to {high:g}, got {self.temperature}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k: expected at least 1, got {self.top_k}.")
-        if self.top_p is not None and not 0 < np.float32(self.top_p) <= 1:
-            raise UserError(f"top_p: expected a number in (0, 1], got {self.top_p}.")
-        if not self.temperature and (self.top_k is not None or self.top_p is not None or self.calibrated):
-            raise UserError("top_k, top_p and calibrated (--sample-calibrated) need a temperature above 0.")
-        count = self.num_samples
-        if count < 1 or (count > 1 and not self.temperature):
-            raise UserError(f"num_samples: expected 1, or more than one with a temperature above 0, got {count}.")
-        if self.temperature and self.key is None:
-            raise UserError("key: sampling needs one, such as jax.random.key(0); temperature=0 does not sample.")
+        check_value("top_k", Count | None, self.top_k)
+        check_value("top_p", TopP | None, self.top_p)
+        check_value("num_samples", Count, self.num_samples)
+        if self.temperature:
+            if self.key is None:
+                raise UserError("key: sampling needs one, such as jax.random.key(0); temperature=0 does not sample.")
+        elif self.top_k or self.top_p or self.calibrated or self.num_samples > 1:
+            options = "top_k, top_p, num_samples above 1 and calibrated (--sample-calibrated)"
+            raise UserError(f"{options} need a temperature above 0.")
 
 
 def sampling_logits(
@@ -350,22 +350,19 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
         if not row:
             raise UserError(f"prompts: number {number} has no tokens.")
         low, high, size = min(row), max(row), lm.config.vocab_size
-        if low < 0 or high >= size:
+        if not 0 <= low <= high < size:
             raise UserError(f"prompts: number {number} has ids from {low} to {high}, but the vocabulary has {size}.")
     return ids
 
 
 def _whole_numbers(name: str, values: Any) -> list[int]:
     """The values as integers; raises `UserError` for fractions, and for what int32 does not hold."""
-    array = np.array(None)
+    numbers: Any = None
     with contextlib.suppress(ValueError):  # rows of different lengths
-        array = as_array(values)
-    whole = array.ndim == 1 and (not array.size or array.dtype.kind in "iu")
-    if whole and array.size:
-        whole = max(int(array.max()), -int(array.min())) <= INT_MAX
-    if not whole:
+        numbers = as_array(values).tolist()
+    if not isinstance(numbers, list) or not all(type(n) is int and abs(n) <= INT_MAX for n in numbers):
         raise UserError(f"{name}: expected a list of whole numbers of at most {INT_MAX}, got {str(values)[:60]}.")
-    return array.tolist()
+    return numbers
 
 
 def sample_sequences(
