@@ -32,6 +32,8 @@ MIN_SCALE, MAX_SCALE = 0.05, 10.0
 MAX_LOG_FACTOR = 6.0  # largest |log_factor|; `fit_temperature` searches the same range
 NO_MIN_SCALE = 1e-30  # uniform to every digit of float32, but a normal number: the most likely token remains distinct
 
+Features = Float[Array, "B T F"]
+PerToken = Float[Array, "B T"]
 Mask = Bool[Array, "B T"] | None
 Segments = Int[Array, "B T"] | None
 
@@ -87,13 +89,13 @@ class _Head(nn.Module, kw_only=True):
     min_scale: float = MIN_SCALE
 
     @nn.compact
-    def __call__(self, features: Float[Array, "B T F"], *, where: Mask = None, segment_ids: Segments = None) -> Any:
+    def __call__(self, features: Features, *, where: Mask = None, segment_ids: Segments = None) -> Any:
         return self._output_log_scale(self._transformed(features), where, segment_ids)
 
-    def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
+    def _transformed(self, features: Features) -> Features:
         return features
 
-    def _output_log_scale(self, features: Float[Array, "B T H"], where: Mask, segment_ids: Segments) -> Array:
+    def _output_log_scale(self, features: Features, where: Mask, segment_ids: Segments) -> Array:
         """The last layer: H -> 1, optionally pooled over sequences, clipped; `[B, T]`."""
         kernel_init = bias_init = nn.initializers.zeros
         if not self.identity_start:
@@ -107,7 +109,7 @@ class _Head(nn.Module, kw_only=True):
         return jnp.clip(log_scale, math.log(self.min_scale), math.log(MAX_SCALE))
 
 
-def sequence_mean(values: Float[Array, "B T"], where: Mask = None, segment_ids: Segments = None) -> Float[Array, "B T"]:
+def sequence_mean(values: PerToken, where: Mask = None, segment_ids: Segments = None) -> PerToken:
     """For each token the mean over all tokens of its segment that count, earlier and later ones."""
     counts = jnp.ones(values.shape, bool) if where is None else where
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
@@ -123,7 +125,7 @@ class ConstantHead(nn.Module):
     min_scale: float = MIN_SCALE
 
     @nn.compact
-    def __call__(self, features: Float[Array, "B T F"], **_: Any) -> Float[Array, "B T"]:
+    def __call__(self, features: Features, **_: Any) -> PerToken:
         log_scale = self.param("log_scale", nn.initializers.zeros, (), jnp.float32)
         log_scale = jnp.clip(log_scale, math.log(self.min_scale), math.log(MAX_SCALE))
         return jnp.broadcast_to(log_scale, features.shape[:2])
@@ -145,7 +147,7 @@ class MLPHead(_Head):
     normalize: bool = True
     dtype: DTypeLike = jnp.float32
 
-    def _transformed(self, features: Float[Array, "B T F"]) -> Float[Array, "B T H"]:
+    def _transformed(self, features: Features) -> Features:
         features = features.astype(jnp.float32)
         if self.normalize:
             mean_square = jnp.mean(jnp.square(features), axis=-1, keepdims=True)
@@ -172,13 +174,13 @@ class TransformerHead(_Head):
     @nn.compact
     def __call__(
         self,
-        features: Float[Array, "B T F"],
+        features: Features,
         *,
         where: Mask = None,
         segment_ids: Segments = None,
         cache: Cache | None = None,
         keep: bool = False,
-    ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Cache]:
+    ) -> PerToken | tuple[PerToken, Cache]:
         if segment_ids is None:
             segment_ids = jnp.ones(features.shape[:2], jnp.int32)
         features = jnp.where(segment_ids[..., None] > 0, features, 0.0).astype(self.dtype)  # padding may hold NaN
@@ -343,7 +345,7 @@ def head_features(
     softcap: float | None = None,
     sharding: VocabSharding | None = None,
     stats: VocabStats | None = None,
-) -> Float[Array, "B T F"]:
+) -> Features:
     """The named features of `FEATURES`, joined along the last axis: float32; hidden states alone keep their dtype.
 
     Args:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from calibjax.heads import HeadArrays, HeadConfig, head_features, join_features, logit_covariance
+from calibjax.heads import Features, HeadArrays, HeadConfig, PerToken, head_features, join_features, logit_covariance
 from calibjax.kernels import VocabSharding, VocabStats, vocab_stats
 from calibjax.kernels.reference import dense_stats
 from calibjax.models import decoder
@@ -21,6 +21,8 @@ from calibjax.runtime.sharding import constrain_batch, has_axes
 
 Config = DecoderConfig | FunctionConfig
 """The configuration of a `FrozenModel`."""
+Batch = Mapping[str, Array]
+Hidden = Float[Array, "B T D"]
 
 
 class FrozenArrays(NamedTuple):
@@ -63,9 +65,7 @@ def vocab_options(config: Config, frozen: FrozenArrays) -> dict[str, Any]:
     return {"bias": frozen.bias, "softcap": config.logit_softcap, "sharding": vocab_sharding(config)}
 
 
-def batch_hidden(
-    config: Config, frozen: FrozenArrays, batch: Mapping[str, Array], dtype: DTypeLike
-) -> Float[Array, "B T D"]:
+def batch_hidden(config: Config, frozen: FrozenArrays, batch: Batch, dtype: DTypeLike) -> Hidden:
     """Hidden states after the final norm: `batch["hidden"]` if given, else computed by the decoder.
 
     The decoder reads `tokens`, `segment_ids`, `positions` and, if given, `until` of the batch, all `[B, T]`.
@@ -82,10 +82,10 @@ def frozen_features(
     config: Config,
     names: tuple[str, ...],
     frozen: FrozenArrays,
-    hidden: Float[Array, "B T D"],
+    hidden: Hidden,
     dtype: DTypeLike,
     stats: VocabStats | None = None,
-) -> Float[Array, "B T F"]:
+) -> Features:
     if frozen.unembedding is None:
         return join_features(names, {"hidden_states": hidden}, dense_stats(hidden) if stats is None else stats)
     return head_features(
@@ -103,11 +103,11 @@ def batch_log_scale(
     head_config: HeadConfig,
     head_arrays: HeadArrays,
     frozen: FrozenArrays,
-    batch: Mapping[str, Array],
+    batch: Batch,
     *,
     dtype: DTypeLike = jnp.float32,
     stats: VocabStats | None = None,
-) -> Float[Array, "B T"]:
+) -> PerToken:
     """log_scale of every token of a batch with `hidden` `[B, T, D]`, including the head's factor; see `batch_stats`.
 
     `stats`: the statistics at s = 1 that the head's features read; if None, they are computed.
@@ -123,12 +123,12 @@ def extend_log_scale(
     head_config: HeadConfig,
     head_arrays: HeadArrays,
     frozen: FrozenArrays,
-    hidden: Float[Array, "B T D"],
+    hidden: Hidden,
     segment_ids: Int[Array, "B T"],
     cache: Cache | None = None,
     *,
     dtype: DTypeLike = jnp.float32,
-) -> tuple[Float[Array, "B T"], Cache | None]:
+) -> tuple[PerToken, Cache | None]:
     """log_scale of the next tokens of each row after those in the head's `cache`, and the new cache.
 
     Without a cache nothing comes before. Heads that do not attend have none; those that pool cannot be extended.
@@ -147,11 +147,11 @@ def batch_stats(
     head_config: HeadConfig,
     head_arrays: HeadArrays,
     frozen: FrozenArrays,
-    batch: Mapping[str, Array],
+    batch: Batch,
     *,
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
-) -> tuple[VocabStats, Float[Array, "B T"]]:
+) -> tuple[VocabStats, PerToken]:
     """Frozen forward pass: statistics of a batch at the head's scale, and log_scale `[B, T]` including its factor.
 
     If a mesh is set (`jax.set_mesh`), tokens and vocabulary are divided according to `vocab_sharding`. The batch has
@@ -166,8 +166,8 @@ def batch_stats(
 def stats_at(
     config: Config,
     frozen: FrozenArrays,
-    batch: Mapping[str, Array],
-    log_scale: Float[Array, "B T"],
+    batch: Batch,
+    log_scale: PerToken,
     *,
     dtype: DTypeLike = jnp.float32,
     statistics: tuple[str, ...] | None = None,
