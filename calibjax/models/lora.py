@@ -4,13 +4,13 @@ In training, qwix adds them: it intercepts the products of the selected linen mo
 kernel. Adapters in files (`adapter_config.json`, `adapter_model.safetensors`) are merged into a model's weights.
 """
 
+import collections
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from safetensors.numpy import load_file
 
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
+from calibjax.models.fingerprint import dotted_leaves
 from calibjax.runtime.checksums import array_hash, json_digest
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
-from calibjax.runtime.options import Positive, check_options
+from calibjax.runtime.options import Positive, Range, check_options, check_value
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
 _A, _B = "_lora_a", "_lora_b"  # suffixes that qwix appends to a kernel's name
@@ -63,29 +64,25 @@ class LoraConfig:
 
     def join(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the adapted module: frozen parameters and adapters in one tree."""
-        return traverse_util.unflatten_dict({**_by_path(params), **_by_path(adapters)}, sep="/")
+        return traverse_util.unflatten_dict(dict(dotted_leaves(params) + dotted_leaves(adapters)), sep=".")
 
     def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
-        merged, pieces = _by_path(params), _by_path(adapters)
+        merged, pieces = dict(dotted_leaves(params)), dict(dotted_leaves(adapters))
         for path, a in pieces.items():
             if path.endswith(_A):
                 name = path.removesuffix(_A)
-                b = pieces[name + _B]
-                update = jnp.einsum("lir,lro->lio", a, b, precision="highest") * (self.alpha / self.rank)
+                product = jnp.einsum("lir,lro->lio", a, pieces[name + _B], precision="highest")
                 kernel = merged[name]
-                merged[name] = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)
-        return traverse_util.unflatten_dict(merged, sep="/")
+                new = kernel.astype(jnp.float32) + product * (self.alpha / self.rank)
+                merged[name] = new.astype(kernel.dtype)
+        return traverse_util.unflatten_dict(merged, sep=".")
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters alone, of an adapted module's parameters."""
-    adapters = {path: leaf for path, leaf in _by_path(params).items() if path.endswith((_A, _B))}
-    return traverse_util.unflatten_dict(adapters, sep="/")
-
-
-def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return traverse_util.flatten_dict(dict(tree), sep="/")
+    adapters = {path: leaf for path, leaf in dotted_leaves(params) if path.endswith((_A, _B))}
+    return traverse_util.unflatten_dict(adapters, sep=".")
 
 
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -113,22 +110,22 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
         is_kernel = rule.targets[0].endswith("kernel")
         if is_kernel and rule.experts(config) == (None,):
             adaptable[rule.full_name(family.prefix, layer)] = rule, layer
-    for module, (a, b) in _pairs(folder, tensors).items():
+    for module, pair in _pairs(folder, tensors).items():
+        a, b = (pair[part].astype(np.float32) for part in "AB")
         if f"{module}.weight" not in adaptable:
             model = f"this {config.family} model of {config.num_layers} layers"
             raise UserError(f"{folder}: {model} has no projection {module}: is it the adapter of another model?")
         rule, layer = adaptable[f"{module}.weight"]
-        place = () if layer is None else (layer,)
         layout = rule.layout(config)
-        update = _scale(settings, module, len(a)) * (b.astype(np.float32) @ a.astype(np.float32))
+        update = _scale(settings, module, len(a)) * (b @ a)
         stored = update if rule.transpose else update.T
-        expected, columns = layout.divide([params[target].shape[len(place) :] for target in rule.targets])
+        expected, columns = layout.divide([params[target].shape[1:] for target in rule.targets])
         if stored.shape != expected:
             raise UserError(f"{folder}: {module} has the shape {list(stored.shape)}, expected {list(expected)}.")
         for target, part in zip(rule.targets, columns, strict=True):
             kernel = merged[target]
-            new = kernel[place].astype(jnp.float32) + layout.take(stored, part)
-            merged[target] = kernel.at[place].set(new.astype(kernel.dtype))
+            new = kernel[layer].astype(jnp.float32) + layout.take(stored, part)
+            merged[target] = kernel.at[layer].set(new.astype(kernel.dtype))
     scales = {name: settings.get(name) for name in ("lora_alpha", "alpha_pattern", "use_rslora")}
     return merged, json_digest({**scales, "tensors": array_hash(tensors)})
 
@@ -148,14 +145,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return settings, tensors
 
 
-def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """A `[r, in]` and B `[out, r]` of each module, by its name in the base model."""
-    modules: dict[str, dict[str, np.ndarray]] = {}
+    modules = collections.defaultdict(dict)
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None or tensor.ndim != 2:
             raise UserError(f"{folder}: expected matrices lora_A and lora_B of modules, got {name} {tensor.shape}.")
-        modules.setdefault(match[1], {})[match[2]] = tensor
+        modules[match[1]][match[2]] = tensor
     for module, pair in modules.items():
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise UserError(f"{folder}: {module}: expected lora_A and lora_B of one rank.")
@@ -163,15 +160,12 @@ def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, tuple[np.n
             raise UserError(f"{folder}: {module} holds NaN or infinity.")
     if not modules:
         raise UserError(f"{folder}: the adapter holds no tensor.")
-    return {module: (pair["A"], pair["B"]) for module, pair in modules.items()}
+    return modules
 
 
 def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
-    alpha = settings.get("lora_alpha", 8)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = value
-            break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
-        raise UserError(f"lora_alpha: expected a number, got {alpha!r}.")
+    patterns = (settings.get("alpha_pattern") or {}).items()
+    own = (alpha for pattern, alpha in patterns if re.fullmatch(rf"(.*\.)?({pattern})", module))
+    alpha = next(own, settings.get("lora_alpha", 8))
+    check_value("lora_alpha", Annotated[float, Range(-1e30, 1e30)], alpha)
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -91,7 +91,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     refused("init_lora_weights='pissa_niter_4' is not", settings | {"init_lora_weights": "pissa_niter_4"})
     refused("peft_type='IA3' is not supported", settings | {"peft_type": "IA3"})
     for alpha in ("8", 10**400):
-        refused("lora_alpha: expected a number", settings | {"lora_alpha": alpha})
+        refused("lora_alpha: expected", settings | {"lora_alpha": alpha})
     refused("of 2 layers has no projection", tensors={k.replace("layers.1", "layers.7"): v for k, v in tensors.items()})
     refused("expected lora_A and lora_B of one rank", tensors={k: v for k, v in tensors.items() if k != name})
     refused("expected matrices lora_A and lora_B", tensors=tensors | {"base_model.model.v_head.weight": tensors[name]})
