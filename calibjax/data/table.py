@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import jax
 import numpy as np
 
 from calibjax.data.records import flat_rows, with_truth
@@ -67,12 +68,10 @@ class PredictionTable:
     notes: tuple[str, ...] = ()
 
     def take(self, rows: np.ndarray) -> "PredictionTable":
-        def taken(x: Any) -> Any:
-            return None if x is None else np.asarray(x)[rows]
-
-        predictions = Predictions(*map(taken, self.predictions._replace(unembedding=None)))
-        predictions = predictions._replace(unembedding=self.predictions.unembedding)
-        return PredictionTable(predictions, taken(self.groups), taken(self.categories), taken(self.probabilities))
+        unembedding = self.predictions.unembedding  # whose rows are options
+        arrays = self.predictions._replace(unembedding=None), self.groups, self.categories, self.probabilities
+        predictions, *others = jax.tree.map(lambda x: np.asarray(x)[rows], arrays)
+        return PredictionTable(predictions._replace(unembedding=unembedding), *others)
 
     def __len__(self) -> int:
         logits, confidence = self.predictions.logits, self.predictions.confidence
@@ -117,11 +116,11 @@ def read_table(
     without_divisors = [re.sub(r"/[\d.]+$", "", column) for column in columns.values()]
     named = {*several, *columns.values(), *without_divisors}
     raw = _read_columns(path, named, skip_broken, tokens, truth)
-    for name in several:
-        if name not in raw.names:
-            raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
     divided = {role: _split_divisor(role, column, raw.names) for role, column in columns.items()}
     names = _assign_roles(path, raw.names, {role: name for role, (name, _) in divided.items()})
+    for name in (*several, *names.values()):
+        if name not in raw.names:
+            raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
     divisors = {role: divisor for role, (_, divisor) in divided.items()}
     if several:
         names.setdefault("confidence", several[0])
@@ -183,7 +182,7 @@ def table_rows(
     if path.suffix != ".npz":
         rows = read_source(path, skip_broken=skip_broken)
         return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), tokens=tokens)
-    loaded, _ = _load_npz(path, lambda name: name != "unembedding")
+    loaded, *_ = _load_npz(path, lambda name: name != "unembedding")
     arrays = {name: array for name, array in loaded.items() if array.ndim}
 
     def read() -> Iterator[Placed]:
@@ -211,9 +210,7 @@ def _read_columns(
     if suffix == ".npz":
         if truth is not None or tokens:
             raise UserError(f"truth, tokens: {path} holds arrays, which are no responses of a server; leave them out.")
-        arrays, names = _load_npz(path, lambda name: _may_have_role(name, named))
-        rows = max((len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"), default=0)
-        return _RawColumns(arrays, names, rows, Skipped())
+        return _RawColumns(*_load_npz(path, lambda name: _may_have_role(name, named)), Skipped())
     if suffix == ".parquet" and truth is None and not tokens:
         return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
@@ -231,22 +228,18 @@ def _read_columns(
     return _RawColumns(cells, list(columns), count, skipped)
 
 
-def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays whose names `is_read` selects, with one number of rows but for the unembedding and scalars; all names."""
+def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str], int]:
+    """Arrays whose names `is_read` selects; all names; the number of rows of all but the unembedding and scalars."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files if is_read(name)}
-            names = file.files
-    except Exception as error:  # of zipfile, zlib, tokenize and numpy
+            lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
+    except Exception as error:  # of zipfile, zlib, tokenize and numpy; or of a member that is no array
         raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
-    others = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    if others:
-        raise UserError(f"{path}: expected arrays, got other files too: {', '.join(others)}.")
-    lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UserError(f"{path}: expected arrays with the same number of rows, got {counts}.")
-    return arrays, names
+    return arrays, file.files, max(lengths.values(), default=0)
 
 
 def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
@@ -256,13 +249,10 @@ def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
     try:
         with pyarrow.parquet.ParquetFile(path.absolute()) as file:
             names = file.schema_arrow.names
-            repeated = sorted({name for name in names if names.count(name) > 1})
-            if repeated:
-                raise UserError(f"{path}: expected different names of columns, got several of {', '.join(repeated)}.")
             table = file.read([name for name in names if _may_have_role(name, named)])
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
-    except (pyarrow.ArrowException, OSError, OverflowError, UnicodeError) as error:
+    except (pyarrow.ArrowException, OSError, LookupError, OverflowError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
 
 
@@ -272,14 +262,13 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
     import pyarrow.compute
 
     types, compute, flat = pyarrow.types, cast(Any, pyarrow.compute), column
-    is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
+    is_list = isinstance(column.type, (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType))
     if is_list and len(compute.list_value_length(column).unique()) == 1:
         flat = compute.list_flatten(column)
     are_numbers = types.is_integer(flat.type) or types.is_floating(flat.type)
     if column.null_count or flat.null_count or not are_numbers:
         return column.to_pylist()
-    # `to_numpy` would import pandas.
-    values = np.concatenate([np.empty(0, flat.type.to_pandas_dtype()), *map(np.from_dlpack, flat.chunks)])
+    values = np.from_dlpack(flat.combine_chunks())  # `to_numpy` would import pandas
     return values.reshape(len(column), -1) if is_list else values
 
 
@@ -293,13 +282,10 @@ def _may_have_role(name: str, named: Set[str]) -> bool:
 
 def _assign_roles(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
     """Role -> column of the file, for the roles that it has; `columns` are those that the user named."""
-    assigned = {}
     for role, column in columns.items():
         if role not in _ROLES:
             raise UserError(f"columns: {role}={column}: expected confidences, {', '.join(_ROLES)} before the =.")
-        if column not in names:
-            raise UserError(f"{path}: there is no column {column}; got: {_listed(names)}.")
-        assigned[role] = column
+    assigned = dict(columns)
     outcome = f"correct_{assigned.get('confidence')}"  # of the method whose confidence it is, as `eval tasks` names it
     if "correct" not in assigned and outcome in names:
         assigned["correct"] = outcome
@@ -342,16 +328,15 @@ class _Columns:
         """Predictions with logits or with confidences; and the probabilities `[N, K]` of a file that has no logits."""
         takes_scores = not confidence_first and ("label" in names or not outcomes)
         probabilities, logits = self.class_scores(names) if takes_scores else (None, None)
+        fields = {} if logits is None else {"logits": logits}
         if logits is not None and "label" in names:
-            return Predictions(logits=logits, labels=self.classes(names["label"], logits)), probabilities
-        if "confidence" in names and ("correct" in names or (logits is None and not outcomes)):
-            confidence = self.fractions(names["confidence"], divisors.get("confidence", 1.0))
-            correct = None
+            fields["labels"] = self.classes(names["label"], logits)
+        elif "confidence" in names and ("correct" in names or not (fields or outcomes)):
+            fields["confidence"] = self.fractions(names["confidence"], divisors.get("confidence", 1.0))
             if "correct" in names:
-                correct = self.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
-            return Predictions(logits=logits, confidence=confidence, correct=correct), probabilities
-        if logits is not None:
-            return Predictions(logits=logits), probabilities
+                fields["correct"] = self.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
+        if fields:
+            return Predictions(**fields), probabilities
         if self.skipped.count and not len(self.broken):
             raise UserError(f"{self._path}: no row can be read; the first: {self.skipped.first}")
         raise UserError(f"{self._path}: {_EXPECTED}; got: {_listed(self.names)}.")
@@ -440,8 +425,7 @@ class _Columns:
         """The right option of each row, int32 `[N]`: a whole number from 0 to K − 1, of an option that is possible."""
         values = self._numbers(name)
         options = logits.shape[1]
-        with np.errstate(invalid="ignore"):
-            bad = np.asarray(~((values >= 0) & (values < options)) | (values != np.round(values)))
+        bad = ~np.isin(values, np.arange(options))
         self._refuse(name, bad, f"a whole number from 0 to {options - 1}")
         labels = np.where(bad, 0, values).astype(np.int32)
         impossible = ~np.isfinite(logits[np.arange(len(labels)), labels])
