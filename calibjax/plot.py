@@ -174,10 +174,8 @@ def risk_coverage(
     else:
         name = method or ""
         points, right = _points(confidence, correct)
-        order = np.argsort(-points, kind="stable")
-        ends = np.append(np.flatnonzero(np.diff(points[order])), len(order) - 1)  # equal confidences are one step
-        count = np.diff(ends, prepend=-1).astype(np.float64)
-        right = np.add.reduceat(right[order], np.append(0, ends[:-1] + 1))
+        _, step, count = np.unique(-points, return_inverse=True, return_counts=True)  # equal confidences are one step
+        right = np.bincount(step, right)
     covered = np.cumsum(count)
     marker = "." if correct is None else None
     error = 1 - np.cumsum(right) / covered

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 SCHEMA = 1
 FEATURES = {"hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding"}
-_PROBE = "probe."
 _FILES = ("head.json", "head.safetensors")
 
 
@@ -153,8 +152,7 @@ class Export(NamedTuple):
         rows = weight.detach().to(torch.float32) / self.divisor
         last = rows.new_zeros(len(rows)) if bias is None else bias.detach().to(torch.float32)
         rows = torch.column_stack([rows, last])[last > -math.inf]  # a bias of −inf removes an entry
-        rows = rows - rows.mean(0, keepdim=True)
-        return rows.T @ rows / max(len(rows) - 1, 1)
+        return torch.cov(rows.T)
 
     def features(self, hidden: Tensor, logits: Tensor, weight: Tensor, covariance: Tensor | None) -> Tensor:
         """The head's features, float32 `[..., F]`, from hidden states `[..., D]` after the final norm and their logits.
@@ -201,16 +199,15 @@ def read_export(path: str | Path) -> Export:
         raise HeadError(f"{path}: this calibjax reads exports of schema {SCHEMA}, not {schema}. Export the head again.")
     try:
         tensors = load(contents["head.safetensors"])
-        params = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PROBE)}
-        probe = {name[len(_PROBE) :]: tensor for name, tensor in tensors.items() if name.startswith(_PROBE)}
-        head = TemperatureHead(description, params)
+        probe = {name: tensors.pop(f"probe.{name}") for name in ("tokens", "hidden", "unembedding")}
+        head = TemperatureHead(description, tensors)
         if head.kind not in ("constant", "linear", "mlp", "transformer") or not {*head.features} <= FEATURES:
             raise ValueError(f"an unknown kind or feature: {head.kind}, {', '.join(head.features)}")
         with torch.no_grad():
             output = head(torch.zeros(1, 2, head.width))  # fails where parameters are missing or of other shapes
         if not all(tensor.isfinite().all() for tensor in (*head.buffers(), output)):
             raise ValueError("a parameter is not finite")
-        return Export(head, description["base"], {name: probe[name] for name in ("tokens", "hidden", "unembedding")})
+        return Export(head, description["base"], probe)
     except Exception as error:  # safetensors raises its own error for malformed headers
         raise HeadError(f"{path}: not a head written by `calibjax export` ({error}).") from error
 
