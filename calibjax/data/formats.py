@@ -7,7 +7,7 @@ from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 from calibjax.data.source import Row, Rows, is_text, with_names
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, shortened
 
 _INPUTS = ("input", "context", "passage", "article")
 _RESPONSES = ("response", "completion", "answer", "output")
@@ -115,7 +115,7 @@ def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> s
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        got = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+        got = "nothing" if value is None else f"{type(value).__name__} {shortened(value)!r}"
         raise UserError(f"{place}, column {column!r}: expected a string, got {got}.")
     if not is_text(value):
         raise UserError(f"{place}, column {column!r}: expected Unicode text, got half of a surrogate pair.")
@@ -178,7 +178,7 @@ def _turns(row: Row, column: str, place: str) -> tuple[str, list[Any]]:
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parsed(turns, where)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise UserError(f"{where}: expected a list of messages, got {str(turns)[:60]!r}.")
+        raise UserError(f"{where}: expected a list of messages, got {shortened(turns)!r}.")
     return where, list(turns)
 
 
@@ -193,21 +193,21 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
             text += SEPARATOR + more
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {str(pairs)[:60]!r}.")
+        raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {shortened(pairs)!r}.")
     pairs = [*pairs, (text, string_at(row, response, place))]
     return [(place, [{"role": "user", "content": q}, {"role": "assistant", "content": a}]) for q, a in pairs]
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     if not isinstance(turn, Mapping):
-        raise UserError(f"{where}: expected a message as a dict, got {str(turn)[:60]!r}.")
+        raise UserError(f"{where}: expected a message as a dict, got {shortened(turn)!r}.")
     message = _without_nulls(turn)
     sender = message.pop("from", None)
     value = message.pop("value", None)
     role = message.get("role") or sender
     content = next((given for given in (message.get("content"), value) if given not in (None, "")), "")
     if not isinstance(role, str):
-        raise UserError(f"{where}: expected role and content (or from and value) as strings, got {str(turn)[:60]!r}.")
+        raise UserError(f"{where}: expected role and content (or from and value) as strings, got {shortened(turn)!r}.")
     if "train_detail" in message:
         raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
     trained = message.pop("train", message.pop("training", None))  # axolotl's
@@ -218,7 +218,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: expected text or text parts, got {str(part)[:60]!r}. Only text is read.")
+            raise UserError(f"{where}: expected text or text parts, got {shortened(part)!r}. Only text is read.")
     content = "".join(part["text"] for part in parts)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call
@@ -234,7 +234,7 @@ def _read_call(call: Any, where: str) -> Message:
     """A tool call with its arguments as an object, which templates write as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {str(call)[:60]!r}.")
+        raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {shortened(call)!r}.")
     function = {**function, "arguments": _parsed(function.get("arguments", {}), where)}
     return {**call, "function": function} if "function" in call else function
 
@@ -246,12 +246,12 @@ def _template_options(row: Row, place: str) -> dict[str, Any]:
         value = _without_nulls(_parsed(row.get(column) or [], where))
         if value:
             if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-                raise UserError(f"{where}: expected a list of objects, got {str(value)[:60]!r}.")
+                raise UserError(f"{where}: expected a list of objects, got {shortened(value)!r}.")
             options[column] = value
     more = _without_nulls(row.get("chat_template_kwargs") or {})
     reserved = {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
     if not isinstance(more, dict) or reserved & more.keys():
-        raise UserError(f"{place}, column 'chat_template_kwargs': expected an object, got {str(more)[:60]!r}.")
+        raise UserError(f"{place}, column 'chat_template_kwargs': expected an object, got {shortened(more)!r}.")
     return options | more
 
 
@@ -261,7 +261,7 @@ def _parsed(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: expected JSON, got {value[:60]!r} ({str(error)[:60]}).") from error
+        raise UserError(f"{where}: expected JSON, got {shortened(value)!r} ({shortened(error)}).") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from calibjax.runtime.errors import UserError, first_line, user_path
+from calibjax.runtime.errors import UserError, first_line, shortened, user_path
 
 Row = Mapping[str, Any]
 Placed = tuple[str, Row | UserError]  # where a row is, such as "line 7", and the row, or what is wrong with it
@@ -284,7 +284,7 @@ def _json_object(line: bytes) -> Row | str:
     except UnicodeDecodeError as error:
         return f"invalid UTF-8 at byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
-        return f"cannot be read as json ({str(error)[:60]}): {_shown_line(line)}"
+        return f"cannot be read as json ({shortened(error)}): {_shown_line(line)}"
     return value if isinstance(value, dict) else f"expected a JSON object, got {_shown_line(line)}"
 
 
@@ -297,7 +297,7 @@ def _json(file: BinaryIO) -> _Read:
     head = file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
     if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]", b""):
         for place, value in _numbered(_loads(file.read().decode("utf-8-sig"))):
-            yield place, value if isinstance(value, dict) else f"expected a JSON object, got {str(value)[:60]!r}"
+            yield place, value if isinstance(value, dict) else f"expected a JSON object, got {shortened(value)!r}"
         return
     first = file.readline().removeprefix(codecs.BOM_UTF8)
     lines: Iterable[bytes] = itertools.chain([first], file)

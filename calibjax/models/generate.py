@@ -28,7 +28,7 @@ from calibjax.runtime.arrays import as_array, round_up
 from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import on_first, to_host
-from calibjax.runtime.errors import INT_MAX, UserError
+from calibjax.runtime.errors import INT_MAX, UserError, shortened
 from calibjax.runtime.files import new_file, read_json
 from calibjax.runtime.options import Count, Range, check_value
 from calibjax.runtime.sharding import batch_shards
@@ -337,7 +337,7 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
     if not isinstance(stops, list):
         stops = [] if stops is None else [stops]
     if not all(type(stop) is int and 0 <= stop <= INT_MAX for stop in stops):
-        raise UserError(f"{file}: eos_token_id: expected token ids, got {str(stops)[:60]}.")
+        raise UserError(f"{file}: eos_token_id: expected token ids, got {shortened(stops)}.")
     return tuple(stops)
 
 
@@ -361,7 +361,7 @@ def _whole_numbers(name: str, values: Any) -> list[int]:
     with contextlib.suppress(ValueError):  # rows of different lengths
         numbers = as_array(values).tolist()
     if not isinstance(numbers, list) or not all(type(n) is int and abs(n) <= INT_MAX for n in numbers):
-        raise UserError(f"{name}: expected a list of whole numbers of at most {INT_MAX}, got {str(values)[:60]}.")
+        raise UserError(f"{name}: expected a list of whole numbers of at most {INT_MAX}, got {shortened(values)}.")
     return numbers
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES
 from calibjax.models.gguf import GgufFile, is_gguf, read_gguf
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
@@ -234,4 +234,4 @@ def _bpe(file: GgufFile, bpe: Any, vocabulary: dict[str, int], merges: list[Any]
     try:
         return bpe(vocab=vocabulary, merges=merges, **options)
     except Exception as error:  # the tokenizers package raises bare Exception
-        raise UserError(f"{file.path}: its tokenizer cannot be built: {str(error)[:200]}.") from error
+        raise UserError(f"{file.path}: its tokenizer cannot be built: {first_line(error)}.") from error
