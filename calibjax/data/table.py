@@ -17,7 +17,7 @@ from calibjax.data.records import flat_rows, with_truth
 from calibjax.data.sequences import first_groups
 from calibjax.data.source import Placed, Rows, Skipped, is_text, normalised, read_source
 from calibjax.recalibrate import Predictions
-from calibjax.runtime.errors import UserError, first_line, quantity, user_path
+from calibjax.runtime.errors import UserError, first_line, quantity, shortened, user_path
 from calibjax.runtime.options import Fraction, check_value
 
 _KINDS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".npz")
@@ -351,40 +351,41 @@ class _Columns:
             self.notes.append(f"{quantity(count, 'broken row')} left out, the first: {self.skipped.first.rstrip('.')}")
         return rows
 
-    def _refuse(self, name: str, bad: np.ndarray, expected: str, cells: Any = None) -> None:
-        """Raises `UserError` for the first row that is `bad`, or marks these rows as broken."""
-        bad = bad & ~self.broken
+    def _require(self, name: str, good: Any, expected: str) -> None:
+        """Raises `UserError` for the first row that is not `good`, bool `[N]`, or marks these rows as broken."""
+        bad = ~(np.asarray(good, bool) | self.broken)
         if not bad.any():
             return
         row = int(np.argmax(bad))
-        cell = (self.cells[name] if cells is None else cells)[row]
-        message = f"{self._path}: {name}: row {row} holds {_shown_cell(cell)}, expected {expected}"
+        message = f"{self._path}: {name}: row {row} holds {_shown_cell(self.cells[name][row])}, expected {expected}"
         if not self._skip_broken:
             raise UserError(f"{message}. Correct or remove the row.")
         self.skipped.first = self.skipped.first or message
         self.broken |= bad
+
+    def _cells(self, name: str, axes: int) -> np.ndarray | list[Any]:
+        """A column: numbers as an array, of which `axes` are required, or a list of cells."""
+        cells = self.cells[name]
+        if not isinstance(cells, np.ndarray):
+            return cells
+        if cells.ndim != axes:
+            what = "a list of numbers" if axes == 2 else "one number or label"
+            raise UserError(f"{self._path}: {name}: expected {what} for each row, got an array of shape {cells.shape}.")
+        return cells if cells.dtype.kind in "biuf" else cells.tolist()
 
     def _numbers(self, name: str, words: Mapping[str, float] | None = None) -> np.ndarray:
         """Real numbers `[N]`, NaN for empty cells; in the dtype of the file, float64 for text and JSON.
 
         Text may be a percentage, one of `words`, or have a decimal comma, unless it could be thousands (1,234).
         """
-        cells = self.cells[name]
-        if isinstance(cells, np.ndarray) and cells.dtype.kind in "biufc":
-            if cells.ndim != 1 or cells.dtype.kind == "c":
-                raise UserError(f"{self._path}: {name}: expected real numbers, got {cells.dtype} {cells.shape}.")
+        cells = self._cells(name, axes=1)
+        if isinstance(cells, np.ndarray):
             return cells
-        cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
         decimal_comma = _has_decimal_comma([cell for cell in cells if isinstance(cell, str)])
-        values = np.full(len(cells), np.nan)
-        bad = np.zeros(len(cells), bool)
-        for row, cell in enumerate(cells):
-            try:
-                values[row] = _number(cell, decimal_comma, words or {})
-            except (ValueError, TypeError, OverflowError):
-                bad[row] = True
-        self._refuse(name, bad, "a number" + (", yes or no, or true or false" if words else ""))
-        return values
+        numbers = [_number(cell, decimal_comma, words or {}) for cell in cells]
+        expected = "a number, yes or no, or true or false" if words else "a number"
+        self._require(name, [number is not None for number in numbers], expected)
+        return np.array(numbers, np.float64)  # NaN for None
 
     def fractions(self, name: str, divisor: float, *, words: bool = False) -> np.ndarray:
         """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
@@ -403,19 +404,16 @@ class _Columns:
         expected = "0 to 1"
         if not words and np.nanmax(values, initial=0) > 1:
             expected += " (of another range, such as 1 to 10? columns confidence=NAME/10 divides by 10)"
-        self._refuse(name, np.asarray(~((values >= 0) & (values <= 1))), expected)
+        self._require(name, (values >= 0) & (values <= 1), expected)
         return values
 
     def labels(self, name: str) -> np.ndarray:
         """Labels as text `[N]`: text unchanged, whole numbers in digits (floats as well), and true or false."""
-        cells = self.cells[name]
-        if isinstance(cells, np.ndarray) and cells.ndim != 1:
-            raise UserError(f"{self._path}: {name}: expected one label for each row, got shape {cells.shape}.")
+        cells = self._cells(name, axes=1)
         if isinstance(cells, np.ndarray) and cells.dtype.kind == "f":  # with the digits of their dtype
             cells = cells.astype(str).astype(np.float64)
         texts = [_label(cell) for cell in cells]
-        missing = np.array([text is None for text in texts], bool)
-        self._refuse(name, missing, "a label: Unicode text or a number", cells)
+        self._require(name, [text is not None for text in texts], "a label: Unicode text or a number")
         nulls = sorted({text for text in texts if text and text.casefold() in _NULLS})
         if nulls:
             self.notes.append(f"{name}: {', '.join(nulls)} is read as a label as any other, not as a missing one")
@@ -425,21 +423,22 @@ class _Columns:
         """The right option of each row, int32 `[N]`: a whole number from 0 to K − 1, of an option that is possible."""
         values = self._numbers(name)
         options = logits.shape[1]
-        bad = ~np.isin(values, np.arange(options))
-        self._refuse(name, bad, f"a whole number from 0 to {options - 1}")
-        labels = np.where(bad, 0, values).astype(np.int32)
-        impossible = ~np.isfinite(logits[np.arange(len(labels)), labels])
-        self._refuse(name, impossible, "an option whose logit is finite")
+        is_option = np.isin(values, np.arange(options))
+        self._require(name, is_option, f"a whole number from 0 to {options - 1}")
+        labels = np.where(is_option, values, 0).astype(np.int32)
+        self._require(name, np.isfinite(logits[np.arange(len(labels)), labels]), "an option whose logit is finite")
         return labels
 
     def matrix(self, name: str, *, per_row: bool) -> np.ndarray:
         """Finite numbers, float32: `[N, D]`, or, without `per_row`, `[K, D]`, of which no row is left out."""
         values = self._lists(name)
-        bad = np.asarray(~_is_finite(values).all(axis=1))
+        good = _is_finite(values).all(axis=1)
         if per_row:
-            self._refuse(name, bad, "finite numbers of float32")
-        elif bad.any():
-            raise UserError(f"{self._path}: {name}: expected finite numbers of float32, row {bad.argmax()} has others.")
+            self._require(name, good, "finite numbers of float32")
+        elif not good.all():
+            raise UserError(
+                f"{self._path}: {name}: expected finite numbers of float32, row {good.argmin()} has others."
+            )
         return values.astype(np.float32)
 
     def class_scores(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -448,34 +447,25 @@ class _Columns:
             pattern = re.compile(rf"{prefix}_(\d+)", re.IGNORECASE)
             matches = ((pattern.fullmatch(name.strip()), name) for name in self.names)
             numbered = sorted((int(match[1]), name) for match, name in matches if match)
-            without_gap = list(range(max(len(numbered), 2)))
-            if numbered and [number for number, _ in numbered] != without_gap:
+            if numbered and [number for number, _ in numbered] != [*range(max(len(numbered), 2))]:
                 got = ", ".join(name for _, name in numbered)
                 raise UserError(f"{self._path}: expected {prefix}_0, {prefix}_1 and so on without a gap, got {got}.")
+            if numbered and role not in names:
+                self.cells[prefix] = np.stack([self._numbers(column) for _, column in numbered], axis=1)
+                names = {role: prefix}
             if role in names:
                 name = names[role]
                 values = self._lists(name)
-                cells = self.cells[name]
-            elif numbered:
-                columns = [self._numbers(column) for _, column in numbered]
-                name, values = prefix, np.stack(columns, axis=1)
-                cells = values
-            else:
-                continue
-            if role == "probs":
-                return self._log_probabilities(name, values, cells)
-            return None, self._logits(name, values, cells)
+                return self._log_probabilities(name, values) if role == "probs" else (None, self._logits(name, values))
         return None, None
 
     def _lists(self, name: str) -> np.ndarray:
         """Numbers `[N, K]` of cells that are lists; −inf at the end of lists that are shorter than the longest."""
-        cells = self.cells[name]
+        cells = self._cells(name, axes=2)
         if isinstance(cells, np.ndarray):
-            if cells.dtype.kind not in "biuf" or cells.ndim != 2:
-                raise UserError(f"{self._path}: {name}: expected real lists, got {cells.dtype} {cells.shape}.")
             return cells if cells.dtype.kind == "f" else cells.astype(np.float64)
         rows = [_list(cell) for cell in cells]
-        self._refuse(name, np.array([row is None for row in rows], bool), "a list of numbers")
+        self._require(name, [row is not None for row in rows], "a list of numbers")
         lengths = np.array([len(row or ()) for row in rows])
         values = np.full((len(rows), lengths.max(initial=0)), -np.inf)
         for place, row in enumerate(rows):
@@ -486,26 +476,24 @@ class _Columns:
             self.notes.append(f"{name}: rows have {least} to {most} options; those that lack are impossible")
         return values
 
-    def _logits(self, name: str, values: np.ndarray, cells: Any) -> np.ndarray:
+    def _logits(self, name: str, values: np.ndarray) -> np.ndarray:
         """Logits `[N, K]`, K at least 2, at least float32: finite, or −inf for an option that is impossible."""
         if values.shape[1] < 2:
             raise UserError(f"{self._path}: {name}: expected at least two classes, got shape {values.shape}.")
         impossible = np.isneginf(values)
-        bad = np.asarray(~(_is_finite(values) | impossible).all(axis=1))
-        self._refuse(name, bad, "finite numbers of float32, or -inf", cells)
-        self._refuse(name, np.asarray(impossible.all(axis=1)), "at least one logit that is finite", cells)
+        self._require(name, (_is_finite(values) | impossible).all(axis=1), "finite numbers of float32, or -inf")
+        self._require(name, ~impossible.all(axis=1), "at least one logit that is finite")
         return values.astype(np.result_type(values.dtype, np.float32))
 
-    def _log_probabilities(self, name: str, values: np.ndarray, cells: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _log_probabilities(self, name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities that sum to 1, float64 `[N, K]`, and their logarithms; 0 and −inf where a list has ended."""
         is_option = ~np.isneginf(values)
         p = np.where(is_option, values, 0.0).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            sums_to_one = abs(p.sum(axis=1) - 1) <= 1e-3
-            bad = ~((p >= 0).all(axis=1) & sums_to_one)
-        self._refuse(name, bad, "probabilities that sum to 1", cells)
-        logs = np.log(np.maximum(np.where(bad[:, None], 1.0, p), _TINY))
-        return p, self._logits(name, np.where(is_option, logs, -np.inf), cells)
+            good = (p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1) <= 1e-3)
+        self._require(name, good, "probabilities that sum to 1")
+        logs = np.log(np.maximum(np.where(good[:, None], p, 1.0), _TINY))
+        return p, self._logits(name, np.where(is_option, logs, -np.inf))
 
 
 def _shown_cell(cell: Any) -> str:
@@ -513,8 +501,7 @@ def _shown_cell(cell: Any) -> str:
     if cell is None or cell == "":
         return "nothing"
     plain = isinstance(cell, str) and re.fullmatch(r"[-+.,\w]*\d[-+.,\w]*%?|nan", cell, re.ASCII)
-    text = cell if plain else repr(cell)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(cell if plain else repr(cell))
 
 
 def _has_decimal_comma(texts: Sequence[str]) -> bool:
@@ -525,19 +512,19 @@ def _has_decimal_comma(texts: Sequence[str]) -> bool:
     return not all(re.fullmatch(r"\s*[+-]?[1-9]\d{0,2},\d{3}%?\s*", text) for text in with_comma)
 
 
-def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float:
-    if not isinstance(cell, str):
-        return np.nan if cell is None else float(cell)
-    text = cell.strip()
-    if not text:
-        return np.nan
-    if text.casefold() in words:
-        return words[text.casefold()]
-    number = text.removesuffix("%").rstrip()
-    if "_" in number:  # Python's float reads 0_5 as 5
-        raise ValueError(number)
-    value = float(number.replace(",", ".") if decimal_comma else number)
-    return value if number == text else value / 100
+def _number(cell: Any, decimal_comma: bool, words: Mapping[str, float]) -> float | None:
+    """A number, NaN where there is none, or None for what cannot be read as one."""
+    try:
+        if not isinstance(cell, str):
+            return np.nan if cell is None else float(cell)
+        text = cell.strip().casefold()
+        if text in words:
+            return words[text]
+        number = text.removesuffix("%").rstrip().replace("_", "?")  # Python's float reads 0_5 as 5
+        value = float(number.replace(",", ".") if decimal_comma else number) if text else np.nan
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return value / 100 if "%" in text else value
 
 
 def _label(cell: Any) -> str | None:
@@ -567,5 +554,5 @@ def _list(cell: Any) -> list[float] | None:
 
 
 def _is_finite(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.abs(values.astype(np.float64, copy=False)) <= np.finfo(np.float32).max)
+    with np.errstate(over="ignore"):
+        return np.isfinite(values.astype(np.float32))

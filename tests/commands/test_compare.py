@@ -341,7 +341,7 @@ def test_tables_that_are_wrong(capsys, tmp_path, content, message):
     [
         ("labels", np.int64(2**32 + 1), "labels: row 7 holds 4294967297, expected a whole number from 0"),
         ("labels", np.uint32(2**32 - 1), "labels: row 7 holds 4294967295, expected a whole number from 0"),
-        ("confidence", 0.5 + 2j, "confidence: expected real numbers, got complex128"),
+        ("confidence", 0.5 + 2j, "confidence: row 0 holds 0j, expected a number"),
         ("confidence", 1e39, "confidence: row 7 holds 1e+39, expected 0 to 1"),
     ],
 )
