@@ -1,13 +1,16 @@
 """Configuration of a decoder."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from calibjax.nn.blocks import BlockConfig, Rope
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import Positive, Range
 
 MAX_LAYERS = 10_000
+Params = Mapping[str, Any]
+"""The tree of parameters of a decoder, or a part of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ All functions are pure. The tree of parameters holds
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import flax.linen as nn
@@ -19,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from calibjax.kernels.stats import softcapped
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import DecoderConfig, Params
 from calibjax.models.lora import LoraConfig, adapters_of
 from calibjax.nn.attention import Past
 from calibjax.nn.blocks import Block, SequenceContext, choose_context, make_norm, segment_positions, sequence_context
@@ -28,7 +27,6 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.options import check_value
 from calibjax.runtime.sharding import constrain_batch, lookup
 
-Params = Mapping[str, Any]
 Layers = Literal["last", "all", "residual"]
 _Contexts = tuple[SequenceContext, ...]
 _Tokens = Int[Array, "B T"]
@@ -281,7 +279,7 @@ def init_adapters(config: DecoderConfig, lora: LoraConfig, key: PRNGKeyArray) ->
 
 
 @functools.lru_cache(maxsize=32)  # tracing a decoder takes a tenth of a second
-def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Mapping[str, Any]:
+def abstract_params(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """The tree of parameters as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype), jax.random.key(0))
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import traverse_util
 from jax.typing import ArrayLike
 
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import DecoderConfig, Params
 from calibjax.models.rules import transposed
 
 VERSION = 3
@@ -86,7 +86,7 @@ def distinctive(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a parameter tree on the host with dotted names; stacked tensors layer by layer."""
     for path, leaf in dotted_leaves(params):
         array = np.asarray(leaf)
@@ -96,7 +96,7 @@ def named_tensors(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]
             yield path, array
 
 
-def dotted_leaves(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def dotted_leaves(tree: Params) -> list[tuple[str, Any]]:
     """The leaves of nested dictionaries as pairs of dotted path and leaf, sorted by path."""
     return sorted(traverse_util.flatten_dict(dict(tree), sep=".").items())
 

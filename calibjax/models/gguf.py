@@ -26,7 +26,7 @@ from calibjax.models.config import DecoderConfig
 from calibjax.models.families import FAMILIES, check_sizes
 from calibjax.models.hf_read import FLOATS, Index, TensorEntry
 from calibjax.runtime.arrays import round_up
-from calibjax.runtime.errors import INT_MAX, UserError
+from calibjax.runtime.errors import INT_MAX, UserError, first_line, shortened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values, as `struct` names them."""
@@ -82,7 +82,7 @@ class GgufFile:
         """The value of a key, checked to be of a Python type; `default` if the key is absent."""
         value = self.metadata.get(key, default)
         if value is not default and type(value) is not kind:
-            raise UserError(f"{self.path}: {key}: expected a value of type {kind.__name__}, got {str(value)[:60]}.")
+            raise UserError(f"{self.path}: {key}: expected a value of type {kind.__name__}, got {shortened(value)}.")
         return value
 
 
@@ -180,7 +180,7 @@ def _read_one(path: Path) -> GgufFile:
             raise ValueError("not a file")
         return _parse(path, _Reader(path), path.stat().st_size)
     except (OSError, ValueError, struct.error, OverflowError) as error:
-        raise UserError(f"{path}: not a GGUF file that can be read: {str(error)[:200]}. Download it again.") from error
+        raise UserError(f"{path}: not a GGUF file that can be read: {first_line(error)}. Download it again.") from error
 
 
 def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
@@ -195,23 +195,23 @@ def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
     for _ in range(key_count):
         key = reader.string()
         if key in metadata:
-            raise ValueError(f"the key {key[:60]!r} occurs twice")
+            raise ValueError(f"two values of the key {key!r}")
         metadata[key] = reader.value(reader.number("I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment: expected a power of two, got {str(alignment)[:60]}")
+        raise ValueError(f"general.alignment: expected a power of two, got {shortened(alignment)}")
     described = [_tensor(path, reader) for _ in range(tensor_count)]
     start = round_up(reader.position, alignment)
     tensors, used = {}, start
     for tensor in sorted(described, key=lambda tensor: tensor.offset):
         placed = dataclasses.replace(tensor, offset=start + tensor.offset)
         if tensor.name in tensors:
-            raise ValueError(f"the tensor {tensor.name[:60]!r} occurs twice")
+            raise ValueError(f"two tensors of the name {tensor.name!r}")
         if tensor.offset % alignment or placed.offset < used:
-            raise ValueError(f"the tensor {tensor.name[:60]!r} overlaps another, or its offset is not aligned")
+            raise ValueError(f"a tensor overlaps another, or its offset is not aligned: {tensor.name!r}")
         used = placed.offset + math.prod(tensor.stored_shape)
         if used > size:
-            raise ValueError(f"the tensor {tensor.name[:60]!r} ends at byte {used:,}, and the file at {size:,}")
+            raise ValueError(f"a tensor ends at byte {used:,}, and the file at {size:,}: {tensor.name!r}")
         tensors[tensor.name] = placed
     return GgufFile(path, metadata, tensors)
 
@@ -221,17 +221,17 @@ def _tensor(path: Path, reader: _Reader) -> GgufTensor:
 
     name, axes = reader.string(), reader.number("I")
     if not 1 <= axes <= 4:
-        raise ValueError(f"the tensor {name[:60]!r} has {axes} axes; expected 1 to 4")
+        raise ValueError(f"a tensor has {axes} axes, expected 1 to 4: {name!r}")
     shape = tuple(reader.number("Q") for _ in range(axes))[::-1]
     number, offset = reader.number("I"), reader.number("Q")
     if not all(1 <= n <= INT_MAX for n in shape):
-        raise ValueError(f"the tensor {name[:60]!r} has the shape {list(shape)}")
+        raise ValueError(f"a tensor has the shape {list(shape)}: {name!r}")
     kind = next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
     if kind not in _sizes():
-        raise ValueError(f"the tensor {name[:60]!r} has the type {kind}, which is not supported")
+        raise ValueError(f"a tensor has the type {kind}, which is not supported: {name!r}")
     block, _ = _sizes()[kind]
     if shape[-1] % block:
-        raise ValueError(f"the tensor {name[:60]!r} has rows of {shape[-1]}; expected a multiple of {block}")
+        raise ValueError(f"a tensor has rows of {shape[-1]}, expected a multiple of {block}: {name!r}")
     return GgufTensor(name, shape, kind, path, offset)
 
 
@@ -384,7 +384,7 @@ def gguf_settings(file: GgufFile) -> Settings:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UserError(f"{file.path}: general.architecture {str(name)[:60]!r} is not supported; supported: {known}.")
+        raise UserError(f"{file.path}: general.architecture {shortened(name)!r} is not supported; supported: {known}.")
     architecture = ARCHITECTURES[name]
     prefix = f"{name}."
     values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -394,12 +394,12 @@ def gguf_settings(file: GgufFile) -> Settings:
         is_number = type(value) in (int, float, bool)
         if key in keys:
             if not is_number:
-                got = str(value)[:60]
+                got = shortened(value)
                 raise UserError(f"{file.path}: {name}.{key}: expected one number for all layers, got {got}.")
             settings[keys[key]] = value
         # A number of 0 means that the model does without what the key is for.
         elif not (is_number and value == 0) and key not in (*_OTHER_KEYS, *architecture.adapt_keys):
-            raise UserError(f"{file.path}: {name}.{key} = {str(value)[:60]} is not supported.")
+            raise UserError(f"{file.path}: {name}.{key} = {shortened(value)} is not supported.")
     for names in _REQUIRED:
         if not values.keys() & {*names}:
             raise UserError(f"{file.path}: {name}.{names[0]} is missing.")
@@ -494,7 +494,8 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
     left = {name: tensor for name, tensor in file.tensors.items() if name not in ignored}
     entries = []
     for rule in family.rules:
-        template = rule.full_name(family.prefix, 0, rule.experts(config)[0]).replace(".experts.0.", ".experts.")
+        experts = rule.experts(config)
+        template = rule.full_name(family.prefix, 0, experts[0]).replace(".experts.0.", ".experts.")
         stored = known.get_name(template, try_suffixes=(".weight", ".bias"))
         for layer in range(config.num_layers) if rule.stacked and stored else (0,):
             tensor = left.pop((stored or "").replace("blk.0.", f"blk.{layer}."), None)
@@ -507,9 +508,8 @@ def gguf_entries(path: Path, config: DecoderConfig) -> list[TensorEntry]:
                 "shift": architecture.norm_shift if target.endswith("norm.scale") else 0.0,
                 "swapped": name == "gpt2" and target.endswith(".kernel"),
             }
-            experts = config.mixture.experts if config.mixture else None
-            holds_all_experts = len(tensor.shape) == 3 and tensor.shape[0] == experts
-            for expert in rule.experts(config):
+            holds_all_experts = len(tensor.shape) == 3 and tensor.shape[0] == len(experts)
+            for expert in experts:
                 full_name = rule.full_name(family.prefix, layer, expert)
                 entries.append(_entry(full_name, tensor, expert if holds_all_experts else None, **storage))
     return entries + [_entry(name, tensor) for name, tensor in left.items()]
@@ -532,9 +532,8 @@ def _entry(
         rows, *columns = index[::-1] if swapped else index
         places = slice(first + rows.start, first + rows.stop)
         if pairs is not None:
-            size = math.prod(tensor.shape[: max(len(tensor.shape) - 1, 1)])
-            stored_row = np.arange(size).reshape(-1, pairs, 2).swapaxes(1, 2).reshape(-1)  # of each row of ours
-            places = first + stored_row[rows]
+            stored_row = np.arange(shape[0]).reshape(-1, pairs, 2).swapaxes(1, 2).reshape(-1)  # of each row of ours
+            places = stored_row[rows]
         if not columns:
             values = tensor.read(slice(None))[0][places]
             return values - values.dtype.type(shift) if shift else values

@@ -50,6 +50,8 @@ _OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*
 """Names of tensors of heads that are not part of a language model."""
 
 Index = tuple[slice, ...]
+Problems = dict[str, list[str]]
+"""Tensors by what is wrong with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +130,11 @@ class Piece:
         return values[..., last.start - first * width : last.stop - first * width]
 
 
-def plan_tensors(
-    config: DecoderConfig, entries: Iterable[TensorEntry]
-) -> tuple[dict[str, list[Piece]], dict[str, int]]:
+Pieces = dict[str, list[Piece]]
+"""The pieces that fill each parameter, by its dotted path."""
+
+
+def plan_tensors(config: DecoderConfig, entries: Iterable[TensorEntry]) -> tuple[Pieces, dict[str, int]]:
     """Assigns the tensors of a checkpoint, `entries` of all of its files, to the parameters of a model.
 
     Returns the pieces that fill each parameter, by dotted path (one a layer of stacked parameters), and how many
@@ -140,7 +144,7 @@ def plan_tensors(
         UserError: tensors are unknown, missing, duplicated, of wrong shape or not floating-point; up to ten of each.
     """
     family = FAMILIES[config.family]
-    problems: dict[str, list[str]] = collections.defaultdict(list)
+    problems: Problems = collections.defaultdict(list)
     by_name: dict[str, TensorEntry] = {}
     named, left_out = _language_model_tensors(list(entries))
     for name, entry in named:
@@ -157,7 +161,7 @@ def plan_tensors(
         _drop_tied_copy(config, by_name, problems)
 
     leaves = dict(dotted_leaves(abstract_params(config)))
-    pieces: dict[str, list[Piece]] = {path: [] for path in leaves}
+    pieces: Pieces = {path: [] for path in leaves}
     for rule, layer in family.stored(config, leaves):
         experts = rule.experts(config)
         present = []
@@ -183,7 +187,7 @@ def plan_tensors(
     return pieces, dict(left_out)
 
 
-def _refuse_problems(config: DecoderConfig, problems: dict[str, list[str]]) -> None:
+def _refuse_problems(config: DecoderConfig, problems: Problems) -> None:
     listed = []
     for kind, names in problems.items():
         if names:
@@ -214,7 +218,7 @@ def _language_model_tensors(entries: list[TensorEntry]) -> tuple[list[tuple[str,
     return text, left_out
 
 
-def _drop_tied_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems: dict[str, list[str]]) -> None:
+def _drop_tied_copy(config: DecoderConfig, by_name: dict[str, TensorEntry], problems: Problems) -> None:
     """Takes the unembedding of a tied model, which some files hold a second time, out of `by_name`."""
     source = {rule.targets: rule.source for rule in FAMILIES[config.family].rules}
     copy = by_name.pop(source["unembedding",], None)
@@ -280,7 +284,7 @@ class _Chunk(NamedTuple):
 
 
 def read_params(
-    config: DecoderConfig, pieces: dict[str, list[Piece]], dtype: np.dtype, mesh: Mesh | None
+    config: DecoderConfig, pieces: Pieces, dtype: np.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, jax.Array], dict[str, str]]:
     """Reads the parameters, by dotted path, and computes the digests of all tensors, by name.
 

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,7 +18,7 @@ from flax import traverse_util
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import DecoderConfig, Params
 from calibjax.models.families import FAMILIES
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.runtime.checksums import array_hash, json_digest
@@ -62,11 +61,11 @@ class LoraConfig:
         provider = qwix.LoraProvider(module_path=_TARGETS[self.targets], rank=self.rank, alpha=self.alpha)
         return qwix.apply_lora_to_model(module, provider)  # pyright: ignore[reportReturnType]
 
-    def join(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    def join(self, params: Params, adapters: Params) -> dict[str, Any]:
         """The parameters of the adapted module: frozen parameters and adapters in one tree."""
         return traverse_util.unflatten_dict(dict(dotted_leaves(params) + dotted_leaves(adapters)), sep=".")
 
-    def merge(self, params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(self, params: Params, adapters: Params) -> dict[str, Any]:
         """The parameters with adapters added to kernels; sums are in float32, results in the kernel's dtype."""
         merged, pieces = dict(dotted_leaves(params)), dict(dotted_leaves(adapters))
         for path, a in pieces.items():
@@ -79,7 +78,7 @@ class LoraConfig:
         return traverse_util.unflatten_dict(merged, sep=".")
 
 
-def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
+def adapters_of(params: Params) -> dict[str, Any]:
     """The adapters alone, of an adapted module's parameters."""
     adapters = {path: leaf for path, leaf in dotted_leaves(params) if path.endswith((_A, _B))}
     return traverse_util.unflatten_dict(adapters, sep=".")
