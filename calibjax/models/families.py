@@ -14,12 +14,13 @@ from calibjax.models.config import MAX_LAYERS, DecoderConfig
 from calibjax.models.rules import Rule
 from calibjax.nn.blocks import ACTIVATIONS, Rope
 from calibjax.nn.experts import Mixture
-from calibjax.runtime.errors import INT_MAX, UserError, require_directory
+from calibjax.runtime.errors import INT_MAX, UserError, require_directory, shortened
 from calibjax.runtime.files import read_json
 from calibjax.runtime.platforms import torch_left_out
 
 Fields = dict[str, Any]
-"""Fields of a `DecoderConfig`."""
+"""Fields of a `DecoderConfig`, or settings of a config.json."""
+Rules = tuple[Rule, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Family:
     """
 
     fields: Callable[[Any], Fields]
-    rules: tuple[Rule, ...]
+    rules: Rules
     prefix: str = "model."
     native: bool = True
 
@@ -53,7 +54,6 @@ _SIZES = (
     *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer")
-_MAX_BYTES = 2**24
 TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
 
@@ -70,20 +70,18 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
         hint = f" There is one in {inside}." if (inside / "config.json").is_file() else ""
         raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.{hint}")
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
         settings = read_json(file)
         if not isinstance(settings, dict):
-            raise ValueError(f"got {str(settings)[:60]!r}")
-    except (OSError, ValueError) as error:
+            raise ValueError(f"got {shortened(settings)!r}")
+    except ValueError as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
     return config_from_settings(file, text_settings(settings))
 
 
-def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def text_settings(settings: Fields) -> Fields:
     """The settings of a multimodal model's language model; the settings of a language model are returned unchanged."""
     kind, text = settings.get("model_type"), settings.get("text_config")
-    if not (isinstance(kind, str) and kind in TEXT_MODELS and isinstance(text, Mapping)):
+    if kind not in [*TEXT_MODELS] or not isinstance(text, Mapping):  # values of JSON may have no hash
         return settings
     # Whether embeddings are tied and how weights are quantised is set for the whole model, not for its text part.
     shared = ("tie_word_embeddings", "quantization_config")
@@ -92,10 +90,10 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": TEXT_MODELS[kind], **text, **shared_settings, "final_logit_softcapping": None}
 
 
-def config_from_settings(file: Path, settings: dict[str, Any]) -> DecoderConfig:
+def config_from_settings(file: Path, settings: Fields) -> DecoderConfig:
     """Converts the settings of a config.json, or settings that another `file` implies; see `config_from_hf`."""
     family = settings.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    if family not in [*FAMILIES]:
         known = ", ".join(sorted({*FAMILIES, *TEXT_MODELS}))
         raise UserError(f"{file}: model_type {family!r} is not supported; supported: {known}.")
     check_sizes(file, settings)
@@ -119,7 +117,7 @@ def check_sizes(file: Path, settings: Mapping[str, Any]) -> None:
         value = settings.get(name)
         largest = MAX_LAYERS if name in _LAYERS else INT_MAX
         if value is not None and not (type(value) is int and 1 <= value <= largest):
-            raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {str(value)[:60]}.")
+            raise UserError(f"{file}: {name}: expected a whole number from 1 to {largest}, got {shortened(value)}.")
 
 
 _SETTINGS = {
@@ -174,7 +172,7 @@ def _convert(hf: Any) -> DecoderConfig:
 
 def _refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
     """Raises `UserError` if the value of a field is not in `allowed`."""
-    if not any(value == choice for choice in allowed):  # by ==, because a value of JSON may have no hash
+    if value not in [*allowed]:
         choices = ", ".join(map(repr, allowed))
         raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
 
@@ -294,7 +292,7 @@ def _norm(source: str, target: str) -> tuple[Rule, Rule]:
     return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
 
 
-def _ends(embedding: str = "embed_tokens", norm: str = "norm", unembedding: str = "lm_head") -> tuple[Rule, ...]:
+def _ends(embedding: str = "embed_tokens", norm: str = "norm", unembedding: str = "lm_head") -> Rules:
     """Rules of the embedding, the final norm and the unembedding, by their names in files."""
     return (
         Rule(f"{embedding}.weight", ("embedding",)),
@@ -303,16 +301,16 @@ def _ends(embedding: str = "embed_tokens", norm: str = "norm", unembedding: str 
     )
 
 
-def _norms(layer: str = "layers.{}", **targets: str) -> tuple[Rule, ...]:
+def _norms(layer: str = "layers.{}", **targets: str) -> Rules:
     return tuple(rule for name, target in targets.items() for rule in _norm(f"{layer}.{name}", f"layers.{target}"))
 
 
-def _linear(source: str, *targets: str, transpose: bool = True, by_head: bool = False) -> tuple[Rule, Rule]:
+def _linear(source: str, *targets: str, transpose: bool = True, groups: str | None = None) -> tuple[Rule, Rule]:
     kernels, biases = (tuple(f"{target}.{name}" for target in targets) for name in ("kernel", "bias"))
-    return Rule(f"{source}.weight", kernels, transpose, by_head), Rule(f"{source}.bias", biases, by_head=by_head)
+    return Rule(f"{source}.weight", kernels, transpose, groups), Rule(f"{source}.bias", biases, groups=groups)
 
 
-def _linears(module: str, place: str, transpose: bool = True, **targets: str) -> tuple[Rule, ...]:
+def _linears(module: str, place: str, transpose: bool = True, **targets: str) -> Rules:
     return tuple(
         rule
         for name, target in targets.items()
@@ -462,7 +460,7 @@ def _gpt_neox(hf: Any) -> Fields:
 _GPT_NEOX_RULES = (
     *_ends("embed_in", "final_layer_norm", "embed_out"),
     *_PRE_NORMS,
-    *_linear("layers.{}.attention.query_key_value", *_FUSED_QKV, by_head=True),
+    *_linear("layers.{}.attention.query_key_value", *_FUSED_QKV, groups="num_heads"),
     *_linear("layers.{}.attention.dense", "layers.attention.o"),
     *_linears("layers.{}.mlp", "layers.mlp", dense_h_to_4h="up", dense_4h_to_h="down"),
 )
@@ -551,8 +549,16 @@ _GPT_OSS_RULES = (
     *_ALL_BUT_MLP,
     Rule("layers.{}.self_attn.sinks", ("layers.attention.sinks",)),
     *_linear("layers.{}.mlp.router", "layers.mlp.router"),
-    Rule("layers.{}.mlp.experts.gate_up_proj", ("layers.mlp.gate.kernel", "layers.mlp.up.kernel"), by_column=True),
-    Rule("layers.{}.mlp.experts.gate_up_proj_bias", ("layers.mlp.gate.bias", "layers.mlp.up.bias"), by_column=True),
+    Rule(
+        "layers.{}.mlp.experts.gate_up_proj",
+        ("layers.mlp.gate.kernel", "layers.mlp.up.kernel"),
+        groups="intermediate_size",
+    ),
+    Rule(
+        "layers.{}.mlp.experts.gate_up_proj_bias",
+        ("layers.mlp.gate.bias", "layers.mlp.up.bias"),
+        groups="intermediate_size",
+    ),
     Rule("layers.{}.mlp.experts.down_proj", ("layers.mlp.down.kernel",)),
     Rule("layers.{}.mlp.experts.down_proj_bias", ("layers.mlp.down.bias",)),
 )

@@ -4,19 +4,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from calibjax.models.config import DecoderConfig
+from calibjax.models.config import DecoderConfig, Params
 from calibjax.models.families import FAMILIES, text_settings
 from calibjax.models.fingerprint import dotted_leaves
 from calibjax.models.gguf import gguf_settings, is_gguf, read_gguf
+from calibjax.models.hub import commit_of
 from calibjax.models.rules import Rule
 from calibjax.models.tokenizer import gguf_stop_tokens, gguf_tokenizer
 from calibjax.runtime.checksums import CHECKSUMS
@@ -35,7 +34,7 @@ _NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION, CHECKSUMS)
 def save_model(
     directory: str | Path,
     config: DecoderConfig,
-    params: Mapping[str, Any],
+    params: Params,
     *,
     like: str | Path,
     dtype: DTypeLike = jnp.float32,
@@ -102,13 +101,10 @@ def settings_files(source: Path) -> list[Path]:
     skipped = {file for pattern in _NOT_COPIED for file in source.glob(pattern)}
     files = sorted({file for pattern in _COPIED for file in source.glob(pattern)} - skipped)
     folder = Path(os.path.realpath(source))
-    allowed = [folder]
-    repository = folder.parent.parent
-    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
-        allowed.append(repository / "blobs")
+    places = [folder] if commit_of(folder) is None else [folder, folder.parents[1] / "blobs"]
     for file in files:
         target = Path(os.path.realpath(file))
-        is_inside = any(target.is_relative_to(place) for place in allowed)
+        is_inside = any(map(target.is_relative_to, places))
         leads_nowhere = file.is_symlink() and not target.is_file()
         if not is_inside or leads_nowhere:
             expected = f"expected a file in {folder}. Copy the file there or remove the link"

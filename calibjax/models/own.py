@@ -168,8 +168,8 @@ def from_arrays(
         tokens=cut(np.arange(len(flat), dtype=np.int32)),
         targets=cut(targets).astype(np.int32),
         where=cut(counted & (targets != -100)),
-        segment_ids=np.where(real, segment, 0).astype(np.int32),
-        positions=np.where(real, position, 0).astype(np.int32),
+        segment_ids=(real * segment).astype(np.int32),
+        positions=(real * position).astype(np.int32),
         source=np.arange(rows, dtype=np.int32),
     )
     fingerprint = _digest((unembedding, bias, softcap, None if unembedding is not None else values.shape[-1]))

@@ -18,8 +18,8 @@ class Rule:
     targets: tuple[str, ...]
     """Dotted paths in our tree; several are concatenated along the output axis of the tensor."""
     transpose: bool = False  # the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for embeddings
-    by_head: bool = False  # the targets are concatenated within each head instead of as a whole
-    by_column: bool = False  # the columns of the targets alternate
+    groups: str | None = None
+    """Field of the configuration with the number of groups of the output axis that each hold all targets; None: one."""
 
     @property
     def stacked(self) -> bool:
@@ -36,9 +36,7 @@ class Rule:
 
     def layout(self, config: DecoderConfig) -> "Layout":
         """Layout of the targets in the tensor of a model."""
-        if self.by_column:
-            return Layout(self.transpose, config.intermediate_size)
-        return Layout(self.transpose, config.num_heads if self.by_head else 1)
+        return Layout(self.transpose, 1 if self.groups is None else getattr(config, self.groups))
 
 
 @dataclasses.dataclass(frozen=True)
