@@ -19,8 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
 
-HEAD, LOGITS = "CALIBJAX_HEAD", "CALIBJAX_LOGITS"
-
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; does nothing where `CALIBJAX_HEAD` is not set.
@@ -28,17 +26,17 @@ def register() -> None:
     Raises:
         HeadError: no such head, one that reads other tokens, or a version of vLLM whose layer of logits differs.
     """
-    if not os.environ.get(HEAD):
+    if not os.environ.get("CALIBJAX_HEAD"):
         return
-    mode = os.environ.get(LOGITS, "calibrated")
+    mode = os.environ.get("CALIBJAX_LOGITS", "calibrated")
     if mode not in ("calibrated", "unchanged"):
-        raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
+        raise HeadError(f'CALIBJAX_LOGITS: expected "calibrated" or "unchanged", got {mode!r}.')
     if import_module("vllm.platforms").current_platform.is_tpu():
-        raise HeadError(f"{HEAD}: vLLM's models for TPUs have another layer of logits. Unset it.")
-    export = read_export(os.environ[HEAD])
+        raise HeadError("CALIBJAX_HEAD: vLLM's models for TPUs have another layer of logits. Unset it.")
+    export = read_export(os.environ["CALIBJAX_HEAD"])
     if export.head.reads_sequence or export.head.pooling == "sequence":
         reason = "this head reads other tokens than the one it calibrates, which vLLM's layer of logits does not see"
-        raise HeadError(f"{HEAD}: {reason}. Fit a linear or an mlp head, pooled by token.")
+        raise HeadError(f"CALIBJAX_HEAD: {reason}. Fit a linear or an mlp head, pooled by token.")
     _replace_layer(_Calibration(export), mode == "calibrated")
 
 
@@ -91,7 +89,9 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
     except (ImportError, AttributeError):
         parameters = []
     if parameters != ["self", "lm_head", "hidden_states", "embedding_bias"]:
-        raise HeadError(f"vLLM {version}: its layer of logits differs from vLLM 0.32. Install 0.32, or unset {HEAD}.")
+        raise HeadError(
+            f"vLLM {version}: its layer of logits differs from vLLM 0.32. Install 0.32, or unset CALIBJAX_HEAD."
+        )
     if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()
@@ -103,7 +103,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
             bypasses_sampler = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
             if bypasses_sampler and not calibrates_sampling:
                 needed = "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no speculative decoding"
-                raise HeadError(f"{LOGITS}=unchanged needs {needed}. Use {LOGITS}=calibrated.")
+                raise HeadError(f"CALIBJAX_LOGITS=unchanged needs {needed}. Use CALIBJAX_LOGITS=calibrated.")
             if self.logits_as_input:
                 raise HeadError("this model gives its layer of logits no hidden states, which a head needs.")
 
@@ -126,7 +126,9 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
 
         def compute_logprobs(logits: Tensor) -> Tensor:
             if logits not in scales:
-                raise HeadError(f"{LOGITS}=unchanged: these logits do not come from vLLM's layer. Use calibrated.")
+                raise HeadError(
+                    "CALIBJAX_LOGITS=unchanged: these logits do not come from vLLM's layer. Use calibrated."
+                )
             return scaled_logits(logits, scales[logits]).log_softmax(dim=-1, dtype=torch.float32)
 
         Sampler.compute_logprobs = staticmethod(compute_logprobs)
