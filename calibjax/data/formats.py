@@ -172,13 +172,17 @@ def read_conversation(row: Row, format: Format, place: str) -> Conversation:
     return Conversation(messages, tuple(answers), options)
 
 
+def _mismatch(where: str, expected: str, value: Any) -> UserError:
+    return UserError(f"{where}: expected {expected}, got {shortened(value)!r}.")
+
+
 def _turns(row: Row, column: str, place: str) -> tuple[str, list[Any]]:
     where = f"{place}, column {column!r}"
     turns = row.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = _parsed(turns, where)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise UserError(f"{where}: expected a list of messages, got {shortened(turns)!r}.")
+        raise _mismatch(where, "a list of messages", turns)
     return where, list(turns)
 
 
@@ -193,21 +197,21 @@ def _text_turns(row: Row, format: Format, place: str) -> list[tuple[str, list[An
             text += SEPARATOR + more
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise UserError(f"{place}, column 'history': expected pairs of prompt and response, got {shortened(pairs)!r}.")
+        raise _mismatch(f"{place}, column 'history'", "pairs of prompt and response", pairs)
     pairs = [*pairs, (text, string_at(row, response, place))]
     return [(place, [{"role": "user", "content": q}, {"role": "assistant", "content": a}]) for q, a in pairs]
 
 
 def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     if not isinstance(turn, Mapping):
-        raise UserError(f"{where}: expected a message as a dict, got {shortened(turn)!r}.")
+        raise _mismatch(where, "a message as a dict", turn)
     message = _without_nulls(turn)
     sender = message.pop("from", None)
     value = message.pop("value", None)
     role = message.get("role") or sender
     content = next((given for given in (message.get("content"), value) if given not in (None, "")), "")
     if not isinstance(role, str):
-        raise UserError(f"{where}: expected role and content (or from and value) as strings, got {shortened(turn)!r}.")
+        raise _mismatch(where, "role and content (or from and value) as strings", turn)
     if "train_detail" in message:
         raise UserError(f"{where}: train_detail scores parts of a message, which is not supported. Remove it.")
     trained = message.pop("train", message.pop("training", None))  # axolotl's
@@ -218,7 +222,7 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: expected text or text parts, got {shortened(part)!r}. Only text is read.")
+            raise _mismatch(where, "text or text parts (only text is read)", part)
     content = "".join(part["text"] for part in parts)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call
@@ -234,7 +238,7 @@ def _read_call(call: Any, where: str) -> Message:
     """A tool call with its arguments as an object, which templates write as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: expected a tool call with a function's name and arguments, got {shortened(call)!r}.")
+        raise _mismatch(where, "a tool call with a function's name and arguments", call)
     function = {**function, "arguments": _parsed(function.get("arguments", {}), where)}
     return {**call, "function": function} if "function" in call else function
 
@@ -246,12 +250,12 @@ def _template_options(row: Row, place: str) -> dict[str, Any]:
         value = _without_nulls(_parsed(row.get(column) or [], where))
         if value:
             if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-                raise UserError(f"{where}: expected a list of objects, got {shortened(value)!r}.")
+                raise _mismatch(where, "a list of objects", value)
             options[column] = value
     more = _without_nulls(row.get("chat_template_kwargs") or {})
     reserved = {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
     if not isinstance(more, dict) or reserved & more.keys():
-        raise UserError(f"{place}, column 'chat_template_kwargs': expected an object, got {shortened(more)!r}.")
+        raise _mismatch(f"{place}, column 'chat_template_kwargs'", "an object", more)
     return options | more
 
 

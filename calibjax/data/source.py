@@ -151,24 +151,24 @@ _SPLIT = re.compile(r"(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?![a-z
 
 def _files_in(directory: Path, split: str | None) -> list[Path]:
     """The data files in a directory, or else those in its subdirectories."""
-    every = {file: file.relative_to(directory).parts for file in sorted(directory.glob("**/*")) if file.is_file()}
+    every = sorted(file for file in directory.glob("**/*") if file.is_file() and _suffix(file) in _READERS)
     # Copies that notebooks and versioning keep, such as .ipynb_checkpoints/train-checkpoint.csv, are no data.
-    visible = [file for file, parts in every.items() if not any(part[0] == "." for part in parts)]
-    # dataset_infos.json, of the hub, describes splits.
-    data = [file for file in visible if _suffix(file) in _READERS and file.name != "dataset_infos.json"]
-    files = [file for file in data if file.parent == directory] or data
+    every = [file for file in every if not any(part[0] == "." for part in file.relative_to(directory).parts)]
+    every = [file for file in every if file.name != "dataset_infos.json"]  # of the hub: descriptions of splits
+    files = [file for file in every if file.parent == directory] or every
     if not files:
         raise UserError(f"{directory} holds no data file. Expected files ending in {_EXPECTED}.")
-    names = ", ".join("/".join(every[file]) for file in files)
+    inside = {file: file.relative_to(directory).parts for file in files}
+    names = ", ".join("/".join(parts) for parts in inside.values())
     if split is not None:
-        files = [file for file in files if any(part.startswith(split) for part in every[file])]
+        files = [file for file in files if any(part.startswith(split) for part in inside[file])]
         if not files:
             raise UserError(f"split={split!r}: no file in {directory} begins with it. There are: {names}.")
     _check_one_configuration(directory, ["/".join(inside[file]) for file in files])
     if split is None:
         splits = []
-        for file in files:
-            matches = [match for part in every[file] if (match := _SPLIT.match(part))]
+        for parts in inside.values():
+            matches = [match for part in parts if (match := _SPLIT.match(part))]
             splits += [match[1].lower() for match in matches[-1:]]  # of the file, or the folder nearest to it
         _check_one_split(directory, splits, names)
     if len({_suffix(file) == ".txt" for file in files}) > 1:
@@ -368,7 +368,7 @@ def _parquet(file: BinaryIO) -> _Read:
     return _numbered(row for batch in batches for row in batch.rename_columns(columns).to_pylist())
 
 
-_READERS: dict[str, tuple[str, Callable[[BinaryIO], _Read]]] = {
+_READERS = {
     ".jsonl": ("json", _json),
     ".ndjson": ("json", _json),
     ".json": ("json", _json),

@@ -27,7 +27,7 @@ _EXPECTED = (
     "the responses of a server are read from .jsonl"
 )
 # What a table may hold, and the names of columns that are read as it; case, spaces and underscores do not count.
-_ROLES: dict[str, tuple[str, ...]] = {
+_ROLES = {
     "confidence": ("confidence",),
     "correct": ("correct", "is_correct"),
     "label": ("label", "labels"),
@@ -113,7 +113,7 @@ def read_table(
         raise UserError(f"{path}: there is no such file.")
     columns = dict(columns or {})
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
-    without_divisors = [re.sub(r"/[\d.]+$", "", column) for column in columns.values()]
+    without_divisors = [column.rpartition("/")[0] for column in columns.values()]
     named = {*several, *columns.values(), *without_divisors}
     raw = _read_columns(path, named, skip_broken, tokens, truth)
     divided = {role: _split_divisor(role, column, raw.names) for role, column in columns.items()}
@@ -121,14 +121,13 @@ def read_table(
     for name in (*several, *names.values()):
         if name not in raw.names:
             raise UserError(f"{path}: there is no column {name}; got: {_listed(raw.names)}.")
-    divisors = {role: divisor for role, (_, divisor) in divided.items()}
     if several:
         names.setdefault("confidence", several[0])
-    reader = _Columns(path, raw, skip_broken)
+    reader = _Columns(path, raw, dict(divided.values()), skip_broken)
     confidence_first = "confidence" in columns  # one that the caller named, over logits
-    predictions, probabilities = reader.predictions(names, divisors, confidence_first, outcomes)
+    predictions, probabilities = reader.predictions(names, confidence_first, outcomes)
     if several:
-        predictions = predictions._replace(confidences=np.stack([reader.fractions(x, 1.0) for x in several], axis=1))
+        predictions = predictions._replace(confidences=np.stack(list(map(reader.fractions, several)), axis=1))
     for role in {"features", "unembedding"} & names.keys():
         predictions = predictions._replace(**{role: reader.matrix(names[role], per_row=role == "features")})
     groups = reader.labels(names["group"]) if "group" in names else None
@@ -182,8 +181,8 @@ def table_rows(
     if path.suffix != ".npz":
         rows = read_source(path, skip_broken=skip_broken)
         return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), tokens=tokens)
-    loaded, *_ = _load_npz(path, lambda name: name != "unembedding")
-    arrays = {name: array for name, array in loaded.items() if array.ndim}
+    loaded = _load_npz(path, lambda name: name != "unembedding")
+    arrays = {name: array for name, array in loaded.cells.items() if array.ndim}
 
     def read() -> Iterator[Placed]:
         for number, row in enumerate(zip(*arrays.values(), strict=True)):
@@ -210,7 +209,7 @@ def _read_columns(
     if suffix == ".npz":
         if truth is not None or tokens:
             raise UserError(f"truth, tokens: {path} holds arrays, which are no responses of a server; leave them out.")
-        return _RawColumns(*_load_npz(path, lambda name: _may_have_role(name, named)), Skipped())
+        return _load_npz(path, lambda name: _may_have_role(name, named))
     if suffix == ".parquet" and truth is None and not tokens:
         return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
@@ -228,8 +227,8 @@ def _read_columns(
     return _RawColumns(cells, list(columns), count, skipped)
 
 
-def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.ndarray], list[str], int]:
-    """Arrays whose names `is_read` selects; all names; the number of rows of all but the unembedding and scalars."""
+def _load_npz(path: Path, is_read: Callable[[str], bool]) -> _RawColumns:
+    """Arrays whose names `is_read` selects, with one number of rows but for the unembedding and scalars; all names."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files if is_read(name)}
@@ -239,7 +238,7 @@ def _load_npz(path: Path, is_read: Callable[[str], bool]) -> tuple[dict[str, np.
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UserError(f"{path}: expected arrays with the same number of rows, got {counts}.")
-    return arrays, file.files, max(lengths.values(), default=0)
+    return _RawColumns(arrays, file.files, max(lengths.values(), default=0), Skipped())
 
 
 def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
@@ -275,9 +274,9 @@ def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
 def _may_have_role(name: str, named: Set[str]) -> bool:
     """Whether a column may have a role; `named` are the columns that the user gave."""
     known = map(normalised, itertools.chain(*_ROLES.values()))
-    is_numbered = re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE) is not None
-    is_named = bool({name, name.removeprefix("correct_")} & named)
-    return is_named or is_numbered or normalised(name) in known
+    is_numbered = re.fullmatch(r"(logit|p)_\d+", name.strip(), re.IGNORECASE)
+    is_named = {name, name.removeprefix("correct_")} & named
+    return bool(is_named or is_numbered or normalised(name) in known)
 
 
 def _assign_roles(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
@@ -316,14 +315,14 @@ def _listed(names: Sequence[str]) -> str:
 class _Columns:
     """Columns of a file as arrays; rows that cannot be read are refused, or marked in `broken` `[N]` to be left out."""
 
-    def __init__(self, path: Path, raw: _RawColumns, skip_broken: bool) -> None:
+    def __init__(self, path: Path, raw: _RawColumns, divisors: Mapping[str, float], skip_broken: bool) -> None:
         self.cells, self.names, self.skipped = raw.cells, raw.names, raw.skipped
         self.broken = np.zeros(raw.rows, bool)
         self.notes: list[str] = []
-        self._path, self._skip_broken = path, skip_broken
+        self._path, self._divisors, self._skip_broken = path, divisors, skip_broken
 
     def predictions(
-        self, names: Mapping[str, str], divisors: Mapping[str, float], confidence_first: bool, outcomes: bool
+        self, names: Mapping[str, str], confidence_first: bool, outcomes: bool
     ) -> tuple[Predictions, np.ndarray | None]:
         """Predictions with logits or with confidences; and the probabilities `[N, K]` of a file that has no logits."""
         takes_scores = not confidence_first and ("label" in names or not outcomes)
@@ -332,9 +331,9 @@ class _Columns:
         if logits is not None and "label" in names:
             fields["labels"] = self.classes(names["label"], logits)
         elif "confidence" in names and ("correct" in names or not (fields or outcomes)):
-            fields["confidence"] = self.fractions(names["confidence"], divisors.get("confidence", 1.0))
+            fields["confidence"] = self.fractions(names["confidence"])
             if "correct" in names:
-                fields["correct"] = self.fractions(names["correct"], divisors.get("correct", 1.0), words=True)
+                fields["correct"] = self.fractions(names["correct"], words=True)
         if fields:
             return Predictions(**fields), probabilities
         if self.skipped.count and not len(self.broken):
@@ -387,8 +386,9 @@ class _Columns:
         self._require(name, [number is not None for number in numbers], expected)
         return np.array(numbers, np.float64)  # NaN for None
 
-    def fractions(self, name: str, divisor: float, *, words: bool = False) -> np.ndarray:
-        """Numbers from 0 to 1, float64 `[N]`, divided by `divisor`, or by 100 where they are percentages."""
+    def fractions(self, name: str, *, words: bool = False) -> np.ndarray:
+        """Numbers from 0 to 1, float64 `[N]`, divided by the column's divisor, or by 100 where they are percentages."""
+        divisor = self._divisors.get(name, 1.0)
         values = self._numbers(name, _WORDS if words else None).astype(np.float64)
         known = values[~self.broken & ~np.isnan(values)]
         has_signs = any(isinstance(cell, str) and "%" in cell for cell in self.cells[name])  # by which they are divided
