@@ -69,6 +69,10 @@ class Generation(NamedTuple):
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
+_AFTER_END = Generation._make([np.int32(-1), np.float32(0), np.float32(0), np.float32(1), np.bool_(False)])
+"""Each field after the end of a row."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
     """How `generate` chooses each token: by default the most likely one.
@@ -197,11 +201,9 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
             return first_equal(logits, jnp.max(logits, axis=-1))
         drawn_from = calibrated if program.sample_calibrated else logits
         drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
-        # As jax.random.categorical, with a key for each row: its samples do not depend on the other rows.
+        # A key for each row: its samples do not depend on the other rows.
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, length)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        perturbed = drawn_from + noise  # the Gumbel-max trick
-        return first_equal(perturbed, jnp.max(perturbed, axis=-1))
+        return jax.vmap(jax.random.categorical)(keys, drawn_from).astype(jnp.int32)
 
     def add_token(state: _State, logits: Array, log_scale: Array, caches: _Caches) -> _State:
         calibrated = jnp.exp(log_scale)[:, None] * logits
@@ -211,19 +213,19 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         def log_prob(z: Array) -> Array:
             return jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], axis=-1)[:, 0]
 
-        new_column = Generation(
-            tokens=jnp.where(active, token, -1),
-            base_log_probs=jnp.where(active, log_prob(logits), 0.0),
-            confidence=jnp.where(active, jnp.exp(log_prob(calibrated)), 0.0),
-            temperature=jnp.where(active, jnp.exp(-log_scale), 1.0),
+        def store(columns: Array, new: Array, after_end: Array) -> Array:
+            column = jnp.where(active, new, after_end)[:, None]
+            return jax.lax.dynamic_update_slice_in_dim(columns, column, state.length, axis=1)
+
+        new = Generation(
+            tokens=token,
+            base_log_probs=log_prob(logits),
+            confidence=jnp.exp(log_prob(calibrated)),
+            temperature=jnp.exp(-log_scale),
             where=active,
         )
-        generated = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], state.length, axis=1),
-            state.generated,
-            new_column,
-        )
-        done = state.done | jnp.any(token[:, None] == inputs.stop_tokens[None, :], axis=-1)
+        generated = jax.tree.map(store, state.generated, new, _AFTER_END)
+        done = state.done | jnp.isin(token, inputs.stop_tokens)
         return _State(state.length + 1, done, generated, caches)
 
     def step(state: _State) -> _State:
@@ -239,9 +241,7 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
     columns = max(program.max_new_tokens - 1, 1)  # the last token needs no forward pass
     cache, head_cache = (None if cache is None else fork(cache, program.samples, columns) for cache in caches)
     shape = (len(logits), program.max_new_tokens)
-    zeros = jnp.zeros(shape, jnp.float32)
-    floats = {"base_log_probs": zeros, "confidence": zeros, "temperature": zeros + 1}
-    empty = Generation(tokens=jnp.full(shape, -1, jnp.int32), **floats, where=jnp.zeros(shape, bool))
+    empty = jax.tree.map(lambda value: jnp.full(shape, value), _AFTER_END)
     start = _State(jnp.int32(0), jnp.zeros(len(logits), bool), empty, (cache, head_cache))
     start = add_token(start, logits, log_scale, start.caches)
     return jax.lax.while_loop(unfinished, step, start).generated
@@ -303,13 +303,13 @@ def generate(
     program = _Program(
         lm.config, head.config, lm.dtype, max_new_tokens, sampling.top_k, sampling.calibrated, sampling.num_samples
     )
-    stop_padding = [-1] * (_STOP_TOKENS - len(stops) % _STOP_TOKENS)
+    stop_padding = _STOP_TOKENS - len(stops) % _STOP_TOKENS
     inputs = _DecodeInputs(
         frozen=frozen_arrays(lm, head.config),
         head=head.arrays,
         tokens=tokens,
         segment_ids=is_token.astype(np.int32),
-        stop_tokens=np.array([*stops, *stop_padding], np.int32),
+        stop_tokens=np.pad(np.array(stops, np.int32), (0, stop_padding), constant_values=-1),
         prompt_seeds=np.resize(seeds, rows).astype(np.int32),
         key=jax.random.key(0) if sampling.key is None else sampling.key,
         temperature=np.float32(sampling.temperature) if sampling.temperature else None,
@@ -344,14 +344,16 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
         raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
-    ids = [lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
-    ids = [_whole_numbers(f"prompts: number {number}", row) for number, row in enumerate(ids)]
-    for number, row in enumerate(ids):
+    ids, size = [], lm.config.vocab_size
+    for number, prompt in enumerate(prompts):
+        name = f"prompts: number {number}"
+        row = _whole_numbers(name, lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         if not row:
-            raise UserError(f"prompts: number {number} has no tokens.")
-        low, high, size = min(row), max(row), lm.config.vocab_size
+            raise UserError(f"{name} has no tokens.")
+        low, high = min(row), max(row)
         if not 0 <= low <= high < size:
-            raise UserError(f"prompts: number {number} has ids from {low} to {high}, but the vocabulary has {size}.")
+            raise UserError(f"{name} has ids from {low} to {high}, but the vocabulary has {size}.")
+        ids.append(row)
     return ids
 
 
@@ -385,31 +387,27 @@ def sample_sequences(
     if (sequences.segment_ids[:, prompt_tokens - 1] != 1).any():
         raise UserError(f"prompt_tokens: some sequences begin with fewer than {prompt_tokens} tokens of a text.")
     stops = default_stop_tokens(lm)
-    tokens = np.empty((count, length + 1), np.int32)
-    tokens[:, :prompt_tokens] = sequences.tokens[:, :prompt_tokens]
-    where = np.zeros((count, length + 1), bool)
-    where[:, :prompt_tokens] = True
+    sampled = np.empty((count, length + 1), np.int32)  # -1 after the end
+    sampled[:, :prompt_tokens] = sequences.tokens[:, :prompt_tokens]
     bar = context.bar(title=context.title or "sampling", unit="sequence", total=count)
     for number, begin in enumerate(range(0, count, batch_size)):
         rows = np.arange(begin, begin + batch_size) % count  # the last batch is filled up to one shape for all
         key = jax.random.fold_in(jax.random.key(context.seed), number) if temperature else None
         generated = generate(
             lm,
-            tokens[rows, :prompt_tokens].tolist(),
+            sampled[rows, :prompt_tokens].tolist(),
             max_new_tokens=length + 1 - prompt_tokens,
             sampling=Sampling(temperature=temperature, key=key),
             stop_tokens=stops,
         )
         drawn = to_host(generated.tokens)[: count - begin]
-        real = len(drawn)
-        where[begin : begin + real, prompt_tokens:] = drawn >= 0
-        tokens[begin : begin + real, prompt_tokens:] = np.maximum(drawn, 0)
-        bar.update(real)
+        sampled[begin : begin + batch_size, prompt_tokens:] = drawn
+        bar.update(len(drawn))
     bar.close()
-    inputs = where[:, 1:]  # an input is valid if it has a target
+    inputs = sampled[:, 1:] >= 0  # an input is valid if it has a target
     return Sequences(
-        tokens=tokens[:, :-1] * inputs,
-        targets=tokens[:, 1:] * inputs,
+        tokens=sampled[:, :-1] * inputs,
+        targets=sampled[:, 1:] * inputs,
         where=inputs & (np.arange(length) >= prompt_tokens - 1),
         segment_ids=inputs.astype(np.int32),
         positions=np.arange(length, dtype=np.int32) * inputs,
