@@ -114,9 +114,8 @@ def sequence_mean(values: PerToken, where: Mask = None, segment_ids: Segments = 
     counts = jnp.ones(values.shape, bool) if where is None else where
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
     in_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
-    weights = in_segment.astype(values.dtype)
-    total = jnp.einsum("bts,bs->bt", weights, jnp.where(counts, values, 0.0), precision="highest")
-    return total / jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
+    total = jnp.sum(values[:, None, :], axis=-1, where=in_segment)
+    return total / jnp.maximum(jnp.sum(in_segment, axis=-1), 1)
 
 
 class ConstantHead(nn.Module):
@@ -150,8 +149,7 @@ class MLPHead(_Head):
     def _transformed(self, features: Features) -> Features:
         features = features.astype(jnp.float32)
         if self.normalize:
-            mean_square = jnp.mean(jnp.square(features), axis=-1, keepdims=True)
-            features = features * jax.lax.rsqrt(mean_square + 1e-6)
+            features = nn.RMSNorm(epsilon=1e-6, use_scale=False)(features)
         kernel_init = nn.linear.default_kernel_init if self.identity_start else _torch_kernel_init
         # One product for both halves of the gate.
         width = 2 * self.intermediate_size
@@ -180,7 +178,7 @@ class TransformerHead(_Head):
         segment_ids: Segments = None,
         cache: Cache | None = None,
         keep: bool = False,
-    ) -> PerToken | tuple[PerToken, Cache]:
+    ) -> Any:
         if segment_ids is None:
             segment_ids = jnp.ones(features.shape[:2], jnp.int32)
         features = jnp.where(segment_ids[..., None] > 0, features, 0.0).astype(self.dtype)  # padding may hold NaN
@@ -230,9 +228,14 @@ def _transformer(config: "HeadConfig") -> nn.Module:
     heads = config.num_heads or fitting[-1]
     if size % (2 * heads):
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
-    inner_size = config.intermediate_size or 4 * size
-    head_sizes: Any = {"num_heads": heads, "num_kv_heads": heads, "head_dim": size // heads}
-    block = BlockConfig(hidden_size=size, intermediate_size=inner_size, norm_eps=1e-6, **head_sizes)
+    block = BlockConfig(
+        hidden_size=size,
+        intermediate_size=config.intermediate_size or 4 * size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=size // heads,
+        norm_eps=1e-6,
+    )
     return TransformerHead(block, **_common(config))
 
 
@@ -375,14 +378,9 @@ def join_features(
     names: tuple[str, ...], parts: Mapping[str, Float[Array, "*B F"]], stats: VocabStats | None
 ) -> Float[Array, "*B F"]:
     """The named features, float32, from `parts` or else from the statistics at s = 1."""
-    joined = []
-    for name in names:
-        function = FEATURES[name].function
-        if name not in parts and function is not None and stats is not None:
-            joined.append(function(stats))
-        else:
-            joined.append(parts[name].astype(jnp.float32))
-    return jnp.concatenate(joined, axis=-1)
+    functions: Any = {name: FEATURES[name].function for name in names}
+    joined = [parts[name] if name in parts else functions[name](stats) for name in names]
+    return jnp.concatenate([part.astype(jnp.float32) for part in joined], axis=-1)
 
 
 class HeadArrays(NamedTuple):

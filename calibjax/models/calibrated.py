@@ -1,6 +1,6 @@
 """A model and its head together: calibrated probabilities of any text, and the head as a program of its own."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +92,10 @@ def calibrated_log_probs(
 
 @jax.jit(static_argnums=(0, 1, 2))
 def _confidence(model_config: Config, head_config: HeadConfig, dtype, head_arrays, frozen, batch) -> TokenConfidence:
-    options: Any = {"dtype": dtype, "statistics": ("log_normalizer", "max_logit", "argmax")}
-    stats, log_scale = batch_stats(model_config, head_config, head_arrays, frozen, batch, **options)
+    needed = ("log_normalizer", "max_logit", "argmax")
+    stats, log_scale = batch_stats(
+        model_config, head_config, head_arrays, frozen, batch, dtype=dtype, statistics=needed
+    )
     return TokenConfidence(stats.require("argmax"), stats.confidence(), jnp.exp(-log_scale))
 
 

@@ -85,8 +85,13 @@ class Decoder(nn.Module):
 
         if self.remat != "none":
             step = nn.remat(step, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
-        per_layer: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        scan = nn.scan(step, length=cfg.num_layers, in_axes=(0, nn.broadcast), **per_layer)  # pyright: ignore
+        scan = nn.scan(
+            step,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),  # pyright: ignore
+            length=cfg.num_layers,
+        )
         local = jnp.asarray(cfg.local_layers or (False,) * cfg.num_layers)
         contexts = _layer_contexts(cfg, positions, segment_ids, None if cache is None else cache.length, until)
         hidden = constrain_batch(hidden)
@@ -213,8 +218,10 @@ def extend(
         until = jnp.pad(until + before, ((0, 0), (before, 0)), constant_values=columns)
     with _matmul_precision(dtype):
         module = Decoder(config, dtype)
-        options: Any = {"cache": cache, "keep": True, "until": until}
-        hidden, new = cast(Any, module.apply({"params": params}, tokens, all_segment_ids, positions, **options))
+        outputs: Any = module.apply(
+            {"params": params}, tokens, all_segment_ids, positions, cache=cache, keep=True, until=until
+        )
+    hidden, new = outputs
     return hidden, full_cache(new, segment_ids) if cache is None else fill(cache, new)
 
 

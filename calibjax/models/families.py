@@ -8,7 +8,7 @@ import math
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from calibjax.models.config import MAX_LAYERS, DecoderConfig
 from calibjax.models.rules import Rule
@@ -23,8 +23,7 @@ Fields = dict[str, Any]
 Rules = tuple[Rule, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One `model_type` of Hugging Face.
 
     `fields` returns those fields of a `DecoderConfig` that `_SETTINGS` lacks or reads otherwise. A rule is skipped if

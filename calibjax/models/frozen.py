@@ -74,8 +74,16 @@ def batch_hidden(config: Config, frozen: FrozenArrays, batch: Batch, dtype: DTyp
         return batch["hidden"].astype(dtype)
     if isinstance(config, FunctionConfig):
         return jax.lax.stop_gradient(constrain_batch(config(frozen.params, batch)).astype(dtype))
-    layout: dict[str, Any] = {name: batch.get(name) for name in ("segment_ids", "positions", "until")}
-    return jax.lax.stop_gradient(decoder.hidden_states(config, frozen.params, batch["tokens"], **layout, dtype=dtype))
+    hidden = decoder.hidden_states(
+        config,
+        frozen.params,
+        batch["tokens"],
+        segment_ids=batch.get("segment_ids"),
+        positions=batch.get("positions"),
+        until=batch.get("until"),
+        dtype=dtype,
+    )
+    return jax.lax.stop_gradient(hidden)
 
 
 def frozen_features(
@@ -113,9 +121,10 @@ def batch_log_scale(
     `stats`: the statistics at s = 1 that the head's features read; if None, they are computed.
     """
     features = frozen_features(config, head_config.features, frozen, batch["hidden"], dtype, stats)
-    layout: Any = {name: batch[name] for name in ("where", "segment_ids")}
-    log_scale = head_config.build().apply({"params": head_arrays.params}, features, **layout)
-    return jnp.asarray(log_scale) + head_arrays.log_factor
+    head: Any = head_config.build()
+    where, segment_ids = batch["where"], batch["segment_ids"]
+    log_scale = head.apply({"params": head_arrays.params}, features, where=where, segment_ids=segment_ids)
+    return log_scale + head_arrays.log_factor
 
 
 def extend_log_scale(

@@ -10,7 +10,6 @@ new architecture is an entry of `ARCHITECTURES`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import mmap
@@ -18,7 +17,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufTensor:
+class GgufTensor(NamedTuple):
     """A tensor of a file: `shape` as numpy has it, name of its `GGMLQuantizationType`, and first byte."""
 
     name: str
@@ -67,8 +65,7 @@ class GgufTensor:
             return dequantize(stored, GGMLQuantizationType[self.kind])
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufFile:
+class GgufFile(NamedTuple):
     """A parsed GGUF file, or the first of several that a model is split into, with the tensors of all by name.
 
     In the metadata, an array of strings is a list, another array a numpy array.
@@ -120,7 +117,7 @@ class _Reader:
             return [self.string() for _ in range(count)]
         if element not in _SCALARS:
             raise ValueError(f"an array has elements of type {element}")
-        dtype = np.dtype(_SCALARS[element]).newbyteorder("<")
+        dtype = np.dtype(f"<{_SCALARS[element]}")
         return np.frombuffer(self.bytes(count * dtype.itemsize), dtype)
 
 
@@ -169,7 +166,7 @@ def read_gguf(path: Path) -> GgufFile:
         if repeated := tensors.keys() & more.keys():
             raise UserError(f"{other}: holds {min(repeated)!r}, as another file of this model does.")
         tensors |= more
-    return dataclasses.replace(first, tensors=tensors)
+    return first._replace(tensors=tensors)
 
 
 def _read_one(path: Path) -> GgufFile:
@@ -204,7 +201,7 @@ def _parse(path: Path, reader: _Reader, size: int) -> GgufFile:
     start = round_up(reader.position, alignment)
     tensors, used = {}, start
     for tensor in sorted(described, key=lambda tensor: tensor.offset):
-        placed = dataclasses.replace(tensor, offset=start + tensor.offset)
+        placed = tensor._replace(offset=start + tensor.offset)
         if tensor.name in tensors:
             raise ValueError(f"two tensors of the name {tensor.name!r}")
         if tensor.offset % alignment or placed.offset < used:
@@ -238,13 +235,12 @@ def _tensor(path: Path, reader: _Reader) -> GgufTensor:
 Settings = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """One family, a key of `FAMILIES`, as llama.cpp writes it."""
 
     family: str
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in addition to `_KEYS`
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that llama.cpp's code assumes
+    keys: Mapping[str, str] = {}  # in addition to `_KEYS`
+    fixed: Mapping[str, Any] = {}  # settings that llama.cpp's code assumes
     adapt: Callable[[Settings, GgufFile], None] | None = None  # changes settings by the metadata and tensors of a file
     interleaved: bool = False  # rows of queries and keys are stored so that rotated pairs are neighbours
     norm_shift: float = 0.0  # number that is added to the scales of norms in the file

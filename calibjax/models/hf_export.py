@@ -29,6 +29,7 @@ _COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 DESCRIPTION = "calibjax.json"
 """Description file of an Orbax checkpoint, see `orbax_checkpoint.save_checkpoint`."""
 _NOT_COPIED = ("*.safetensors.index.json", DESCRIPTION, CHECKSUMS)
+_Tensor = tuple[Rule, tuple[int, ...]]  # its rule, and the index of layer and expert in our parameters
 
 
 def save_model(
@@ -64,13 +65,13 @@ def save_model(
     with new_directory(directory, replace=replace) as fresh:
         on_first(lambda: copy_settings(source, fresh, dtype.name, softcap=config.logit_softcap))
         leaves = dict(dotted_leaves(params))
-        tensors: dict[str, tuple[Rule, tuple[int, ...]]] = {}  # rule, and the index of layer and expert in parameters
+        tensors: dict[str, _Tensor] = {}
         for rule, layer in family.stored(config, leaves):
             for expert in rule.experts(config):
                 index = tuple(i for i in (layer, expert) if i is not None)
                 tensors[rule.full_name(family.prefix, layer, expert)] = rule, index
 
-        def size(tensor: tuple[Rule, tuple[int, ...]]) -> int:
+        def size(tensor: _Tensor) -> int:
             rule, index = tensor
             return sum(math.prod(leaves[target].shape[len(index) :]) for target in rule.targets) * dtype.itemsize
 

@@ -7,7 +7,6 @@ shards of this process, in our layout, while in the cache. A process reads what 
 """
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
@@ -54,8 +53,7 @@ Problems = dict[str, list[str]]
 """Tensors by what is wrong with them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor in a checkpoint's header: name, shape, safetensors dtype such as `"BF16"`, file, and offset in bytes.
 
     `reader` replaces `read` for a tensor that is not stored as an array of `dtype` in the order of `shape`.
@@ -84,8 +82,7 @@ class TensorEntry:
         return values.reshape(part.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor, or its `columns` in each group, that fills a parameter or one layer of it.
 
     Several `entries` hold the experts of a layer, which are stacked.
@@ -211,7 +208,6 @@ def _language_model_tensors(entries: list[TensorEntry]) -> tuple[list[tuple[str,
         name = entry.name.removeprefix("model.")
         text_name = name.removeprefix("language_model.")
         if text_name != name or name.startswith("lm_head."):
-            text_name = text_name if text_name.startswith(("lm_head.", "model.")) else f"model.{text_name}"
             text.append((text_name, entry))
         else:
             left_out[name.split(".")[0]] += 1

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from calibjax.data import Sequences
 from calibjax.kernels import VocabStats, vocab_stats
 from calibjax.models import decoder
-from calibjax.models.config import DecoderConfig
-from calibjax.models.decoder import Layers, Params
+from calibjax.models.config import DecoderConfig, Params
+from calibjax.models.decoder import Layers
 from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensors
 from calibjax.models.tokenizer import check_tokenizer
 from calibjax.runtime.arrays import AnyArray, as_jax
@@ -109,9 +109,17 @@ class LanguageModel:
             >>> LanguageModel.random(vocab_size=32).logits([[1, 2, 3]]).shape
             (1, 3, 32)
         """
-        sizes: Any = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
-        heads: Any = {"num_heads": 2, "num_kv_heads": 2, "head_dim": hidden_size // 2}
-        config = DecoderConfig(family="llama", num_layers=num_layers, max_positions=1024, **sizes, **heads)
+        config = DecoderConfig(
+            family="llama",
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_layers=num_layers,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=hidden_size // 2,
+            max_positions=1024,
+        )
         return cls.from_params(config, decoder.init_params(config, jax.random.key(seed)))
 
     @property
@@ -188,5 +196,5 @@ class LanguageModel:
         )
 
     def __repr__(self) -> str:
-        count = sum(int(np.prod(np.shape(leaf))) for _, leaf in dotted_leaves(self.params))
+        count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
         return f"LanguageModel({self.config.family}, {count:,} parameters, {self.dtype}, {self.fingerprint[:12]})"

@@ -1,16 +1,15 @@
 """Rules that map the tensors of a family's checkpoints to our parameters."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from calibjax.models.config import DecoderConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """The parameters of our tree that one tensor of a checkpoint holds."""
 
     source: str
@@ -39,8 +38,7 @@ class Rule:
         return Layout(self.transpose, 1 if self.groups is None else getattr(config, self.groups))
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Layout of our parameters in a tensor of a checkpoint: `take` extracts a parameter, `join` is the inverse.
 
     With `transpose`, the last two axes of the tensor are swapped. Parameters are concatenated within each of the

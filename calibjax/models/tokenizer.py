@@ -99,7 +99,7 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS = r"\p{N}"
-_SPLITS: dict[str, tuple[str, ...]] = {
+_SPLITS = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (_DIGITS, _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral"), (_LLAMA3,)),
@@ -110,7 +110,6 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Splits whose vocabularies take a whole piece that is a token without merges, and by default begin with a BOS."""
 _CONTROL, _USER_DEFINED = 3, 4
-_PREFIX = "tokenizer.ggml."
 
 
 def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
@@ -124,28 +123,28 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     from tokenizers import AddedToken, Tokenizer, processors
 
     file = read_gguf(path)
-    kind = file.get(f"{_PREFIX}model", str)
+    kind = file.get("tokenizer.ggml.model", str)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
-        raise UserError(f"{path}: {_PREFIX}model = {kind!r} is not supported; expected {' or '.join(builders)}.")
+        raise UserError(f"{path}: tokenizer.ggml.model = {kind!r} is not supported; expected {' or '.join(builders)}.")
     tokens = _array(file, "tokens", str)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer: Tokenizer = builders[kind](file, tokens, vocabulary)
-    kinds = _array(file, "token_type", int, len(tokens)) if f"{_PREFIX}token_type" in file.metadata else ()
+    kinds = _array(file, "token_type", int, len(tokens)) if "tokenizer.ggml.token_type" in file.metadata else ()
     # All others of Phi-3 take the white space after them, which no key of the file says.
     is_phi3 = kind == "llama" and file.metadata["general.architecture"] == "phi3"
     plain = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else vocabulary
     added = []
     for token, token_kind in zip(tokens, kinds, strict=False):
         if token_kind in (_CONTROL, _USER_DEFINED) and token:
-            settings = {"special": token_kind == _CONTROL, "rstrip": token not in plain}
-            added.append(AddedToken(token, normalized=False, **settings))
+            is_control = token_kind == _CONTROL
+            added.append(AddedToken(token, normalized=False, special=is_control, rstrip=token not in plain))
     tokenizer.add_tokens(added)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {ours: token for ours, name in names.items() if (token := _special(file, tokens, name)) is not None}
-    has_bos = kind == "llama" or file.metadata.get(f"{_PREFIX}pre") in _LIKE_LLAMA3
-    adds_bos = file.get(f"{_PREFIX}add_bos_token", bool, has_bos) and "bos_token" in special
-    adds_eos = file.get(f"{_PREFIX}add_eos_token", bool, False) and "eos_token" in special
+    has_bos = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _LIKE_LLAMA3
+    adds_bos = file.get("tokenizer.ggml.add_bos_token", bool, has_bos) and "bos_token" in special
+    adds_eos = file.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in special
     first = [special["bos_token"]] if adds_bos else []
     last = [special["eos_token"]] if adds_eos else []
     if first or last:
@@ -160,44 +159,44 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
 def gguf_stop_tokens(path: Path) -> tuple[int, ...]:
     """The ids of the tokens that end a text, a turn or a message."""
     file = read_gguf(path)
-    numbers = (file.get(f"{_PREFIX}{name}_token_id", int) for name in ("eos", "eot", "eom"))
+    numbers = (file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
 
 def _special(file: GgufFile, tokens: list[str], name: str, default: int | None = None) -> str | None:
-    number = file.get(f"{_PREFIX}{name}_token_id", int, default)
+    number = file.get(f"tokenizer.ggml.{name}_token_id", int, default)
     if number is None:
         return None
     if not 0 <= number < len(tokens):
-        raise UserError(f"{file.path}: {_PREFIX}{name}_token_id = {number}; expected less than {len(tokens):,}.")
+        raise UserError(f"{file.path}: tokenizer.ggml.{name}_token_id = {number}; expected less than {len(tokens):,}.")
     return tokens[number]
 
 
 def _array(file: GgufFile, name: str, kind: type, count: int | None = None) -> list[Any]:
     """The values of an array of metadata; raises `UserError` unless they are of this kind, and there are `count`."""
-    value = file.metadata.get(f"{_PREFIX}{name}")
+    value = file.metadata.get(f"tokenizer.ggml.{name}")
     values = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(values, list) or type(next(iter(values), kind())) is not kind:
-        raise UserError(f"{file.path}: {_PREFIX}{name}: expected an array of {kind.__name__}.")
+        raise UserError(f"{file.path}: tokenizer.ggml.{name}: expected an array of {kind.__name__}.")
     if count is not None and len(values) != count:
-        raise UserError(f"{file.path}: {_PREFIX}{name}: expected {count:,} values, got {len(values):,}.")
+        raise UserError(f"{file.path}: tokenizer.ggml.{name}: expected {count:,} values, got {len(values):,}.")
     return values
 
 
 def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    name = file.get(f"{_PREFIX}pre", str)
+    name = file.get("tokenizer.ggml.pre", str)
     if name not in _SPLITS:
         hint = f"known: {', '.join(sorted(_SPLITS))}. Convert the model's original files instead"
         raise UserError(
-            f"{file.path}: {_PREFIX}pre = {name!r}: how this tokenizer splits text is not known here; {hint}."
+            f"{file.path}: tokenizer.ggml.pre = {name!r}: how this tokenizer splits text is not known here; {hint}."
         )
     merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     if not all(len(pair) == 2 for pair in merges):
-        raise UserError(f"{file.path}: {_PREFIX}merges: expected pairs of tokens.")
-    options = {"fuse_unk": False, "ignore_merges": name in _LIKE_LLAMA3}
-    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, **options))
+        raise UserError(f"{file.path}: tokenizer.ggml.merges: expected pairs of tokens.")
+    like_llama3 = name in _LIKE_LLAMA3
+    tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=False, ignore_merges=like_llama3))
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[name]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -213,14 +212,13 @@ def _sentencepiece(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]
 
     scores = _array(file, "scores", float, len(tokens))
     merges = []
-    for number in sorted(range(len(tokens)), key=lambda number: (-scores[number], number)):
-        token = tokens[number]
+    for _, token in sorted(zip(scores, tokens, strict=True), key=lambda scored: -scored[0]):
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary]
-        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        known = [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
+        merges += sorted(known, key=lambda pair: [vocabulary[part] for part in pair])
     unk = _special(file, tokens, "unknown", 0)
     tokenizer = Tokenizer(_bpe(file, models.BPE, vocabulary, merges, fuse_unk=True, unk_token=unk, byte_fallback=True))
-    has_prefix = file.get(f"{_PREFIX}add_space_prefix", bool, True)
+    has_prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     steps = [normalizers.Prepend("\u2581")] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
     last = [decoders.Strip(" ", 1, 0)] if has_prefix else []
