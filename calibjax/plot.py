@@ -30,6 +30,8 @@ _COLOURS = {
     "fine_tuned_temperature": LINES[5],
 }
 _NAMES = {"ece": "ECE", "mce": "MCE", "nll": "NLL", "kl": "KL from the last layer", "log_loss": "log loss"}
+Figures = Mapping[str, Any]
+"""Figures by name, as metrics.json holds them."""
 
 
 def reliability(
@@ -113,7 +115,7 @@ def temperature_histogram(
     return legend(style_axes(ax), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
-def layers(curves: Mapping[str, Any], figures: Sequence[str] | None = None, *, ax: "Axes | None" = None) -> "Axes":
+def layers(curves: Figures, figures: Sequence[str] | None = None, *, ax: "Axes | None" = None) -> "Axes":
     """Figures of the prediction read from each layer, with their 95% bands.
 
     For results, a dotted line marks the layer where the decision settles; a confidence-correction phase is shaded.
@@ -182,9 +184,7 @@ def risk_coverage(
     return style_axes(ax)
 
 
-def forest(
-    differences: Mapping[str, Any], figure: str = "ece", *, title: str | None = None, ax: "Axes | None" = None
-) -> "Axes":
+def forest(differences: Figures, figure: str = "ece", *, title: str | None = None, ax: "Axes | None" = None) -> "Axes":
     """Differences from a reference, one line each with its 95% interval; filled where the interval excludes 0.
 
     Args:
@@ -230,7 +230,7 @@ def legend(ax: "Axes", **options: Any) -> "Axes":
     return ax
 
 
-def values_and_ends(figures: Iterable[Mapping[str, Any]]) -> np.ndarray:
+def values_and_ends(figures: Iterable[Figures]) -> np.ndarray:
     """Value, low and high of N figures, `[N, 3]`."""
     return _numbers([[figure["value"], figure["low"], figure["high"]] for figure in figures])
 
@@ -254,7 +254,7 @@ def _method_colour(method: str) -> str:
     return _COLOURS.get(method.partition("-")[0], _BLUE)
 
 
-def _row(results: Any, method: str | None, figure: str) -> tuple[str, Mapping[str, Any]]:
+def _row(results: Any, method: str | None, figure: str) -> tuple[str, Figures]:
     """(name, row) of a method that has the figure."""
     results = _set(results)
     if not isinstance(results, Mapping):

@@ -29,6 +29,7 @@ from calibjax.runtime.sharding import constrain_batch, lookup
 
 Layers = Literal["last", "all", "residual"]
 _Contexts = tuple[SequenceContext, ...]
+_Hidden = Float[Array, "*B D"]
 _Tokens = Int[Array, "B T"]
 _PerToken = _Tokens | None  # segment ids, positions or columns of tokens
 Remat = Literal["none", "dots", "full"]
@@ -225,9 +226,7 @@ def extend(
     return hidden, full_cache(new, segment_ids) if cache is None else fill(cache, new)
 
 
-def final_norm(
-    config: DecoderConfig, params: Params, residual: Float[Array, "*B D"], dtype: DTypeLike = jnp.float32
-) -> Float[Array, "*B D"]:
+def final_norm(config: DecoderConfig, params: Params, residual: _Hidden, dtype: DTypeLike = jnp.float32) -> _Hidden:
     """Applies the norm that precedes the unembedding to residual streams of any layer."""
     norm = make_norm(config, dtype, residual.dtype, name="final_norm")
     return cast(Array, norm.apply({"params": params["final_norm"]}, residual))
@@ -244,7 +243,7 @@ def unembedding_bias(params: Params) -> Float[Array, " V"] | None:
     return params.get("unembedding_bias")
 
 
-def unembed(config: DecoderConfig, params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+def unembed(config: DecoderConfig, params: Params, hidden: _Hidden) -> Float[Array, "*B V"]:
     """Computes logits `[..., V]` from hidden states `[..., D]`: `softcap(hidden @ unembedding.T + bias)`.
 
     The dtype of `hidden` is the compute dtype; logits are accumulated and returned in float32.

@@ -286,7 +286,7 @@ def _two_ropes(hf: Any) -> Fields:
 # --- rules of tensors that several families have in common ---
 
 
-def _norm(source: str, target: str) -> tuple[Rule, Rule]:
+def _norm(source: str, target: str) -> Rules:
     """Rules of a norm: its scale, and its bias if it has one."""
     return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
 
@@ -304,7 +304,7 @@ def _norms(layer: str = "layers.{}", **targets: str) -> Rules:
     return tuple(rule for name, target in targets.items() for rule in _norm(f"{layer}.{name}", f"layers.{target}"))
 
 
-def _linear(source: str, *targets: str, transpose: bool = True, groups: str | None = None) -> tuple[Rule, Rule]:
+def _linear(source: str, *targets: str, transpose: bool = True, groups: str | None = None) -> Rules:
     kernels, biases = (tuple(f"{target}.{name}" for target in targets) for name in ("kernel", "bias"))
     return Rule(f"{source}.weight", kernels, transpose, groups), Rule(f"{source}.bias", biases, groups=groups)
 

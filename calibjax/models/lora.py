@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -28,8 +28,6 @@ from calibjax.runtime.options import Positive, Range, check_options, check_value
 
 _TARGETS = {"all": "layers/.*", "attention": "layers/attention/.*", "mlp": "layers/mlp/.*"}
 _A, _B = "_lora_a", "_lora_b"  # suffixes that qwix appends to a kernel's name
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class LoraConfig:
             reason = f"the experts and the router of {config.family} have no adapters"
             raise UserError(f"lora_targets: {reason}: expected attention, got {self.targets}.")
 
-    def adapt(self, module: Module) -> Module:
+    def adapt(self, module: nn.Module) -> nn.Module:
         """The module with adapters, as further parameters next to the kernels of its blocks."""
         import qwix
 
@@ -84,6 +82,7 @@ def adapters_of(params: Params) -> dict[str, Any]:
     return traverse_util.unflatten_dict(adapters, sep=".")
 
 
+_Tensors = dict[str, np.ndarray]
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _SWITCHES = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication")
@@ -129,7 +128,7 @@ def merge_adapter(config: DecoderConfig, params: dict[str, Any], folder: Path) -
     return merged, json_digest({**scales, "tensors": array_hash(tensors)})
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read(folder: Path) -> tuple[dict[str, Any], _Tensors]:
     try:
         settings = read_json(folder / _SETTINGS)
         tensors = load_file(folder / _WEIGHTS)
@@ -144,7 +143,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return settings, tensors
 
 
-def _pairs(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+def _pairs(folder: Path, tensors: _Tensors) -> dict[str, _Tensors]:
     """A `[r, in]` and B `[out, r]` of each module, by its name in the base model."""
     modules = collections.defaultdict(dict)
     for name, tensor in tensors.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, OptionalTensor, read_export, scaled_logits
 
 
 def register() -> None:
@@ -45,17 +45,17 @@ class _Calibration:
 
     def __init__(self, export: Export):
         self._export, self._head = export, export.head
-        self._covariance: Tensor | None = None
+        self._covariance: OptionalTensor = None
         self._is_ready = False
 
     @torch.no_grad()
-    def log_scale(self, lm_head: Any, hidden: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
+    def log_scale(self, lm_head: Any, hidden: Tensor, logits: Tensor, bias: OptionalTensor) -> Tensor:
         """Log inverse temperatures `[tokens]` of hidden states `[tokens, D]` and their logits `[tokens, V]`."""
         if not self._is_ready:
             self._prepare(lm_head, hidden, bias)
         return self._head(self._export.features(hidden, logits, lm_head.weight, self._covariance)[None])[0]
 
-    def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
+    def _prepare(self, lm_head: Any, hidden: Tensor, bias: OptionalTensor) -> None:
         """Compares the base model, and moves the head to its device."""
         self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
@@ -108,8 +108,8 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
                 raise HeadError("this model gives its layer of logits no hidden states, which a head needs.")
 
         def forward(
-            self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
-        ) -> Tensor | None:
+            self, lm_head: Any, hidden_states: Tensor, embedding_bias: OptionalTensor = None, skip_gather: bool = False
+        ) -> OptionalTensor:
             if skip_gather:
                 raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
             logits = super().forward(lm_head, hidden_states, embedding_bias)

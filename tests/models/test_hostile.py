@@ -159,7 +159,7 @@ def test_archives_of_arrays(tmp_path, header):
         read_table(tmp_path / "table.npz")
     with zipfile.ZipFile(tmp_path / "table.npz", "a") as archive:
         archive.writestr("text", "no array")
-    with pytest.raises(UserError, match="cannot be read as an .npz file"):
+    with pytest.raises(UserError, match=r"cannot be read as an \.npz file"):
         read_table(tmp_path / "table.npz", columns={"text": "text"})
 
 
