@@ -178,7 +178,7 @@ class TransformerHead(_Head):
         segment_ids: Segments = None,
         cache: Cache | None = None,
         keep: bool = False,
-    ) -> Any:
+    ) -> PerToken | tuple[PerToken, Cache]:
         if segment_ids is None:
             segment_ids = jnp.ones(features.shape[:2], jnp.int32)
         features = jnp.where(segment_ids[..., None] > 0, features, 0.0).astype(self.dtype)  # padding may hold NaN

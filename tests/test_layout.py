@@ -162,7 +162,7 @@ def test_packages_only_re_export():
 
 ARRAY_NAMES = (
     "AnyArray Array ArrayLike _ArrayOrShape ndarray PRNGKeyArray AbstractRef "
-    "Params FrozenArrays Sequences TrainState _State Cache Inputs Cotangents Gradients Exponentials _Tokens _PerToken"
+    "Params FrozenArrays Sequences TrainState _State Cache Inputs Cotangents Gradients Exponentials"
 )
 ARRAYS = re.compile(rf"\b({'|'.join(ARRAY_NAMES.split())})\b")
 TREES = {"params", "head_params", "frozen", "frozens", "head_arrays", "batch", "source", "carry", "state"}

@@ -30,8 +30,6 @@ from calibjax.runtime.sharding import constrain_batch, lookup
 Layers = Literal["last", "all", "residual"]
 _Contexts = tuple[SequenceContext, ...]
 _Hidden = Float[Array, "*B D"]
-_Tokens = Int[Array, "B T"]
-_PerToken = _Tokens | None  # segment ids, positions or columns of tokens
 Remat = Literal["none", "dots", "full"]
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
@@ -51,15 +49,15 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(
         self,
-        tokens: _Tokens,
-        segment_ids: _PerToken,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None,
         positions: Int[Array, "#B T"],
         layers: Layers = "last",
         cache: Cache | None = None,
         condition: Float[Array, "B D"] | None = None,
         edit: Float[Array, "L D"] | None = None,
         keep: bool = False,
-        until: _PerToken = None,
+        until: Int[Array, "B T"] | None = None,
     ) -> Any:
         cfg = self.config
         keep = keep or cache is not None
@@ -122,17 +120,17 @@ class Decoder(nn.Module):
 def hidden_states(
     config: DecoderConfig,
     params: Params,
-    tokens: _Tokens,
+    tokens: Int[Array, "B T"],
     *,
-    segment_ids: _PerToken = None,
-    positions: _PerToken = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
     layers: Layers = "last",
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     lora: LoraConfig | None = None,
     condition: Float[Array, "B D"] | None = None,
     edit: Float[Array, "L D"] | None = None,
-    until: _PerToken = None,
+    until: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "*L B T D"]:
     """Runs the decoder on tokens up to the final norm, without logits.
 
@@ -192,12 +190,12 @@ def hidden_states(
 def extend(
     config: DecoderConfig,
     params: Params,
-    tokens: _Tokens,
+    tokens: Int[Array, "B T"],
     cache: Cache | None,
     *,
-    segment_ids: _Tokens,
-    positions: _PerToken = None,
-    until: _PerToken = None,
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    until: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on the next T tokens of each row, with the keys and values of the tokens before them.
@@ -260,10 +258,10 @@ def unembed(config: DecoderConfig, params: Params, hidden: _Hidden) -> Float[Arr
 def logits(
     config: DecoderConfig,
     params: Params,
-    tokens: _Tokens,
+    tokens: Int[Array, "B T"],
     *,
-    segment_ids: _PerToken = None,
-    positions: _PerToken = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "B T V"]:
     """Runs the decoder on tokens and returns logits `[B, T, V]` in float32. For the arguments see `hidden_states`."""
