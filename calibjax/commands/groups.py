@@ -60,13 +60,13 @@ class ChatOptions:
         """Whether prompts are messages, which is logged; raises `UserError` if there is no template for it."""
         if self.chat is False and self.system is not None:
             raise UserError("--system: only a chat template writes a system message. Leave out --no-chat.")
-        if not lm.tokenizer.chat_template:
-            if self.chat or self.system is not None:
-                raise UserError("--chat, --system: the model has no chat template. Leave them out.")
-            return False
-        if self.chat is not False:
+        has_template = bool(lm.tokenizer.chat_template)
+        if not has_template and (self.chat or self.system is not None):
+            raise UserError("--chat, --system: the model has no chat template. Leave them out.")
+        applies = has_template and self.chat is not False
+        if applies:
             log("chat: prompts are messages in the model's chat template; --no-chat gives them as plain text")
-        return self.chat is not False
+        return applies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,16 +254,15 @@ class DataOptions:
         sets = {}
         with about("--data"):
             opened = [self.open(source, split) for source in sources]
-            formats = [self.recognise(rows, column_optional=column_optional) for rows in opened]
-            if self.seq_len is not None:
-                check_context(self.seq_len, longest)
-                seq_len = self.seq_len
+            pairs = [(rows, self.recognise(rows, column_optional=column_optional)) for rows in opened]
+            seq_len = self.seq_len
+            if seq_len is not None:
+                check_context(seq_len, longest)
             else:
-                pairs = zip(opened, formats, strict=True)
                 lengths = [choose_seq_len(*pair, tokenizer, longest, self.layout) for pair in pairs]
                 seq_len = max(lengths, default=min(128, longest))
-            for source, rows, format in zip(sources, opened, formats, strict=True):
-                shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.max_sequences}
+            shape = {"seq_len": seq_len, "layout": self.layout, "max_sequences": self.max_sequences}
+            for source, (rows, format) in zip(sources, pairs, strict=True):
                 sequences, description = load_sequences(rows, tokenizer, format=format, **shape)
                 check_ids(sequences, lm.config.vocab_size)
                 for line in description.splitlines():
@@ -405,17 +404,15 @@ def check_sources(options: Any) -> None:
 def _set_name(source: str, sources: tuple[str, ...]) -> str:
     """A short name of a data set: the file's; with its folder's if the file's says little, or two files have it."""
 
-    def short_name(path: str) -> str:
-        return Path(path.rstrip("/")).name.split(".")[0]
+    def names(path: str) -> tuple[str, str]:
+        short = Path(path.rstrip("/")).name.split(".")[0]
+        return short, f"{Path(path).absolute().parent.name}/{short}"
 
-    def long_name(path: str) -> str:
-        return f"{Path(path).absolute().parent.name}/{short_name(path)}"
-
-    says_little = short_name(source) in ("train", "valid", "validation", "test", "data", "held_out")
-    candidates = [long_name] if says_little else [short_name, long_name]
-    for name_of in candidates:
-        if sum(name_of(other) == name_of(source) for other in set(sources)) == 1:
-            return name_of(source)
+    all_names = [names(other) for other in set(sources)]
+    for place, name in enumerate(names(source)):
+        says_little = name in ("train", "valid", "validation", "test", "data", "held_out")
+        if not says_little and [other[place] for other in all_names].count(name) == 1:
+            return name
     return source
 
 

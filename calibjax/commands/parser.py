@@ -112,10 +112,9 @@ def list_options(options_type: type, default: Any = None, path: Fields = ()) -> 
     """The options of a dataclass and of the dataclasses in it; `default` is an instance with other defaults."""
     hints, documented = typing.get_type_hints(options_type, include_extras=True), _documented(options_type)
     for field in dataclasses.fields(options_type):
-        if default is not None:
-            value = getattr(default, field.name)
-        else:
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(default, field.name, field.default)
+        if default is None and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
         hint, at = hints[field.name], (*path, field.name)
         if dataclasses.is_dataclass(hint):
             yield from list_options(typing.cast(type, hint), None if value is dataclasses.MISSING else value, at)
@@ -141,10 +140,11 @@ def _documented(options_type: type) -> dict[str, str]:
 
 def _without_none(annotation: Any) -> Any:
     """The one type, other than None, that an annotation allows, without its marks."""
-    if typing.get_origin(annotation) is Annotated:
-        return _without_none(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        (kind,) = (part for part in typing.get_args(annotation) if part is not type(None))
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _without_none(parts[0])
+    if origin in (Union, types.UnionType):
+        (kind,) = (part for part in parts if part is not type(None))
         return _without_none(kind)
     return annotation
 
@@ -219,8 +219,8 @@ def fail(message: str, given: str, known: Mapping[str, str], otherwise: str) -> 
     initials = [name for name in known if "".join(re.findall(r"\b\w", name)) == given.strip("-")]  # --lr
     bare = {name.lstrip("-"): name for name in known}
     near = [bare[name] for name in difflib.get_close_matches(given.lstrip("-"), bare)]
-    # Anagrams first: "ast" suggests "ats".
-    near = initials + sorted(near, key=lambda name: sorted(name) != sorted(given))
+    near.sort(key=lambda name: sorted(name) != sorted(given))  # anagrams first: "ast" suggests "ats"
+    near = initials + near
     hint = f"did you mean {known[near[0]]}?" if near else f"{otherwise}."
     raise UserError(f"{message}; {hint}")
 
@@ -280,11 +280,9 @@ def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _P
     parser._negative_number_matcher = re.compile(r"-[^-]")  # values such as -1e-3 and -inf: no option has one dash
     for heading in ("required", *HEADINGS):
         chosen = [option for option in options if option.heading == heading]
-        if not chosen:
-            continue
         folded = fold and heading == "device"
-        names = f"{', '.join(o.flag for o in chosen)}: {prog} {_HELP_ALL}" if folded else ""
-        group = parser.add_argument_group(f"{heading} options", wrapped(names) if folded else None)
+        names = wrapped(f"{', '.join(o.flag for o in chosen)}: {prog} {_HELP_ALL}") if folded and chosen else None
+        group = parser.add_argument_group(f"{heading} options", names)
         for option in chosen:
             _add(group, option, hidden=folded)
     group = parser.add_argument_group("help")
@@ -295,9 +293,10 @@ def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _P
 def _add(group: Any, option: Option, *, hidden: bool) -> None:
     name = option.flag[2:]
     shown: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else option.described()}
+    if option.is_several:
+        shown["nargs"] = "+" if option.is_positional else "*"
     if option.is_positional:
-        form = {"nargs": "+"} if option.is_several else {}
-        group.add_argument(name, type=option.read, metavar=option.path[-1].upper(), **form, **shown)
+        group.add_argument(name, type=option.read, metavar=option.path[-1].upper(), **shown)
         return
     is_required = option.default is dataclasses.MISSING
     shown |= {"dest": name, "default": None if is_required else option.default, "required": is_required}
@@ -305,8 +304,7 @@ def _add(group: Any, option: Option, *, hidden: bool) -> None:
         metavar = "TEXT" if option.kind is str else getattr(option.kind, "__name__", "").upper()
         if option.choices:
             metavar = "NAME" if _is_long(option.choices) else "{" + ",".join(option.choices) + "}"
-        form = {"nargs": "*"} if option.is_several else {}
-        group.add_argument(option.flag, type=option.read, metavar=metavar, **form, **shown)
+        group.add_argument(option.flag, type=option.read, metavar=metavar, **shown)
     elif option.default is False:
         group.add_argument(option.flag, action="store_true", **shown)
         group.add_argument(option.names[1], action="store_false", **shown | {"help": argparse.SUPPRESS})

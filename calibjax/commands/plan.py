@@ -227,8 +227,7 @@ def build(job: Job, mesh: Any = None) -> Program:
         """With the shardings of `param_shardings`, which replicates what is no parameter."""
         if mesh is None:
             return tree
-        shardings = param_shardings(mesh, tree)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+        return jax.tree.map(lambda x, s: x.update(sharding=s), tree, param_shardings(mesh, tree))
 
     rows = None if mesh is None else batch_sharding(mesh)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32) | {"where": jnp.bool_}
@@ -302,13 +301,10 @@ def compile_step(job: Job, topology: Topology) -> Compiled:
         # The step has been compiled. But libtpu may be newer than jaxlib, and write what that does not read:
         # jaxlib 0.10.2 cannot read an async-update with several operands, which libtpu 0.0.51 emits for v5p and v6e.
         moved, unknown = None, 0
+    arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Compiled(
-        arguments=memory.argument_size_in_bytes,
-        total=memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
-        collectives=moved,
-        unknown_loops=unknown,
-    )
+    total = arguments + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return Compiled(arguments=arguments, total=total, collectives=moved, unknown_loops=unknown)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -381,8 +377,8 @@ def _memory(job: Job, topology: Topology, *, compiles: bool) -> _Memory:
     except DoesNotCompile as error:
         if "RESOURCE_EXHAUSTED" not in error.details:
             raise
-        needed = needed_bytes(error.details)
-        sizes |= {} if needed is None else {"temporaries": max(0, needed - known)}
+        if needed := needed_bytes(error.details):
+            sizes["temporaries"] = max(0, needed - known)
         return _Memory(sizes, False, known, is_compiled=True, note=" ".join(error.details.split())[:300])
     sizes |= {"batch_and_padding": compiled.arguments - known, "temporaries": compiled.total - compiled.arguments}
     fits = compiled.total <= available  # a compiler for GPUs refuses nothing

@@ -233,10 +233,7 @@ def results_json(
     draws = {name: draws_of(result.sums, seed) for name, result in results.items()}
     for name, result in results.items():
         row = row_json(result.sums, draws[name], closed=closed, seed=seed)
-        row["temperatures"] = {
-            "edges": [round(float(e), 6) for e in TEMPERATURE_EDGES],
-            "count": [int(n) for n in result.temperatures],
-        }
+        row["temperatures"] = {"edges": TEMPERATURE_EDGES.round(6).tolist(), "count": result.temperatures.tolist()}
         row["curve"] = curve_json(metrics.curve_from_sums(result.grid, seed=seed))
         methods[name] = row
     sums, first = {name: result.sums for name, result in results.items()}, next(iter(results))

@@ -151,10 +151,9 @@ def checked_fields(
         raise UserError(f"{limit}, got {classes:,}; take temperature, ensemble_temperature or ats.")
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
-        bad = at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE
-        if bad.any():
-            row = rows[np.argmax(bad)]
-            raise UserError(f"labels: row {row} is an option whose logit is -inf; correct it or leave it out.")
+        bad = rows[at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE]
+        if len(bad):
+            raise UserError(f"labels: row {bad[0]} is an option whose logit is -inf; correct it or leave it out.")
     if unembedding is not None:
         _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
         features = arrays["features"]
@@ -207,9 +206,10 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
             bad |= (value < 0) | (value > largest[field])
             expected = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
         if bad.any():
-            at = int(np.argmax(bad.reshape(len(value), -1).any(axis=1)))
-            worst = value[at][bad[at]].flat[0]
-            raise UserError(f"{field}: row {rows[at]} holds {worst}, expected {expected}; correct it or leave it out.")
+            row = rows[np.argwhere(bad)[0, 0]]
+            raise UserError(
+                f"{field}: row {row} holds {value[bad][0]}, expected {expected}; correct it or leave it out."
+            )
 
 
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:

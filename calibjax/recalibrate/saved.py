@@ -46,14 +46,14 @@ class Recalibrator(NamedTuple):
                 than that of the fit, or the fields differ in rows or hold values that `Predictions` does not allow.
         """
         data = Predictions(**fields) if data is None else data
-        missing = [field for field in self.method.apply_reads if getattr(data, field) is None]
+        names = self.method.apply_reads
+        missing = [field for field in names if getattr(data, field) is None]
         if missing:
-            reads = ", ".join(self.method.apply_reads)
-            raise UserError(f"{self.name} reads {reads}: the predictions have no {', '.join(missing)}.")
-        reads = Predictions(**{field: plain_array(getattr(data, field)) for field in self.method.apply_reads})
-        divided = tuple(name for name in self.method.apply_reads if name != "unembedding")
+            raise UserError(f"{self.name} reads {', '.join(names)}: the predictions have no {', '.join(missing)}.")
+        reads = Predictions(**{field: plain_array(getattr(data, field)) for field in names})
+        divided = tuple(name for name in names if name != "unembedding")
         rows = {name: host_field(name, getattr(reads, name)) for name in divided}
-        count = len(next(iter(rows.values())))
+        count = len(rows[divided[0]])
         if not count:
             return np.asarray(_apply(self.method, self.state, reads))
         for field in {"confidence", "confidences"} & rows.keys():
@@ -144,14 +144,13 @@ def load(directory: str | Path) -> Recalibrator:
     from safetensors.numpy import load as from_bytes
 
     directory = user_path(directory)
-    file = directory / _DESCRIPTION
     if not is_recalibrator(directory):
         is_head = (directory / "head.json").is_file()
         hint = " It holds a temperature head: calibjax.load_head reads it." if is_head else ""
         raise UserError(f"{directory}: expected a fitted recalibrator with {_DESCRIPTION}, found none.{hint}")
     digests = read_checksums(directory, _REMEDY)
     try:
-        description = read_json(file)
+        description = read_json(directory / _DESCRIPTION)
         name, notes = str(description["method"]), dict(description["notes"])
         if description["schema"] != _SCHEMA or name not in METHODS:
             raise ValueError(f"schema {description['schema']}, method {name}")
