@@ -29,24 +29,24 @@ COMMANDS: dict[str, str] = {
     "train ats": "Fits Adaptive Temperature Scaling to a frozen model.",
     "train sft": "Fine-tunes a model with label smoothing.",
     "train lhts": "Fine-tunes a model to a long-horizon temperature.",
-    "eval tasks": "Accuracy and calibration on benchmarks (lm-eval).",
-    "eval layers": "Calibration after each layer of a model.",
-    "eval bounds": "The smallest entropy that predictions can have.",
+    "eval tasks": "Evaluates accuracy and calibration on benchmarks (lm-eval).",
+    "eval layers": "Evaluates calibration after each layer of a model.",
+    "eval bounds": "Computes the smallest entropy that predictions can have.",
     "compare": "Compares all recalibration methods.",
     "apply": "Recalibrates new predictions by a method that compare saved.",
-    "decide": "When to answer, so that few answers are wrong.",
+    "decide": "Finds the confidence above which few answers are wrong.",
     "report": "Redraws the report of one run, or of several together.",
     "generate": "Continues a text, with the confidence of each token.",
     "convert": "Converts a model to Orbax or to safetensors.",
     "export": "Exports a fitted head for PyTorch and for serving.",
     "push": "Uploads a fitted head and its model card to the Hub.",
-    "plan": "Memory and time of a step on given devices, before a run.",
+    "plan": "Predicts memory and time of a step on given devices.",
 }
 """Every command with its summary, in the order of the help; `train ats` is `commands/train_ats.py`."""
 
 GROUPS = {
-    "train": "Train a calibration head or fine-tune a model.",
-    "eval": "Evaluate a model: benchmarks, layers, bounds.",
+    "train": "Trains a temperature head, or fine-tunes a model.",
+    "eval": "Evaluates a model: benchmarks, layers, bounds.",
 }
 
 

@@ -203,7 +203,7 @@ class TransformerHead(_Head):
 class HeadEntry(NamedTuple):
     """An entry of `HEADS`: `build` makes a module that maps features `[B, T, F]` to log_scale `[B, T]`.
 
-    It is called with `where` and `segment_ids` `[B, T]`, and its last layer is `_output_log_scale`.
+    It is called with `where` and `segment_ids` `[B, T]`. Its last layer, linear, is named `output`, as in `_Head`.
     """
 
     build: Callable[["HeadConfig"], nn.Module]
@@ -224,7 +224,7 @@ def _transformer(config: "HeadConfig") -> nn.Module:
     most = max(size // 128, 8)
     fitting = [heads for heads in range(1, most + 1) if size % (2 * heads) == 0]
     if not fitting:
-        raise UserError(f"a transformer head needs an even hidden_size, got {size}.")
+        raise UserError(f"kind: a transformer head needs an even hidden_size, got {size}; choose mlp or linear.")
     heads = config.num_heads or fitting[-1]
     if size % (2 * heads):
         raise UserError(f"num_heads: expected a divisor of hidden_size {size} with an even quotient, got {heads}.")
@@ -395,6 +395,7 @@ class FittedHead:
     """A head with its parameters and the base model that it belongs to.
 
     Attributes:
+        config, params: the head, and its float32 parameters in the tree of `config.init`.
         fingerprint: hash of the base model's configuration and weights.
         log_factor: log of a common factor on every token's scale (the refitted temperature), within ±`MAX_LOG_FACTOR`.
 

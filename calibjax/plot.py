@@ -25,7 +25,7 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X")  # of lines, so that colour is not t
 _BLUE, _ORANGE, _GREEN = LINES[:3]
 _COLOURS = {
     **dict.fromkeys(("uncalibrated", "base", "pretrained"), _ORANGE),
-    **dict.fromkeys(("ats", "fine_tuned", "edited", "lhts"), _GREEN),
+    **dict.fromkeys(("ats", "head", "fine_tuned", "edited", "lhts"), _GREEN),
     **dict.fromkeys(("base_temperature", "partition"), LINES[4]),
     "fine_tuned_temperature": LINES[5],
 }
@@ -79,12 +79,12 @@ def reliability(
 
 
 def temperature_histogram(
-    temperatures: Any, fitted: float | None = None, *, method: str = "ats", ax: "Axes | None" = None
+    temperatures: Any, fitted: float | None = None, *, method: str | None = None, ax: "Axes | None" = None
 ) -> "Axes":
     """Histogram of the temperatures of tokens, on a logarithmic axis, with the one of temperature scaling marked.
 
     Args:
-        temperatures: any shape, 0 where a token does not count; or results, of which `method` is read.
+        temperatures: any shape, 0 where a token does not count; or results, of which `method` is read (default: last).
         fitted: temperature of temperature scaling; by default read from the results, if they have it.
     """
     ax = _axes(ax)

@@ -59,7 +59,7 @@ def main(options: Options) -> calibjax.Comparison:
     plot.reliability(confidence, predicted == labels[held_out_rows], ax=axes)
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "reliability.png", dpi=150)
-    recalibrate.save(options.out / "method", name, fitted.state)
+    recalibrate.save(options.out / "method", fitted)
     print(f"{name}: {options.out / 'method'} (for calibjax.recalibrate.load), {options.out / 'reliability.png'}")
     return comparison
 

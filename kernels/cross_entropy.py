@@ -196,7 +196,7 @@ def cross_entropy(
     Args:
         hidden: [N, D], bfloat16 or float32.
         unembedding: [V, D], of the same dtype.
-        targets: int32 [N]; tokens with a negative one have loss and gradients of 0.
+        targets: int32 [N], less than V (not checked); tokens with a negative one have loss and gradients of 0.
         label_smoothing: β in [0, 1].
         interpret: run by Pallas' interpreter, on any device.
     """

@@ -83,10 +83,10 @@ def test_statistics_of_packed_sequences_are_those_that_evaluate_counts(fitted):
         np.testing.assert_allclose(stats.mean(stats.confidence()), rows["uncalibrated"]["confidence"], rtol=1e-6)
         assert (np.asarray(stats.argmax) == np.asarray(lm.logits(SEQUENCES)).argmax(-1))[SEQUENCES.where].all()
     row = calibjax.evaluate(LM, SEQUENCES, fitted.head, context=silent()).document["methods"]["head"]
-    got = calibjax.calibrated_confidence(LM, fitted.head, SEQUENCES)
+    got = calibjax.calibrated_confidence(LM, SEQUENCES, fitted.head)
     np.testing.assert_allclose(np.asarray(got.confidence).sum() / SEQUENCES.where.sum(), row["confidence"], rtol=1e-6)
     assert not np.asarray(got.confidence)[~SEQUENCES.where].any()
-    log_probs = np.asarray(calibjax.calibrated_log_probs(LM, fitted.head, SEQUENCES))
+    log_probs = np.asarray(calibjax.calibrated_log_probs(LM, SEQUENCES, fitted.head))
     np.testing.assert_allclose(-at_targets(log_probs, SEQUENCES).mean(), row["nll"], rtol=1e-5)
     with pytest.raises(calibjax.UserError, match="sequences have their own"):
         LM.hidden_states(SEQUENCES, segment_ids=SEQUENCES.segment_ids)

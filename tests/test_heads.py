@@ -118,7 +118,7 @@ def test_bounds(kind, min_scale):
         np.testing.assert_array_equal(log_scale(config, params, *inputs()), np.float32(want))
         if kind not in ("constant", "mlp") or min_scale == heads.MIN_SCALE:
             continue  # `test_no_head_changes_the_most_likely_token`
-        log_probs = np.asarray(calibrated_log_probs(lm, heads.FittedHead(config, params, lm.fingerprint), TOKENS))
+        log_probs = np.asarray(calibrated_log_probs(lm, TOKENS, heads.FittedHead(config, params, lm.fingerprint)))
         assert np.isfinite(log_probs).all()
         np.testing.assert_array_equal(log_probs.argmax(axis=-1), np.asarray(lm.logits(TOKENS)).argmax(axis=-1))
         if want < 0:
@@ -277,9 +277,9 @@ def test_no_head_changes_the_most_likely_token(kind, dtype):
         base = z.argmax(axis=-1)
         for size, factor in ((0.7, 0.0), (30.0, -2.5), (30.0, 2.5)):
             head = heads.FittedHead(config, random_params(config, size), lm.fingerprint, log_factor=factor)
-            log_probs = np.asarray(calibrated_log_probs(lm, head, TOKENS))
+            log_probs = np.asarray(calibrated_log_probs(lm, TOKENS, head))
             np.testing.assert_array_equal(log_probs.argmax(axis=-1), base)
-            got = calibrated_confidence(lm, head, TOKENS)
+            got = calibrated_confidence(lm, TOKENS, head)
             np.testing.assert_array_equal(got.argmax, base)
             assert (np.asarray(got.temperature) > 0).all()
             # The exponent |s z| goes up to 1e6: its rounding in float32 is what the two confidences may differ by.

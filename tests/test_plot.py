@@ -83,7 +83,7 @@ def test_reliability(ax, points):
 
 
 def test_temperatures(ax):
-    plot.temperature_histogram(document() | {"run": {"fit": {"temperature": 1.5}}}, ax=ax)
+    plot.temperature_histogram(document() | {"run": {"fit": {"temperature": 1.5}}}, method="ats", ax=ax)
     assert [line.get_xdata()[0] for line in ax.lines] == [1.0, 1.5]
     values = np.array([[0.5, 2.0], [0.0, 2.0]])
     assert plot.temperature_histogram(values, 1.2, ax=Figure().subplots()).patches[0].get_data().values.sum() == 3

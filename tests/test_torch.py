@@ -69,7 +69,7 @@ def compare(theirs, lm, head, folder):
         attached.detach()
     real = mask.astype(bool)
     got = out.logits.log_softmax(-1).numpy()[real]
-    temperature = np.asarray(calibrated_confidence(lm, head, tokens, segment_ids=mask).temperature)[real]
+    temperature = np.asarray(calibrated_confidence(lm, tokens, head, segment_ids=mask).temperature)[real]
     logits = np.asarray(lm.logits(tokens, segment_ids=mask))[real]
     expected = scipy.special.log_softmax(logits.astype(np.float64) / temperature[:, None], axis=-1)
     difference = np.abs(got - expected) / np.maximum(np.abs(expected), 1)
@@ -220,7 +220,7 @@ def test_onnx_runs_any_batch_and_length(tmp_path, kind):
 
 def test_what_compare_kept(tmp_path, capsys):
     data = recalibrate.Predictions(confidence=np.array([0.9] * 4), correct=np.array([1, 1, 1, 0]))
-    recalibrate.save(tmp_path / "kept", "platt", recalibrate.METHODS["platt"].fit(data))
+    recalibrate.save(tmp_path / "kept", recalibrate.Recalibrator("platt", recalibrate.METHODS["platt"].fit(data)))
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "p"), "--also", "stablehlo"]) == 0
     program = export.deserialize(bytearray((tmp_path / "p" / "method.stablehlo").read_bytes()))
     assert program.call(np.float32([0.9])) == pytest.approx(0.75, abs=1e-3)

@@ -94,7 +94,7 @@ def exports(tmp_path_factory):
 def calibrated(lm, head, prompt, tokens):
     """Calibrated log-probabilities of the tokens that follow a prompt, by JAX."""
     text = np.array([prompt + tokens])
-    ours = np.asarray(calibrated_log_probs(lm, head, np.pad(text, ((0, 0), (0, 64 - text.size)))))[0]
+    ours = np.asarray(calibrated_log_probs(lm, np.pad(text, ((0, 0), (0, 64 - text.size))), head))[0]
     return ours[np.arange(len(prompt) - 1, text.size - 1), tokens]
 
 

@@ -32,7 +32,7 @@ class Options:
 
     Attributes:
         model: directory or GGUF file of the frozen model.
-        data: text, instructions or chats.
+        data: file, directory or hub id of text, instructions or chats.
         out: directory of the checkpoints and the fitted head.
         features: inputs of the head: logit_statistics, hidden_states, max_logit, argmax_embedding or log_std_logits.
         seq_len: tokens per sequence.
@@ -90,10 +90,10 @@ def frozen_pass(lm: calibjax.LanguageModel, data: calibjax.Sequences, options: O
 def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: Mesh, directory: Path) -> Any:
     """Fits a head by cross-entropy with AdamW and returns its parameters; a checkpoint follows every epoch."""
     head, count = config.build(), len(tokens.features)
-    batch_size = min(options.tokens_per_step, count) // mesh.size * mesh.size
-    if batch_size == 0:
-        raise calibjax.UserError(f"expected at least {mesh.size} tokens to fit on, one per device, got {count}.")
-    steps_per_epoch = count // batch_size
+    step_size = min(options.tokens_per_step, count) // mesh.size * mesh.size  # tokens, as many on every device
+    if step_size == 0:
+        raise calibjax.UserError(f"expected at least {mesh.size} tokens to fit on and per step, one for each device.")
+    steps_per_epoch = count // step_size
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.learning_rate, steps_per_epoch * options.epochs))
 
     def loss(params: Any, batch: Tokens) -> jax.Array:
@@ -118,7 +118,7 @@ def train(config: calibjax.HeadConfig, tokens: Tokens, options: Options, mesh: M
         for epoch in range(first_epoch, options.epochs):
             order = np.random.default_rng((options.seed, epoch)).permutation(count)
             epoch_losses = []
-            for index in np.split(order[: steps_per_epoch * batch_size], steps_per_epoch):
+            for index in np.split(order[: steps_per_epoch * step_size], steps_per_epoch):
                 state, value = train_step(state, jax.device_put(tokens.take(np.sort(index)), over_tokens))
                 epoch_losses.append(value)
             print(f"{directory.name}: epoch {epoch + 1} of {options.epochs}, loss {np.mean(epoch_losses):.4f}")

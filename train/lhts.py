@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         model: directory of the model, which is the scorer p and the initial student.
-        data: text.
+        data: file, directory or hub id of text.
         out: directory of the checkpoints and the trained model.
         temperature: T > 0 of whole sequences; below 1 it favours likely ones.
         seq_len: tokens per sequence, the horizon.

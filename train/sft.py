@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         model: directory of the model.
-        data: text, instructions or chats; only the tokens of answers count in the loss.
+        data: file, directory or hub id of text, instructions or chats; only the tokens of answers count in the loss.
         out: directory of the checkpoints and the trained model.
         label_smoothing: β in [0, 1].
         seq_len: tokens per sequence.

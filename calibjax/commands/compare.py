@@ -13,7 +13,7 @@ from calibjax.data.table import PredictionTable, read_table, split_table, table_
 from calibjax.eval.compare import Comparison, ComparisonInputs, SortKey, prediction_inputs, run_comparison
 from calibjax.eval.report.schema import SCHEMA, Document
 from calibjax.eval.report.terminal import print_comparison
-from calibjax.recalibrate import METHODS, fit_daca
+from calibjax.recalibrate import METHODS, Recalibrator, fit_daca
 from calibjax.recalibrate.saved import check_directory, save
 from calibjax.runtime.context import Log
 from calibjax.runtime.distributed import is_first
@@ -128,7 +128,7 @@ def _save_winner(directory: Path, comparison: Comparison, inputs: ComparisonInpu
         inputs.save_head(directory, state)
         return f"{name} saved in {directory}, for generate --head, eval tasks --head and calibjax.load_head"
     notes: dict[str, Any] = {"data": inputs.title, "unit": inputs.unit}
-    save(directory, "temperature" if name == _DACA else name, state, notes=notes)
+    save(directory, Recalibrator("temperature" if name == _DACA else name, state, notes))
     return f"{name} saved in {directory}, for calibjax apply and calibjax.recalibrate.load"
 
 

@@ -58,9 +58,9 @@ def run(options: DecideOptions, log: Log = print) -> Document:
     options.check()
     table = options.read_table(options.table, log, skip_broken=options.skip_broken)
     if options.by_category and table.categories is None:
-        raise UserError(f"--by-category: {options.table} has no column category.")
+        raise UserError(f"--by-category: {options.table} has no column category: name one, --columns category=NAME.")
     if options.claims and table.groups is None:
-        raise UserError(f"--claims: {options.table} has no column group, which tells the answer of a claim.")
+        raise UserError(f"--claims: {options.table} has no column group, the answer of a claim: --columns group=NAME.")
     if table.groups is not None and not options.claims:
         count = len(np.unique(table.groups))
         if count < len(table):

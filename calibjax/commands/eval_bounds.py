@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from calibjax.commands.groups import JsonOptions, load_placed
-from calibjax.eval.layers.bounds import head_bound
+from calibjax.eval.layers.bounds import model_bound
 from calibjax.eval.report.schema import Document
 from calibjax.eval.report.terminal import print_bounds
 from calibjax.runtime.context import Log
@@ -42,7 +42,7 @@ def run(options: EvalBoundsOptions, log: Log = print) -> Document:
     for model in options.model:
         lm = load_placed(model, mesh, "float32")
         with about("--model"):
-            bounds.append(head_bound(lm, Path(model.rstrip("/")).name))
+            bounds.append(model_bound(lm, Path(model.rstrip("/")).name))
     document = {"models": [bound.to_json() for bound in bounds]}
     files = ""
     if not is_first():

@@ -81,7 +81,7 @@ def _recalibrator(options: ExportOptions, log: Log) -> dict[str, Any]:
         raise UserError(f"--also onnx: {options.run} holds a recalibrator, which is exported as stablehlo.")
     _check_programs(options.also)
     more = {"method.stablehlo": stablehlo_program(method)} if "stablehlo" in options.also else {}
-    save(options.out, method.name, method.state, notes=method.notes, more=more)
+    save(options.out, method, more=more)
     files = sorted(file.name for file in options.out.iterdir())
     log(f"The recalibration method was exported: {method.name}.")
     log(f"method in {options.out}: {', '.join(files)}")

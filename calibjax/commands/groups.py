@@ -50,7 +50,7 @@ class ChatOptions:
 
     Attributes:
         chat: write each prompt as a user's message with the model's chat template; by default where it has one.
-        system: text of a system message before it.
+        system: text of a system message before the prompt.
     """
 
     chat: bool | None = None

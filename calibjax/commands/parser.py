@@ -183,7 +183,7 @@ def parse_script(
 
     Args:
         options_type: a dataclass. Its fields are the flags, with their types and defaults; `--help` prints what the
-            `Attributes` of its docstring say of them.
+            `Attributes` of its docstring state.
         args: the arguments; None takes those of the process, which then ends with one line for any later `UserError`.
         default: an instance whose values replace the defaults of the fields.
 
@@ -324,7 +324,7 @@ def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[st
         return args
     at = args.index("--config")
     if args.count("--config") > 1 or at + 1 == len(args):
-        raise UserError("--config: expected one file.")
+        raise UserError("--config: expected one file, such as --config runs/ats/run.yaml.")
     from_file = _read_config(command, options_type, user_path(args[at + 1]))
     return [*from_file, *args[:at], *args[at + 2 :]]
 

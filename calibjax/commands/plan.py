@@ -190,7 +190,7 @@ class Job(NamedTuple):
         return ",".join(f"{axis}={n}" for axis, n in zip(AXES, self.mesh, strict=True))
 
     def abstract_mesh(self) -> AbstractMesh:
-        """The mesh without devices: enough to say where arrays lie."""
+        """The mesh without devices, which determines where arrays lie."""
         return AbstractMesh(self.mesh, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def check(self) -> None:

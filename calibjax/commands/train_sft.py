@@ -70,7 +70,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
 
     with jax.set_mesh(context.mesh):
         results = _evaluate(base, "base", sets, validation, options, context)
-        fitted = fit_sft(base, fit, options.sft, context=context.within("fit"), consume=not adapters)
+        fitted = fit_sft(base, fit, options.sft, context=context.within("fit"), donate=not adapters)
         saved = jnp.dtype(options.save_dtype or stored or compute)
         save_model(options.out / "model", fitted.config, fitted.params, like=base.path, dtype=saved, replace=True)
         fingerprint, config, report = base.fingerprint, fitted.config, fitted.report

@@ -57,7 +57,7 @@ class PredictionTable:
         categories: `[N]`, labels as text, or None.
         probabilities: float64 `[N, K]`, as the file has them, or None. `predictions.logits` are then their logarithms.
         rows: int `[N]`, the number of each row in the file, from 0; None after `take`.
-        notes: lines that say how the file was read where that is a choice.
+        notes: lines that report how the file was read where that is a choice.
     """
 
     predictions: Predictions

@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 def uncalibrated(data: Predictions) -> Outcome:
-    """The outcome of the predictions as they are: of logits with labels, or else of confidences."""
+    """The outcome of the uncalibrated predictions: of logits with labels, or else of confidences."""
     if data.logits is None or data.labels is None:
         assert data.confidence is not None
         return Outcome(np.asarray(data.confidence, np.float32), np.asarray(data.correct, np.float32))
@@ -294,11 +294,12 @@ class Comparison(NamedTuple):
         return winner(self.document)
 
     def recalibrator(self, name: str | None = None) -> Recalibrator:
-        """A fitted method, or the winner, as a function of further predictions, which `recalibrate.save` stores."""
+        """A fitted method, by default the winner, as a function of further predictions; see `recalibrate.save`."""
         name = name or self.winner
-        if self.states[name] is None:
-            raise UserError("no method is better than the uncalibrated predictions; name one, such as temperature.")
-        return Recalibrator(name, self.states[name], {})
+        if self.states.get(name) is None:
+            fitted = ", ".join(method for method, state in self.states.items() if state is not None)
+            raise UserError(f"name: expected a fitted method ({fitted}), got {name}.")
+        return Recalibrator(name, self.states[name])
 
     def __repr__(self) -> str:
         return result_text(comparison_verdict(self.document), comparison_table(self.document, self.title))

@@ -155,7 +155,7 @@ def load_analogies(source: str, lm: LanguageModel, *, count: int | None = None, 
     """
     questions = analogy_questions(list(read_analogies(source)), count=count, seed=seed)
     if not questions:
-        raise UserError(f"{source}: no question with {CHOICES} different choices.")
+        raise UserError(f"{source}: expected a question with {CHOICES} different choices, found none; give more rows.")
     choices = []
     for question in questions:
         prompt = lm.tokenizer(question.prompt)["input_ids"]

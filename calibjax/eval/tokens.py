@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
-"""Edges of the histogram of temperatures. A head's temperatures lie in [1/10, 20], times the refitted factor."""
+"""Edges of the histogram of temperatures. Those of a head lie in [0.1, 20] by default, before a refitted factor."""
 
 
 class TokenOutputs(NamedTuple):
@@ -62,7 +62,7 @@ class MethodResult(NamedTuple):
 
 
 _STATISTICS = ("log_normalizer", "target_logit", "max_logit", "argmax", "correct")
-_BLOCK_OF_CPU, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
+_CPU_BLOCK, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a CPU, their logits are held
 
 
 @jax.jit(static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
@@ -148,7 +148,7 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
 def _in_blocks(function, arguments):
     """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at these tokens, else 0."""
     where = arguments[0]["where"]
-    width = _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
+    width = _CPU_BLOCK if platform().name == "cpu" else _BLOCK
     (indices,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
     flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), arguments)
 
@@ -214,7 +214,7 @@ def evaluate_tokens(
     for name in names:
         sums, tokens = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts[name])
         if np.isnan(sums.nll).any():
-            raise ValueError(f"{name}: the likelihood of some tokens is NaN; check the logits.")
+            raise UserError(f"{name}: the likelihood of some tokens is NaN; check the logits for NaN and infinity.")
         results[name] = MethodResult(sums, histograms[name], grids[name], tokens)
     return results
 
@@ -247,6 +247,7 @@ class Evaluation(NamedTuple):
     """What `evaluate` returns; prints as a table.
 
     Attributes:
+        tokens: number of tokens that count.
         results: method -> "ece", "nll" (nats per token) and "brier" (of the most likely token) with 95% intervals.
         document: JSON-able: every figure, as `held_out` of metrics.json.
     """

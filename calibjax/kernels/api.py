@@ -1,4 +1,4 @@
-"""`vocab_stats`, which runs the first of several implementations that can run a call; `explain` says which, and why."""
+"""`vocab_stats`, which runs the first of several implementations that can run a call; `explain` gives the reasons."""
 
 import math
 from collections.abc import Callable, Sequence

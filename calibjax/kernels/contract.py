@@ -207,7 +207,7 @@ class Implementation:
 
 
 def first_order(static: int) -> Callable[..., Any]:
-    """A pass by kernels, with `static` static arguments first: one error where a second derivative would need it."""
+    """Decorator of a pass by Pallas kernels, its first `static` arguments static: second derivatives raise an error."""
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         checked = jax.custom_jvp(run, nondiff_argnums=tuple(range(static)))

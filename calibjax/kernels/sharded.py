@@ -262,8 +262,8 @@ def sum_over_vocab(
         return total if tail is None else total + term(inputs._replace(**tail), per_token)
 
     tokens_spec = P(sharding.tokens)
-    spread = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
-    return spread(main, tail, per_token)[:tokens]
+    mapped = _shard_map(sharding, local, (_input_specs(sharding), P(), tokens_spec), tokens_spec)
+    return mapped(main, tail, per_token)[:tokens]
 
 
 def _no_moments(options: Options, needed: frozenset[str], tokens: int, width: int) -> Moments:
@@ -370,8 +370,8 @@ class Sharded(Implementation):
 
         one_per_device = P((*sharding.vocab, *sharding.tokens))
         out_specs = (P(sharding.tokens), one_per_device)
-        spread = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
-        moments, (expected_row, saved) = spread(main, tail)
+        mapped = _shard_map(sharding, local, (_input_specs(sharding), P()), out_specs)
+        moments, (expected_row, saved) = mapped(main, tail)
         return moments._replace(expected_row=expected_row), saved
 
     @jax.jit(static_argnums=range(3))
@@ -431,7 +431,7 @@ class Sharded(Implementation):
         specs = _input_specs(sharding)
         one_per_device = P((*sharding.vocab, *sharding.tokens))
         in_specs = (specs, P(), P(sharding.tokens), one_per_device)
-        spread = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-        whole, rest = spread(main, tail, cotangents, per_device)
+        mapped = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
+        whole, rest = mapped(main, tail, cotangents, per_device)
         pairs = zip(whole, rest, strict=True)
         return Gradients(*(x if x is None or y is None else jnp.concatenate([x, y]) for x, y in pairs))

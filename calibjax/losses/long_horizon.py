@@ -31,7 +31,7 @@ Mode = Literal["paper", "official"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Horizon:
+class LhtsConfig:
     """Hyper-parameters of the objective. Hashable.
 
     Attributes:
@@ -52,9 +52,9 @@ class Horizon:
     average: Literal["token", "sequence"] = "token"
 
 
-MODES: dict[Mode, Horizon] = {
-    "paper": Horizon(),
-    "official": Horizon(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
+MODES: dict[Mode, LhtsConfig] = {
+    "paper": LhtsConfig(),
+    "official": LhtsConfig(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
 }
 """`paper`: the objective as derived; constants of the paper's experiments may differ. `official`: the constants and the
 average of the authors' code for GPT-2 (github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and
@@ -122,7 +122,7 @@ def _prefix_sums(
 def token_weights(
     log_p: Float[Array, "B T"],
     temperature: Float[Array, " B"] | float,
-    objective: Horizon,
+    objective: LhtsConfig,
     *,
     baseline: Float[Array, " T"] | float = 0.0,
     where: Bool[Array, "B T"] | None = None,
@@ -148,7 +148,7 @@ def token_weights(
     Example:
         >>> import jax.numpy as jnp
         >>> log_p = jnp.array([[-2.0, -1, -3, -1, -1]])
-        >>> weights = token_weights(log_p, 1 / 3, Horizon(form="next_token"), baseline=-1.5)
+        >>> weights = token_weights(log_p, 1 / 3, LhtsConfig(form="next_token"), baseline=-1.5)
         >>> [round(x) for x in jnp.log(weights)[0].tolist()]
         [-1, 0, -1, 2, 1]
     """

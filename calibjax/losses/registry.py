@@ -30,8 +30,8 @@ class Loss(NamedTuple):
         statistics: what it reads of `vocab_stats(statistics=...)` at the scale s.
         hyperparameters: argument of `function` -> its default, range and meaning.
         alpha: the argument that `--alpha` sets; None if the loss has no such weight.
-        doubled: what it reads of the statistics at the scale 2 s.
-        top_k: how many of the largest logits it reads.
+        doubled: fields of `vocab_stats` that it reads at the scale 2 s, as its argument `doubled`.
+        top_k: how many of the largest logits it reads, as its argument `top_logits`; 0: none.
         per_micro_batch: the loss normalises over its micro-batch: ignored tokens count, padding (`where` False) does
             not, and every micro-batch has equal weight. Otherwise a batch is averaged over the tokens that count.
     """

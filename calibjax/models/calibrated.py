@@ -68,7 +68,7 @@ def _log_probs(model_config: Config, head_config: HeadConfig, dtype, head_arrays
 
 
 def calibrated_log_probs(
-    lm: LanguageModel, head: FittedHead, tokens: Tokens, *, segment_ids: Int[AnyArray, "B T"] | None = None
+    lm: LanguageModel, tokens: Tokens, head: FittedHead, *, segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> Float[Array, "B T V"]:
     """Calibrated log-probabilities of the token after each position, log softmax(s_t z_t): float32 `[B, T, V]`, nats.
 
@@ -76,8 +76,8 @@ def calibrated_log_probs(
 
     Args:
         lm: the base model.
-        head: fitted on it.
-        tokens: `[B, T]`, integer; or `Sequences`, which say where texts begin and which targets count.
+        tokens: `[B, T]`, integer; or `Sequences`, which mark where texts begin and which targets count.
+        head: fitted on `lm`.
         segment_ids: `[B, T]`, 0 for padding; by default all tokens of a row are one sequence.
 
     Raises:
@@ -100,7 +100,7 @@ def _confidence(model_config: Config, head_config: HeadConfig, dtype, head_array
 
 
 def calibrated_confidence(
-    lm: FrozenModel, head: FittedHead, tokens: Tokens, *, segment_ids: Int[AnyArray, "B T"] | None = None
+    lm: FrozenModel, tokens: Tokens, head: FittedHead, *, segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> TokenConfidence:
     """Calibrated probability of the most likely next token at each position; see `calibrated_log_probs`.
 

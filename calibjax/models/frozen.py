@@ -94,6 +94,7 @@ def frozen_features(
     dtype: DTypeLike,
     stats: VocabStats | None = None,
 ) -> Features:
+    """`heads.head_features` of a model; one that gives logits has these in place of `hidden`, `[B, T, V]`."""
     if frozen.unembedding is None:
         return join_features(names, {"hidden_states": hidden}, dense_stats(hidden) if stats is None else stats)
     return head_features(

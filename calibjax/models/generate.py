@@ -349,10 +349,10 @@ def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int
         name = f"prompts: number {number}"
         row = _whole_numbers(name, lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         if not row:
-            raise UserError(f"{name} has no tokens.")
+            raise UserError(f"{name} has no tokens, expected at least one; leave it out.")
         low, high = min(row), max(row)
         if not 0 <= low <= high < size:
-            raise UserError(f"{name} has ids from {low} to {high}, but the vocabulary has {size}.")
+            raise UserError(f"{name} has ids from {low} to {high}, expected from 0 to {size - 1}.")
         ids.append(row)
     return ids
 

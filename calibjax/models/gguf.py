@@ -402,7 +402,7 @@ def gguf_settings(file: GgufFile) -> Settings:
     check_sizes(file.path, settings)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"{file.path}: the tensor token_embd.weight is missing.")
+        raise UserError(f"{file.path}: the tensor token_embd.weight is missing. Download it again.")
     heads = settings["num_attention_heads"]
     settings.setdefault("head_dim", settings["hidden_size"] // heads)
     settings.setdefault("num_key_value_heads", heads)

@@ -246,7 +246,7 @@ def merge_mxfp4(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
         if name != entry.name and scales is not None:
             if entry.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {entry.dtype, scales.dtype} != {"U8"}:
                 pair = " and ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in (entry, scales))
-                raise UserError(f"{pair} are not a pair of MXFP4 blocks and scales.")
+                raise UserError(f"{pair} are not a pair of MXFP4 blocks and scales. Download them again.")
             experts, columns, groups = scales.shape
             reader = functools.partial(_read_mxfp4, entry, scales)
             merged.append(TensorEntry(name, (experts, 32 * groups, columns), "BF16", entry.file, entry.offset, reader))

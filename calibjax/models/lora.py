@@ -155,9 +155,9 @@ def _pairs(folder: Path, tensors: _Tensors) -> dict[str, _Tensors]:
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise UserError(f"{folder}: {module}: expected lora_A and lora_B of one rank.")
         if not all(np.isfinite(tensor.astype(np.float32)).all() for tensor in pair.values()):
-            raise UserError(f"{folder}: {module} holds NaN or infinity.")
+            raise UserError(f"{folder}: {module} holds NaN or infinity. Use another checkpoint of it.")
     if not modules:
-        raise UserError(f"{folder}: the adapter holds no tensor.")
+        raise UserError(f"{folder}: expected tensors lora_A and lora_B, the adapter holds none.")
     return modules
 
 

@@ -111,5 +111,5 @@ def restore_params(
         raise UserError(f"{folder / 'params'}: damaged (the checksum of {', '.join(different[:5])} differs). {_REMEDY}")
     finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
     if not all(finite.values()):
-        raise UserError(f"{folder / 'params'} holds NaN or infinity, read as {dtype.name}.")
+        raise UserError(f"{folder / 'params'} holds NaN or infinity, read as {dtype.name}. {_REMEDY}")
     return params

@@ -199,7 +199,7 @@ def check_sequences(lm: FrozenModel, sequences: Sequences) -> None:
 
 
 def place_model(lm: FrozenModel, mesh: Mesh) -> FrozenModel:
-    """The model on a mesh: the weights of a `LanguageModel` by `sharding.RULES`, others as `from_function` says."""
+    """The model on a mesh: the weights of a `LanguageModel` by `sharding.RULES`, others as in `from_function`."""
     if isinstance(lm, LanguageModel):
         return dataclasses.replace(lm, params=jax.device_put(lm.params, param_shardings(mesh, lm.params)))
     devices = set(mesh.devices.flat)

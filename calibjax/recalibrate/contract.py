@@ -148,7 +148,7 @@ def checked_fields(
     classes = class_count(Predictions(**arrays, unembedding=unembedding))
     if max_classes is not None and classes > max_classes:
         limit = f"a method with parameters for each class takes at most {max_classes:,} classes"
-        raise UserError(f"{limit}, got {classes:,}; take temperature, ensemble_temperature or ats.")
+        raise UserError(f"{limit}, got {classes:,}; take temperature or ensemble_temperature.")
     _check_values(arrays, rows, classes)
     if impossible and "labels" in arrays:
         bad = rows[at_labels(arrays["logits"], arrays["labels"]) <= IMPOSSIBLE]
@@ -158,7 +158,7 @@ def checked_fields(
         _check_values({"unembedding": unembedding}, np.arange(len(unembedding)), None)
         features = arrays["features"]
         if features.shape[1] != unembedding.shape[1]:
-            raise UserError(f"features {features.shape} and unembedding {unembedding.shape} do not fit.")
+            raise UserError(f"expected features [N, D], unembedding [K, D]; got {features.shape}, {unembedding.shape}.")
         arrays["unembedding"] = unembedding
     return tuple(arrays[field] for field in fields)
 

@@ -24,11 +24,11 @@ _REMEDY = "Restore the directory from a copy, or fit the method again."
 
 
 class Recalibrator(NamedTuple):
-    """A fitted method: its name in `METHODS`, the state that its `fit` returned, and the notes of `save`."""
+    """A fitted method: its name in `METHODS`, the state that its `fit` returned, and JSON-able notes on the fit."""
 
     name: str
     state: Any
-    notes: dict[str, Any]
+    notes: Mapping[str, Any] = {}
 
     @property
     def method(self) -> Method:
@@ -94,24 +94,18 @@ def check_directory(directory: Path) -> None:
     check_new_directory(directory, replace=not names.isdisjoint({_DESCRIPTION, "head.json"}))
 
 
-def save(
-    directory: str | Path,
-    name: str,
-    state: Any,
-    *,
-    notes: Mapping[str, Any] | None = None,
-    more: Mapping[str, bytes] | None = None,
-) -> None:
+def save(directory: str | Path, recalibrator: Recalibrator, *, more: Mapping[str, bytes] | None = None) -> None:
     """Writes a fitted method; one that is already there is replaced as a whole. All processes of a job call it.
 
-    The directory holds state.safetensors, recalibrator.json and checksums.json. `notes` are JSON-able values that
-    `load` returns, such as the data of the fit; `more` is the content of further files by name.
+    The directory holds state.safetensors, recalibrator.json and checksums.json. `more` is the content of further files
+    by name.
 
     Raises:
         UserError: no such method, a state of another method, or a directory that holds something else.
     """
     from safetensors.numpy import save as to_bytes
 
+    name, state, notes = recalibrator
     if name not in METHODS:
         raise UserError(f"recalibrate.save: {name!r}: expected one of {', '.join(METHODS)}.")
     arrays = named_arrays(state)
@@ -124,7 +118,7 @@ def save(
         is_readable = False
     if not is_readable:
         raise UserError(f"recalibrate.save: expected {expected}, got a {type(state).__name__}.")
-    description = {"schema": _SCHEMA, "method": name, "notes": dict(notes or {})}
+    description = {"schema": _SCHEMA, "method": name, "notes": dict(notes)}
     files = {_ARRAYS: to_bytes(arrays), _DESCRIPTION: json_text(description)}
     write_directory(directory, {**files, **(more or {})}, arrays)
 

@@ -47,7 +47,7 @@ def storage_failure(error: BaseException) -> OSError | None:
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """The exception as an `OSError`, if it is one, names the code of one, or says that memory has run out."""
+    """The exception as an `OSError`, if it is one, names the code of one, or reports that memory has run out."""
     if isinstance(error, OSError):
         return error
     text = str(error)

@@ -88,7 +88,7 @@ Closed = Literal["right", "left", "none"]
 
 
 def not_identity(default: Any = dataclasses.MISSING) -> Any:
-    """A field that says where a run happens or how it is shown: two runs may differ in it and be the same."""
+    """A field for where a run happens or how it is shown: two runs may differ in it and be the same."""
     return dataclasses.field(default=default, metadata={"identity": False})
 
 

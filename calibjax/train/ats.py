@@ -29,7 +29,7 @@ class AtsFit(NamedTuple):
     Attributes:
         head: the fitted head.
         temperature: temperature scaling, as a head.
-        report: JSON-able: what was chosen and refitted.
+        report: JSON-able: plan, candidate (its name), temperature (T), refit (or None), sequences (number by set).
         comparison: JSON-able: every candidate on sequences that it was not fitted on; None if nothing was compared.
     """
 
@@ -113,7 +113,7 @@ def limit_and_log(sequences: Sequences, max_tokens: int, context: RunContext, pu
     fewer = limit_tokens(sequences, max_tokens, context.seed)
     if fewer is not sequences:
         used, available = (int(part.where.sum()) for part in (fewer, sequences))
-        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (--tokens)")
+        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (tokens={max_tokens})")
     return fewer
 
 

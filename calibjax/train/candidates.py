@@ -18,7 +18,7 @@ from calibjax.runtime.checksums import array_hash
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.sharding import local_rows, param_shardings
-from calibjax.train.cross_fit import SHRINKAGE, SHRINKAGES_OF_SETS, CandidateScore, score, shrink, within_noise_of_best
+from calibjax.train.cross_fit import SET_SHRINKAGES, SHRINKAGE, CandidateScore, score, shrink, within_noise_of_best
 from calibjax.train.curves import TokenCurves, curves_of, features_of
 from calibjax.train.loop import train
 from calibjax.train.options import AtsPlan, Trial
@@ -51,15 +51,15 @@ class Candidate(NamedTuple):
 class CandidateFits:
     """All fits of one call of `fit_ats` to the same tokens: without each fold, and to all of them.
 
-    `log_scale` is the log scale of temperature scaling. With `by_set`, each fold is one of the sets. `scores` holds the
-    score of each candidate, by name; `solutions`, by head and left-out fold, the last solution: the next fit's start.
+    `temperature_log_scale` is log s of temperature scaling. With `by_set`, each fold is one of the sets. `scores`: by
+    name of the candidate. `solutions`: by head and left-out fold, the last solution, from which the next fit starts.
     """
 
     tokens: TokenCurves
     plan: AtsPlan
     context: RunContext
     folds: Sequence[np.ndarray]
-    log_scale: float
+    temperature_log_scale: float
     by_set: bool
     designs: dict[HeadConfig, Design] = dataclasses.field(default_factory=dict)
     solutions: dict[tuple[HeadConfig, int], np.ndarray] = dataclasses.field(default_factory=dict)
@@ -83,10 +83,10 @@ class CandidateFits:
 
     @functools.cached_property
     def baseline(self) -> CandidateScore:
-        return score(self.tokens, "temperature scaling", self._temperature_log_scale, refit=False)
+        return score(self.tokens, "temperature scaling", self._baseline_log_scale, refit=False)
 
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
-        """Chooses a candidate as `AtsOptions` says; returns its score, and all scores as JSON.
+        """Chooses a candidate as `AtsOptions` describes; returns its score, and all scores as JSON.
 
         Where the loss with the least calibration error does not beat temperature scaling, the candidate with the lowest
         NLL of those that do is chosen.
@@ -134,7 +134,7 @@ class CandidateFits:
         best = min(self.scores.values(), key=lambda scored: scored.mean("nll"))
         in_fold = self.fold == 0
         log_scale = best.log_scale.copy()
-        log_scale[in_fold] = shrink(self._predict(candidate, 0), self._temperature_log_scale[in_fold], SHRINKAGE)
+        log_scale[in_fold] = shrink(self._predict(candidate, 0), self._baseline_log_scale[in_fold], SHRINKAGE)
 
         def on_fold(candidate: Any, log_scale: np.ndarray) -> CandidateScore:
             # All tokens are scored, by a program that is compiled already, and the sums of the fold are taken.
@@ -157,13 +157,13 @@ class CandidateFits:
         return head_params(design, solve(design, candidate.trial, candidate.decay))
 
     @functools.cached_property
-    def _temperature_log_scale(self) -> Float[np.ndarray, " N"]:
+    def _baseline_log_scale(self) -> Float[np.ndarray, " N"]:
         """log s of each token by temperature scaling, fitted to the other sets.
 
         With one set it is fitted to all rows, because leaving out a fold hardly changes it.
         """
         if not self.by_set:
-            return np.full(len(self.fold), self.log_scale, np.float32)
+            return np.full(len(self.fold), self.temperature_log_scale, np.float32)
         ends = np.cumsum([len(rows) for rows in self.folds])
         others = [np.setdiff1d(np.arange(ends[-1]), rows) for rows in self.folds]
         fitted = [fit_token_temperature(self.tokens.take(rows)).log_scale for rows in others]
@@ -176,8 +176,8 @@ class CandidateFits:
             log_scale[self.fold == fold] = self._predict(candidate, fold)
         refit = self.plan.refit_temperature
         scores = []
-        for shrinkage in SHRINKAGES_OF_SETS if self.by_set else (SHRINKAGE,):
-            shrunk = shrink(log_scale, self._temperature_log_scale, shrinkage)
+        for shrinkage in SET_SHRINKAGES if self.by_set else (SHRINKAGE,):
+            shrunk = shrink(log_scale, self._baseline_log_scale, shrinkage)
             scores.append(score(self.tokens, candidate, shrunk, refit=refit, shrinkage=shrinkage))
         best = min(scores, key=lambda scored: scored.mean("nll"))
         proper = f"NLL {best.mean('nll'):.4f}, Brier {best.mean('brier'):.4f}"
@@ -204,7 +204,7 @@ class CandidateFits:
 
     def _design(self, head: HeadConfig) -> Design:
         if head not in self.designs:
-            self.designs[head] = make_design(self.tokens, head, self.log_scale)
+            self.designs[head] = make_design(self.tokens, head, self.temperature_log_scale)
         return self.designs[head]
 
     def _train(self, candidate: Candidate, tokens: TokenCurves, *, left_out: int | None) -> Any:

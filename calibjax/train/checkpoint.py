@@ -24,19 +24,19 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Asynchronous Orbax checkpoints of the trained state, the position in the data and `run`, with their checksums.
+    """Asynchronous Orbax checkpoints of the trained state, the position in the data and `identity`, with checksums.
 
-    `run` is a JSON-able description of the run (configuration, fingerprint of the base model); a checkpoint of another
-    run is refused on restore. The two newest checkpoints are kept.
+    `identity` is a JSON-able description of the run (configuration, fingerprint of the base model); a checkpoint of
+    another run is refused on restore. The two newest checkpoints are kept.
     """
 
-    def __init__(self, directory: Path, run: dict[str, Any]):
+    def __init__(self, directory: Path, identity: dict[str, Any]):
         check_orbax_path(directory)
         if directory.exists() and not directory.is_dir():
             raise UserError(f"{directory}: expected a directory of checkpoints, found a file. Remove or rename it.")
         check_plain_files(directory)
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save, and failures that it raises
-        self._run = json.loads(json.dumps(run))
+        self._identity = json.loads(json.dumps(identity))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
@@ -48,7 +48,7 @@ class Checkpoints:
 
     def save(self, state: TrainState, data_state: dict[str, Any], *, step: int) -> None:
         """Starts a save; it is on disk when the next one starts or `close` returns."""
-        documents = {"data": data_state, "run": self._run}
+        documents = {"data": data_state, "run": self._identity}
         digests = {name: json_digest(x) for name, x in documents.items()}
         checksums = {"arrays": array_digests(state), "jsons": digests}
         items = {name: ocp.args.JsonSave(value) for name, value in documents.items()}
@@ -71,8 +71,8 @@ class Checkpoints:
             except UserError as error:
                 damaged[step] = str(error)
                 continue
-            if (stored := items["run"]) != self._run:
-                changed = different_names(stored, self._run)
+            if (stored := items["run"]) != self._identity:
+                changed = different_names(stored, self._identity)
                 names = sorted(str(_DESCRIPTIONS.get(key, key)) for key in changed)
                 other = f"{self._manager.directory} holds checkpoints of another run (different: {', '.join(names)})"
                 raise UserError(f"{other}. Choose another output directory, or remove this one.")

@@ -20,7 +20,7 @@ from calibjax.train.curves import TokenCurves, curves_of
 from calibjax.train.solve import likelihood_sums_at
 
 SHRINKAGE = 0.25  # fraction of the way to temperature scaling by which log scales are moved, see train/RESULTS.md
-SHRINKAGES_OF_SETS = (0.25, 0.5, 0.75)  # tried where several sets are given: each is predicted by heads of the others
+SET_SHRINKAGES = (0.25, 0.5, 0.75)  # tried where several sets are given: each is predicted by heads of the others
 _ALLOWED_LOSS = 0.1  # fraction of the gain over temperature scaling that a simpler or better calibrated head may lose
 _NOISE = 2.0  # standard errors beyond which a difference is not noise
 
@@ -53,6 +53,7 @@ class CandidateScore(NamedTuple):
         return float(metrics.debiased_from_sums(metrics.total_sums(self.sums)))
 
     def mean(self, score_name: str) -> float:
+        """Mean of `nll` or `brier` over the tokens that count."""
         return float(getattr(self.sums, score_name).sum() / self.sums.points.sum())
 
     def gain(self, other: "CandidateScore") -> float:

@@ -39,8 +39,8 @@ from calibjax.runtime.sharding import AnyMesh, batch_shards, context_mesh, has_a
 
 Keep = Literal["disk", "memory"]
 _BLOCK = 512  # tokens of one pass over the vocabulary, on one accelerator
-_BLOCK_OF_CPU = 256  # fewer, so that the last block of a batch has little padding
-_BLOCK_OF_DEVICE = 1024  # on each of several devices: a pass may gather an unembedding that is stored in parts
+_CPU_BLOCK = 256  # fewer, so that the last block of a batch has little padding
+_DEVICE_BLOCK = 1024  # on each of several devices: a pass may gather an unembedding that is stored in parts
 # XLA may reorder sums ("fast math"), but NaN, infinities, divisions and exponentials stay exact.
 _STILL_EXACT = ("nans", "infs", "division", "functions")
 _REORDER_SUMS = {"xla_cpu_enable_fast_math": True, **{f"xla_cpu_fast_math_honor_{n}": True for n in _STILL_EXACT}}
@@ -160,7 +160,7 @@ def token_curves(
     tokens = int(sequences.where.sum())
     size = readable_size(sum(x.size * x.dtype.itemsize for x in shapes.values()))
     place = "in memory" if directory is None else f"in {directory}"
-    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; it is kept {place} ({size})")
+    context.log(f"frozen pass: {tokens:,} tokens of {count:,} sequences; stored {place} ({size})")
     store = _Store(directory, shapes, identity)
     run = functools.partial(_forward, lm.config, lm.dtype, features, frozen)
     block = functools.partial(_block_program(platform().name), lm.config, lm.dtype, losses, frozen)
@@ -249,9 +249,9 @@ def _block_program(platform_name: str) -> Callable[..., VocabCurves]:
 def _block_width(mesh: AnyMesh | None, tokens: int) -> int:
     """At most the tokens of a batch, and a multiple of the devices they lie on."""
     if mesh is None or mesh.size == 1 or not has_axes(mesh):
-        return _BLOCK_OF_CPU if platform().name == "cpu" else _BLOCK
+        return _CPU_BLOCK if platform().name == "cpu" else _BLOCK
     shards = batch_shards(mesh)
-    return min(_BLOCK_OF_DEVICE, ceil_div(tokens, shards)) * shards
+    return min(_DEVICE_BLOCK, ceil_div(tokens, shards)) * shards
 
 
 def frozen_batch(

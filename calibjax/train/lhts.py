@@ -16,7 +16,7 @@ from calibjax.data import Sequences, check_ids
 from calibjax.data.load import Source, as_sequences
 from calibjax.kernels import linear_cross_entropy, vocab_stats
 from calibjax.losses import long_horizon
-from calibjax.losses.long_horizon import MODES, BaselineKind, Form, Horizon, Mode, RunningMean
+from calibjax.losses.long_horizon import MODES, BaselineKind, Form, LhtsConfig, Mode, RunningMean
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.config import DecoderConfig
 from calibjax.models.generate import log_probs, mix_samples
@@ -83,12 +83,12 @@ class LhtsOptions(TuningOptions):
         """The default mode's value of an option that is None; None if the mode has none."""
         return getattr(MODES["official"], name, None)
 
-    def conditions(self, method: Method) -> int:
+    def num_conditions(self, method: Method) -> int:
         """The number of vectors that one student learns: of quantiles, or of temperatures."""
         return self.quantiles if method == "partition" else len(self.temperatures)
 
     @property
-    def objective(self) -> Horizon:
+    def objective(self) -> LhtsConfig:
         """The objective of the mode, with the given options replaced."""
         values = {name: getattr(self, name) for name in ("horizon", "clip", "baseline", "form", "kl_weight")}
         given = {name: x for name, x in values.items() if x is not None}
@@ -106,7 +106,7 @@ class LhtsObjective:
     """
 
     model: DecoderConfig
-    objective: Horizon
+    objective: LhtsConfig
     condition_scale: float = 1.0
     dtype: DTypeLike = jnp.float32
     remat: decoder.Remat = "none"
@@ -241,10 +241,10 @@ def fit_lhts(
     check_value("method", Method, method)
     data = as_sequences(data, lm)
     check_ids(data, lm.config.vocab_size)
-    conditions = options.conditions(method)
-    if conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
+    num_conditions = options.num_conditions(method)
+    if num_conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
         raise UserError(
-            f"{conditions} conditions of one student: expected a model without a soft-cap or with untied embeddings; "
+            f"{num_conditions} conditions of one student: expected a model without a soft-cap or untied embeddings; "
             "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
         )
     with context.with_directory() as context:
@@ -255,9 +255,9 @@ def fit_lhts(
             return _fit_partition(lm, data, options, context)
         # Each sequence has one of the long-horizon temperatures, in equal numbers.
         order = np.random.default_rng([context.seed, 1]).permutation(len(data.tokens)).astype(np.int32)
-        condition = order % np.int32(conditions)
+        condition = order % np.int32(num_conditions)
         per_sequence: dict[str, np.ndarray] = {"temperature": np.asarray(options.temperatures, np.float32)[condition]}
-        if conditions > 1:
+        if num_conditions > 1:
             per_sequence["condition"] = condition
         params, scale, report = _fit_student(lm, options.objective, per_sequence, data, options, context, method)
     names = [f"lhts-T{temperature:g}" for temperature in options.temperatures]
@@ -266,7 +266,7 @@ def fit_lhts(
 
 def _fit_partition(lm: LanguageModel, sequences: Sequences, options: LhtsOptions, context: RunContext) -> LhtsFit:
     """The baseline; its report has the mean log-likelihood under the scorer of the text of every round."""
-    objective = Horizon(form="next_token", kl_weight=options.objective.kl_weight)
+    objective = LhtsConfig(form="next_token", kl_weight=options.objective.kl_weight)
     pool = new_text = sequences
     params = lm.params
     sampling = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}
@@ -294,7 +294,7 @@ def _mean_log_probs(lm: LanguageModel, sequences: Sequences, options: LhtsOption
 
 def _fit_student(
     lm: LanguageModel,
-    objective: Horizon,
+    objective: LhtsConfig,
     per_sequence: Mapping[str, np.ndarray],
     sequences: Sequences,
     options: LhtsOptions,
@@ -306,7 +306,7 @@ def _fit_student(
     placed = jax.device_put(lm.params, param_shardings(mesh, lm.params))
     student = dict(placed)
     if "condition" in per_sequence:
-        table = jnp.zeros((options.conditions(method), lm.config.hidden_size))
+        table = jnp.zeros((options.num_conditions(method), lm.config.hidden_size))
         student["condition"] = jax.device_put(table, replicated(mesh))
     embedding = lm.params["embedding"].astype(jnp.float32)
     scale = _CONDITION_RATE * float(jnp.sqrt(jnp.mean(jnp.square(embedding))))

@@ -34,8 +34,8 @@ class AtsOptions:
     With `loss="auto"`, head and loss are chosen by their predictions for sequences that they were not fitted on. First
     the head, fitted with cross-entropy: the simplest one whose NLL is within noise of the lowest NLL. Noise is one
     standard error of the difference, or a tenth of the best head's gain over temperature scaling. Then the loss: of
-    those within noise, the one with the least calibration error. A head must have an NLL and a Brier score below those
-    of temperature scaling by two standard errors, and no higher ECE; if none has, temperature scaling is kept.
+    those within noise, the one with the least debiased L2 calibration error. A head must have an NLL and a Brier score
+    below those of temperature scaling by two standard errors, and no higher ECE; else temperature scaling is kept.
 
     If heads are compared or a temperature is refitted, the predictions and the head that is returned are moved towards
     temperature scaling: their log scales by a quarter, or with several sets by the best in NLL of 1/4, 1/2 and 3/4.

@@ -167,7 +167,7 @@ def fit_sft(
     options: SftOptions = SftOptions(),
     context: RunContext | None = None,
     *,
-    consume: bool = False,
+    donate: bool = False,
 ) -> SftFit:
     """Fine-tunes a model, or adapters in it, on sequences of tokens.
 
@@ -180,7 +180,7 @@ def fit_sft(
         options: see `SftOptions`.
         context: directory for checkpoints and logs, devices, log and progress; its seed determines the initial
             adapters, the order of the sequences and the validation part.
-        consume: donate the weights of `lm` instead of copying them; `lm` cannot be used afterwards.
+        donate: donate the weights of `lm` instead of copying them; `lm` cannot be used afterwards.
 
     Raises:
         UserError: inconsistent options, or a directory that holds another run.
@@ -224,7 +224,7 @@ def fit_sft(
             context=context.titled("fine-tuning"),
             identity={"fingerprint": lm.fingerprint, "dtype": str(lm.dtype), "sequences": array_hash(data._asdict())},
             reduction=options.reduction,
-            consume=lora is None and consume,
+            donate=lora is None and donate,
         )
     if lora is not None:
         # Compiled with the shardings of the result: one by one, the products of adapters are whole on every device.

@@ -43,12 +43,12 @@ class Design(NamedTuple):
     decayed: Bool[np.ndarray, " F"]  # features whose weights `decay` penalises; the others have `_FREE_DECAY`
     curves: VocabCurves
     curvature: Float[np.ndarray, "G G"]  # H of bias and weights
-    start: float  # log s of temperature scaling
+    temperature_log_scale: float  # log s of temperature scaling
     tokens: int  # N without padding
 
 
-def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
-    """Takes the tokens that count and standardises what `head` reads; `start`: log s of temperature scaling on them."""
+def make_design(tokens: TokenCurves, head: HeadConfig, temperature_log_scale: float) -> Design:
+    """Takes the tokens that count and standardises what `head` reads; with log s of temperature scaling on them."""
     curve_arrays = tokens.flat()
     count = len(curve_arrays["valid"])
     arrays = curve_arrays | tokens.flat(stored_features([head]))
@@ -69,9 +69,9 @@ def make_design(tokens: TokenCurves, head: HeadConfig, start: float) -> Design:
     placed = _place({"features": features, **curve_arrays})
     features = placed.pop("features")
     curves = curves_of(placed, tokens.scales)
-    gram = to_host(_gram(features, curves, jnp.float32(start)))
+    gram = to_host(_gram(features, curves, jnp.float32(temperature_log_scale)))
     curvature = gram.astype(np.float64) / count
-    return Design(features, mean, deviation, np.array(decayed), curves, curvature, start, count)
+    return Design(features, mean, deviation, np.array(decayed), curves, curvature, temperature_log_scale, count)
 
 
 _features = jax.jit(features_of, static_argnums=(0, 2))  # one program, where each operation would be compiled alone
@@ -136,7 +136,7 @@ def solve(
     penalty = np.concatenate([[0.0], np.where(design.decayed, decay, _FREE_DECAY)])
     ridge = _RIDGE * np.trace(design.curvature) / len(penalty)
     hessian = design.curvature + np.diag(penalty + ridge)
-    x0 = np.append(design.start, np.zeros(len(penalty) - 1)) if start is None else start
+    x0 = np.append(design.temperature_log_scale, np.zeros(len(penalty) - 1)) if start is None else start
     hyper = {} if trial.alpha is None else {"alpha": jnp.float32(trial.alpha)}
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -154,7 +154,7 @@ def predict(design: Design, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N
 
 
 def head_params(design: Design, x: Float[np.ndarray, " G"]) -> dict[str, Any]:
-    """The parameters of a linear head that reads the features as they are, by undoing the standardisation."""
+    """The parameters of a linear head that reads the features without standardisation, which is folded into them."""
     kernel = x[1:] / design.deviation
     bias = x[:1] - kernel @ design.mean
     return {"output": {"kernel": kernel[:, None].astype(np.float32), "bias": bias.astype(np.float32)}}

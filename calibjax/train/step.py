@@ -44,7 +44,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
 
-    def rate(self, steps: int) -> optax.Schedule:
+    def rate_schedule(self, steps: int) -> optax.Schedule:
         """The schedule of the learning rate over `steps` steps."""
         warmup = int(self.warmup_fraction * steps)
         decay_steps = max(steps - warmup, 1)
@@ -59,7 +59,7 @@ class OptimizerConfig:
 
     def build(self, steps: int) -> optax.GradientTransformation:
         """The optax transformation for a run of `steps` steps."""
-        rate = self.rate(steps)
+        rate = self.rate_schedule(steps)
         if self.kind == "adafactor":
             # Updates are not scaled by the size of the parameters: the learning rate has the same meaning as in AdamW.
             return optax.chain(

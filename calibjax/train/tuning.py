@@ -125,12 +125,12 @@ def tune(
     identity: dict[str, Any],
     carry: Any = (),
     reduction: Literal["mean", "sum"] = "mean",
-    consume: bool = False,
+    donate: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """Trains parameters in float32 on a part of the sequences; returns them and the report.
 
     `nll_objective`, the negative log-likelihood, is evaluated on the other part. `initial_params` returns the initial
-    parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `consume`. `per_sequence`:
+    parameters, placed on `context.mesh`; they are freed after they are copied, or donated if `donate`. `per_sequence`:
     further arrays of a batch, one row per sequence. `carry`: initial state of a `CarryingObjective`. The other
     arguments are those of `train` and `make_train_step`.
     """
@@ -144,7 +144,7 @@ def tune(
     start = functools.partial(first_state, optimizer=optimizer, carry=carry)
     params = initial_params()
     shardings = param_shardings(context.mesh, jax.eval_shape(start, params))
-    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if consume else ())(params)
+    state = jax.jit(start, out_shardings=shardings, donate_argnums=0 if donate else ())(params)
     del params
     sum_and_count = jax.jit(nll_objective)
 

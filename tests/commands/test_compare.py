@@ -439,7 +439,7 @@ def test_apply_resamples_groups_and_reads_the_confidence_that_was_compared(tmp_p
     pa_csv.write_csv(pa.table(columns), tmp_path / "rows.csv")
     pa_csv.write_csv(pa.table(columns | {"group": group}), tmp_path / "groups.csv")
     state = METHODS["histogram"].fit(read_table(tmp_path / "rows.csv").predictions)
-    save(tmp_path / "fitted", "histogram", state)
+    save(tmp_path / "fitted", Recalibrator("histogram", state))
     widths = []
     for name in ("rows", "groups"):
         command = ["apply", "--table", tmp_path / f"{name}.csv", "--method", tmp_path / "fitted", "--json"]
@@ -460,7 +460,7 @@ def test_apply_keeps_the_columns_of_the_table(tmp_path, given, out):
     rows = [{"id": f"0{n}", "confidence": n / 16, "correct": n % 2, "group": groups[n % 3]} for n in range(16)]
     write_rows(tmp_path / f"in{given}", lambda: iter(rows))
     data = Predictions(confidence=np.arange(16) / 16, correct=np.arange(16) % 2)
-    save(tmp_path / "fitted", "platt", METHODS["platt"].fit(data))
+    save(tmp_path / "fitted", Recalibrator("platt", METHODS["platt"].fit(data)))
     files = ["--table", str(tmp_path / f"in{given}"), "--method", str(tmp_path / "fitted")]
     assert main(["apply", *files, "--out", str(tmp_path / f"out{out}"), "--json"]) == 0
     for number, row in enumerate(table_rows(tmp_path / f"out{out}")):

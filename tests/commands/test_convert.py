@@ -226,7 +226,7 @@ def test_generate(tmp_path, source, converted, capsys):
     prompt = lm.tokenizer("w3 w1")["input_ids"]
     assert "w3 w1" + first["text"] == lm.tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
     assert "".join(token["token"] for token in first["tokens"]).startswith(first["text"])
-    expected = calibrated_confidence(lm, load_head(tmp_path / "run", lm), np.array([[*prompt, *ids]]))
+    expected = calibrated_confidence(lm, np.array([[*prompt, *ids]]), load_head(tmp_path / "run", lm))
     np.testing.assert_allclose(confidence, expected.confidence[0, len(prompt) - 1 : -1], rtol=1e-5)
 
     assert main([*arguments, "--model", str(converted)]) == 0

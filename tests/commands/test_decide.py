@@ -62,7 +62,7 @@ def test_claims_of_answers(capsys, table, tmp_path):
     assert "the expected fraction of false claims in an answer is at most 0.2" in printed
     assert main(["decide", "--table", str(file), "--claims", "--level", "0.5"]) == 2
     assert main(["decide", "--table", str(table[0]), "--claims"]) == 2
-    assert "has no column group, which tells the answer of a claim" in capsys.readouterr().err
+    assert "has no column group, the answer of a claim: --columns group=NAME" in capsys.readouterr().err
 
 
 def test_what_is_printed(capsys, table, monkeypatch):

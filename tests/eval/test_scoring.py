@@ -160,7 +160,7 @@ def test_what_cannot_be_scored_is_refused_before_any_work(bad):
         Scorer(the_lm(), the_heads()).stream([Continuation([1], [1]), bad])
 
 
-def test_text_goes_on_to_the_stop_sequence(tmp_path):
+def test_text_continues_to_the_stop_sequence(tmp_path):
     lm = load_model(write_model(tmp_path / "model"))
     contexts = [lm.tokenizer(text)["input_ids"] for text in ("w1 w2 w3", "w7", "w9 w4")]
     whole = generate(lm, contexts, max_new_tokens=8).texts(lm.tokenizer)
@@ -242,7 +242,7 @@ def instances(kind, arguments):
     return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
 
 
-def test_a_killed_run_goes_on_from_the_cache_of_the_harness(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_from_the_cache_of_the_harness(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install calibjax[lm-eval]")
     from lm_eval.api.model import CachingLM
 

@@ -8,7 +8,7 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
 from tiny import make_lm
 
-from calibjax.eval.layers.bounds import head_bound
+from calibjax.eval.layers.bounds import model_bound
 from calibjax.eval.report.tables import scientific
 from calibjax.losses import bounds
 
@@ -55,7 +55,7 @@ def test_no_input_is_surer_than_a_model_can_be(changes):
     rng = np.random.default_rng(2)
     norm = {name: rng.normal(1, 0.3, 16).astype(np.float32) for name in lm.params["final_norm"]}
     lm = lm.from_params(lm.config, {**lm.params, "final_norm": norm})
-    bound = head_bound(lm, "tiny")
+    bound = model_bound(lm, "tiny")
     # Directions that point at single tokens come closest.
     x = np.concatenate([rng.normal(size=(2000, 16)), np.asarray(lm.unembedding) * norm["scale"]])
     if lm.config.norm == "layer":

@@ -11,7 +11,7 @@ from scipy.special import rel_entr, softmax
 
 from calibjax.losses.long_horizon import (
     MODES,
-    Horizon,
+    LhtsConfig,
     RunningMean,
     long_horizon_loss,
     reverse_kl,
@@ -57,7 +57,7 @@ class Source:
 
     def weights(self, form, kind):
         baseline = {"none": np.zeros(LENGTH), "scalar": np.full(LENGTH, self.mean.mean()), "position": self.mean}[kind]
-        objective = Horizon(form=form, baseline="none")  # one program for all baselines: this field is not read
+        objective = LhtsConfig(form=form, baseline="none")  # one program for all baselines: this field is not read
         return weights_of(self.log_p.astype("f"), TEMPERATURE, objective, baseline=baseline.astype("f"))
 
     def table(self, mass):
@@ -105,7 +105,7 @@ def test_weights_are_those_of_the_definition(form, horizon):
     log_p, baseline = -rng.exponential(4.0, (4, 12)), -rng.exponential(4.0, 12)  # sums from -40 to 10
     where, segments = rng.random((4, 12)) < 0.8, np.sort(rng.integers(1, 4, (4, 12)), axis=1)
     temperature = np.array([0.5, 0.9, 1.0, 1.5])
-    objective = Horizon(horizon=horizon, clip=0.5, form=form)
+    objective = LhtsConfig(horizon=horizon, clip=0.5, form=form)
     held = np.where(where, log_p, np.nan).astype("f")  # what does not count may hold anything
     options = {"baseline": baseline.astype("f"), "where": where, "segment_ids": segments}
     got = weights_of(held, temperature.astype("f"), objective, **options)
@@ -116,10 +116,10 @@ def test_weights_are_those_of_the_definition(form, horizon):
 
 def test_no_gradient_flows_through_the_weights():
     log_p = np.log(np.linspace(0.1, 0.9, 10, dtype=np.float32)).reshape(2, 5)
-    gradient = jax.jit(jax.grad(lambda x: token_weights(x, TEMPERATURE, Horizon()).sum()))(log_p)
+    gradient = jax.jit(jax.grad(lambda x: token_weights(x, TEMPERATURE, LhtsConfig()).sum()))(log_p)
     np.testing.assert_array_equal(gradient, 0.0)
     with pytest.raises(UserError, match="positive"):
-        token_weights(log_p, float("nan"), Horizon())
+        token_weights(log_p, float("nan"), LhtsConfig())
 
 
 def test_official_weights_are_those_of_the_authors_formula():

@@ -33,11 +33,11 @@ def the_heads():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_a_distribution_with_the_same_argmax(name):
-    got = np.asarray(calibrated_log_probs(the_lm(), the_heads()[name], SEQUENCES.tokens), np.float64)
+    got = np.asarray(calibrated_log_probs(the_lm(), SEQUENCES.tokens, the_heads()[name]), np.float64)
     assert got.shape == (*SEQUENCES.tokens.shape, VOCAB)
     np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
     np.testing.assert_array_equal(got.argmax(-1), np.asarray(the_lm().logits(SEQUENCES.tokens)).argmax(-1))
-    confidence = calibrated_confidence(the_lm(), the_heads()[name], SEQUENCES.tokens)
+    confidence = calibrated_confidence(the_lm(), SEQUENCES.tokens, the_heads()[name])
     np.testing.assert_allclose(confidence.confidence, np.exp(got.max(-1)), rtol=1e-5)
     np.testing.assert_array_equal(confidence.argmax, got.argmax(-1))
     # The temperature that is returned, with the head's factor, is the one that was used.
@@ -49,7 +49,7 @@ def test_logprobs_are_a_distribution_with_the_same_argmax(name):
 @pytest.mark.parametrize("name", ["transformer", "pooled"])
 def test_segments_do_not_see_each_other(name):
     head, segments = the_heads()[name], SEQUENCES.segment_ids
-    packed = calibrated_confidence(the_lm(), head, SEQUENCES.tokens, segment_ids=segments)
+    packed = calibrated_confidence(the_lm(), SEQUENCES.tokens, head, segment_ids=segments)
     assert not np.asarray(packed.confidence)[segments == 0].any()
     assert (np.asarray(packed.argmax)[segments == 0] == -1).all()
     row = int(np.argmax((segments == 2).sum(axis=1) * (segments == 0).any(axis=1)))
@@ -57,13 +57,13 @@ def test_segments_do_not_see_each_other(name):
     alone, own = np.zeros((2, *segments.shape), np.int32)  # of the same shape: no other program
     length = inside.sum()
     alone[0, :length], own[0, :length] = SEQUENCES.tokens[row][inside], 1
-    apart = calibrated_confidence(the_lm(), head, alone, segment_ids=own)
+    apart = calibrated_confidence(the_lm(), alone, head, segment_ids=own)
     for field in ("argmax", "confidence", "temperature"):
         got, expected = np.asarray(getattr(packed, field))[row][inside], np.asarray(getattr(apart, field))[0, :length]
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=field)
     if name == "transformer":
-        logprobs = np.asarray(calibrated_log_probs(the_lm(), head, SEQUENCES.tokens, segment_ids=segments))
-        expected = np.asarray(calibrated_log_probs(the_lm(), head, alone, segment_ids=own))[0, :length]
+        logprobs = np.asarray(calibrated_log_probs(the_lm(), SEQUENCES.tokens, head, segment_ids=segments))
+        expected = np.asarray(calibrated_log_probs(the_lm(), alone, head, segment_ids=own))[0, :length]
         np.testing.assert_allclose(logprobs[row][inside], expected, atol=2e-5)
 
 
@@ -76,7 +76,7 @@ def test_ties_stay_with_the_base_model():
     lm = dataclasses.replace(base, params={**base.params, "unembedding": jnp.asarray(rows)})
     expected = np.asarray(lm.logits(SEQUENCES.tokens)).argmax(-1)
     for scale in (0.05, 0.4, 10.0):
-        got = np.asarray(calibrated_log_probs(lm, FittedHead.constant(lm, np.log(scale)), SEQUENCES.tokens)).argmax(-1)
+        got = np.asarray(calibrated_log_probs(lm, SEQUENCES.tokens, FittedHead.constant(lm, np.log(scale)))).argmax(-1)
         np.testing.assert_array_equal(got, expected)
 
 
@@ -89,7 +89,7 @@ def test_head_of_another_model():
     assert other.fingerprint == fresh.fingerprint
     for call in (calibrated_log_probs, calibrated_confidence):
         with pytest.raises(UserError, match=f"{the_lm().fingerprint[:12]}.*{other.fingerprint[:12]}"):
-            call(other, the_heads()["pooled"], SEQUENCES.tokens)
+            call(other, SEQUENCES.tokens, the_heads()["pooled"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +103,7 @@ def test_written_and_read_back(tmp_path, name):
         assert jax.tree.structure(got.params) == jax.tree.structure(head.params)
         chex.assert_trees_all_equal(got.params, head.params, strict=True)
     assert json.loads((tmp_path / "run" / "head" / "head.json").read_text())["notes"] == {"loss": "joint"}
-    one, other = (calibrated_confidence(the_lm(), h, SEQUENCES.tokens).confidence for h in (got, head))
+    one, other = (calibrated_confidence(the_lm(), SEQUENCES.tokens, h).confidence for h in (got, head))
     np.testing.assert_array_equal(one, other)
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import random_head
 
 from calibjax import models
-from calibjax.eval.layers.bounds import head_bound
+from calibjax.eval.layers.bounds import model_bound
 from calibjax.models import config_from_hf, load_model
 from calibjax.models.calibrated import calibrated_confidence
 from calibjax.models.fingerprint import dotted_leaves
@@ -254,11 +254,11 @@ def test_confidence_and_features_know_the_unembedding_bias(tmp_path):
     apply = jax.jit(head.config.build().apply)
     log_scale = np.asarray(apply({"params": head.params}, np.asarray(features, np.float32)), np.float64)
     expected = scipy.special.softmax(np.exp(log_scale)[..., None] * logits, axis=-1).max(-1)
-    got = calibrated_confidence(model, head, golden["tokens"])
+    got = calibrated_confidence(model, golden["tokens"], head)
     np.testing.assert_allclose(got.temperature, np.exp(-log_scale), rtol=1e-5)
     np.testing.assert_allclose(got.confidence, expected, rtol=1e-5)
     with pytest.raises(UserError, match="phi-tiny adds a bias to its logits"):
-        head_bound(model, "phi-tiny")
+        model_bound(model, "phi-tiny")
 
 
 def test_longrope_of_one_kind_of_layer_bounds_the_sequence(tmp_path):

@@ -102,7 +102,7 @@ def test_equals_the_forward_pass_without_cache(name):
     np.testing.assert_array_equal(got.tokens, logits.argmax(-1))
     log_probs = log_softmax(logits, axis=-1).max(-1)
     np.testing.assert_allclose(got.base_log_probs, log_probs, atol=1e-5)
-    expected = calibrated_confidence(the_lm(), head, tokens, segment_ids=segments)
+    expected = calibrated_confidence(the_lm(), tokens, head, segment_ids=segments)
     np.testing.assert_allclose(got.temperature, np.asarray(expected.temperature)[at], rtol=1e-5)
     np.testing.assert_allclose(got.confidence, np.asarray(expected.confidence)[at], rtol=1e-5)
     assert np.ptp(np.asarray(got.temperature)) > 0.1
@@ -269,7 +269,7 @@ MISTAKES = [
     ([[1, 2**64]], {}, "number 0: expected a list of whole numbers"),
     ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers"),
     ([[1]], {"sampling": Sampling(prompt_seeds=(2**32,))}, "prompt_seeds: expected a list of whole numbers"),
-    ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, but the vocabulary has {VOCAB}"),
+    ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, expected from 0 to {VOCAB - 1}"),
     ([[1], [1] * 64], {}, "prompts: expected at most 63 tokens"),
     *(([[1]] * 2, {"max_new_tokens": n}, f"expected 1 to 63 after 1 prompt tokens, got {n}") for n in (0, 64)),
 ]

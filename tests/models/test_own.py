@@ -74,8 +74,8 @@ def test_every_form_of_a_model(want, form):
         np.testing.assert_allclose(fitted.report["temperature"], want[0].report["temperature"], rtol=1e-4)
         for name in ("temperature", "ats"):
             np.testing.assert_allclose(rows[name]["nll"], want[1][name]["nll"], rtol=1e-4)
-        got = calibjax.calibrated_confidence(lm, fitted.head, HELD_OUT)
-        expected = calibjax.calibrated_confidence(LM, want[0].head, HELD_OUT)
+        got = calibjax.calibrated_confidence(lm, HELD_OUT, fitted.head)
+        expected = calibjax.calibrated_confidence(LM, HELD_OUT, want[0].head)
         np.testing.assert_array_equal(got.argmax, expected.argmax)
         np.testing.assert_allclose(got.confidence, expected.confidence, atol=1e-3)  # slopes are solved to 1e-4 of NLL
 

@@ -513,7 +513,7 @@ def test_options_that_are_impossible(name, tmp_path):
     if not method.accepts_impossible:
         with pytest.raises(UserError, match="logits: row 0 holds -inf, expected finite values"):
             method.fit(more)
-        save(tmp_path / "fitted", name, fitted(name))
+        save(tmp_path / "fitted", Recalibrator(name, fitted(name)))
         with pytest.raises(UserError, match="logits: row 0 holds -inf"):
             load(tmp_path / "fitted")(data._replace(logits=np.where(np.eye(4)[data.labels] > 0, 0, -np.inf)))
         return
@@ -582,7 +582,7 @@ def test_saved_and_loaded(tmp_path, name):
     a threshold found on a table is compared with confidences of single predictions.
     """
     state = fitted(name)
-    save(tmp_path / "x", name, state, notes={"data": "x.csv"})
+    save(tmp_path / "x", Recalibrator(name, state, {"data": "x.csv"}))
     back, data = load(tmp_path / "x"), bundle(n=1500, seed=4)
     assert (back.name, back.notes, type(back.state)) == (name, {"data": "x.csv"}, type(state))
     assert jax.tree.structure(back.state) == jax.tree.structure(state)
@@ -595,12 +595,12 @@ def test_saved_and_loaded(tmp_path, name):
 
 
 def test_one_call_on_new_data(tmp_path):
-    save(tmp_path / "x", "platt", fitted("platt"))
+    save(tmp_path / "x", Recalibrator("platt", fitted("platt")))
     data, platt = bundle(seed=33), load(tmp_path / "x")
     np.testing.assert_array_equal(platt(data), platt(confidence=data.confidence))
     with pytest.raises(UserError, match="platt reads confidence: the predictions have no confidence"):
         platt(logits=data.logits)
-    save(tmp_path / "x", "vector", fitted("vector"))  # replaces what is there
+    save(tmp_path / "x", Recalibrator("vector", fitted("vector")))  # replaces what is there
     assert load(tmp_path / "x")(data).shape == data.logits.shape
     for name, field in (("vector", "logits"), ("stacking", "confidences"), ("mlp_temperature", "features")):
         other = data._replace(**{field: getattr(data, field)[:, 1:]})
@@ -612,7 +612,7 @@ def test_one_call_on_new_data(tmp_path):
 
 @pytest.mark.parametrize("file", ["state.safetensors", "recalibrator.json", "checksums.json"])
 def test_damage_is_refused(tmp_path, file):
-    save(tmp_path / "x", "platt", fitted("platt"))
+    save(tmp_path / "x", Recalibrator("platt", fitted("platt")))
     content = (tmp_path / "x" / file).read_bytes()
     (tmp_path / "x" / file).write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     with pytest.raises(UserError, match=r"damaged or edited|cannot be read"):
@@ -637,7 +637,7 @@ def test_confidences_that_are_none(tmp_path, name):
     others = np.arange(len(good)) != 8
     assert np.isnan(got[8])
     np.testing.assert_array_equal(got[others], good[others])
-    save(tmp_path / "x", name, fitted(name))
+    save(tmp_path / "x", Recalibrator(name, fitted(name)))
     assert load(tmp_path / "x")(**with_row_8(1 + 1e-6)).max() <= 1
     for value in (np.nan, -0.5, 1.5):
         with pytest.raises(UserError, match=f"{reads[0]}: row 8 holds"):
@@ -649,9 +649,9 @@ def test_what_cannot_be_saved_or_loaded(tmp_path, monkeypatch):
     wrong = [("platt", fitted("beta"), "PlattState"), ("platt", 3, "PlattState"), ("own", fitted("beta"), "return ann")]
     for name, state, declared in wrong:
         with pytest.raises(UserError, match=f"the fit of {name} .*{declared}.*, got a {type(state).__name__}"):
-            save(tmp_path / "x", name, state)
+            save(tmp_path / "x", Recalibrator(name, state))
     with pytest.raises(UserError, match="'plat': expected one of"):
-        save(tmp_path / "x", "plat", fitted("platt"))
+        save(tmp_path / "x", Recalibrator("plat", fitted("platt")))
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "head.json").touch()
     with pytest.raises(UserError, match=r"calibjax\.load_head reads it"):
@@ -706,7 +706,7 @@ def test_mistakes_are_named():
     for message, labels in (("row 1 holds 4, expected 0 to K - 1", [3, 4, 0]), ("expected integers", [0.0, 0, 0])):
         with pytest.raises(UserError, match=f"labels: {message}"):
             METHODS["vector"].fit(Predictions(logits=z, labels=np.array(labels)))
-    with pytest.raises(UserError, match="do not fit"):
+    with pytest.raises(UserError, match="expected features"):
         METHODS["feature_clipping"].fit(Predictions(features=z, unembedding=np.zeros((2, 3)), labels=np.zeros(3, int)))
 
 

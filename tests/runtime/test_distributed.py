@@ -1,4 +1,4 @@
-"""Several processes for real: they find what one does, each with its part; a death ends the job; a restart goes on."""
+"""Several processes for real: they find what one does, each with its part; a death ends the job; a restart resumes."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def test_four_processes_find_what_one_does(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_death_ends_the_job_and_a_restart_goes_on(folder, tmp_path):
+def test_a_death_ends_the_job_and_a_restart_resumes(folder, tmp_path):
     running = Job("ats", folder, tmp_path, processes=2, devices=2)
     log, deadline = tmp_path / "killed/folds/1/mlp-joint-1/train.jsonl", time.monotonic() + 400
     while not log.exists() or log.read_bytes().count(b"\n") < 2:

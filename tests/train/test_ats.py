@@ -52,7 +52,7 @@ def test_a_limit_of_tokens_is_that_of_fewer_sequences(tmp_path):
     lines = []
     fitted = fit(tmp_path, log=lines.append, tokens=500, loss="cross-entropy", head_kind="linear")
     fewer = limit_tokens(SEQUENCES, 500, seed=0)
-    assert any("of " in line and "--tokens" in line for line in lines)
+    assert any("of " in line and "(tokens=500)" in line for line in lines)
     assert fitted.report["sequences"] == {"fit": len(fewer.tokens)}
 
 
@@ -148,7 +148,7 @@ def test_sets_are_predicted_by_heads_of_the_others(tmp_path):
     expected = sum(nll) / sum(part.where.sum() for part in sets.values())
     np.testing.assert_allclose(fitted.comparison["candidates"][0]["nll"], expected, rtol=1e-5)
     shrinkages = {row["shrinkage"] for row in fitted.comparison["candidates"][1:]}
-    assert shrinkages <= set(cross_fit.SHRINKAGES_OF_SETS)
+    assert shrinkages <= set(cross_fit.SET_SHRINKAGES)
 
 
 @pytest.mark.parametrize("kind", ["linear", "constant"])
@@ -165,7 +165,7 @@ def test_a_shrunk_head_is_on_the_way_to_temperature_scaling(kind):
     np.testing.assert_allclose(after, cross_fit.shrink(before, -0.5, 0.75), atol=1e-6)
 
 
-def test_report_is_json_and_says_everything(auto):
+def test_report_is_json_and_complete(auto):
     fitted, lines, directory = auto
     report = json.loads(json.dumps(fitted.report))
     np.testing.assert_allclose(report["temperature"], np.exp(-fitted.temperature.params["log_scale"]), rtol=1e-5)

@@ -64,12 +64,12 @@ def test_their_formula(kind, tmp_path):
     run = jax.jit(functools.partial(head_log_scale, head))
     got = run(hidden, LM.unembedding, segment_ids=jnp.ones((2, 9), jnp.int32))
     np.testing.assert_allclose(got, np.minimum(want, np.log(10)), atol=2e-5)
-    assert calibjax.calibrated_confidence(LM, head, np.ones((1, 5), np.int32)).confidence.shape == (1, 5)
+    assert calibjax.calibrated_confidence(LM, np.ones((1, 5), np.int32), head).confidence.shape == (1, 5)
 
 
 def test_their_temperature(tmp_path):
     head = calibjax.load_head(written(tmp_path, "temperature", {"temperature": torch.tensor([2.0])}), LM)
-    temperature = calibjax.calibrated_confidence(LM, head, np.ones((1, 5), np.int32)).temperature
+    temperature = calibjax.calibrated_confidence(LM, np.ones((1, 5), np.int32), head).temperature
     np.testing.assert_allclose(temperature, 2.0, rtol=1e-6)
 
 

@@ -48,7 +48,7 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     features = compiled_features(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
     whole = compiled_head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
     np.testing.assert_allclose(features, np.asarray(whole)[where], rtol=tolerance, atol=tolerance)
-    assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences; it is kept ")
+    assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences, stored ")
     assert ("in memory" in lines[0]) == (keep == "memory")
 
 
@@ -94,7 +94,7 @@ def test_note_that_is_damaged_or_of_another_pass(tmp_path, note):
     assert json.loads((tmp_path / "frozen/note.json").read_text())["done"] == 21
 
 
-def test_a_killed_pass_goes_on_after_the_last_note(tmp_path, monkeypatch):
+def test_a_killed_pass_resumes_after_the_last_note(tmp_path, monkeypatch):
     """With a note after every batch, a pass that is killed in the fourth computes the first three only once."""
     monkeypatch.setattr(curves, "_SAVE_EVERY", 0.0)
     whole = dict(run(tmp_path / "whole", keep="memory")[0].arrays)

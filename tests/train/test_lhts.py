@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import at_targets, dense_log_probs, logged, make_lm, make_sequences, ragged, silent
 
-from calibjax.losses.long_horizon import MODES, Horizon, RunningMean, sequence_weights, token_weights
+from calibjax.losses.long_horizon import MODES, LhtsConfig, RunningMean, sequence_weights, token_weights
 from calibjax.models import LanguageModel, decoder
 from calibjax.models.generate import log_probs, mix_samples, sample_sequences
 from calibjax.runtime.errors import UserError
@@ -87,7 +87,7 @@ def test_nothing_reaches_the_scorer_or_the_weights():
     lm = make_lm(num_layers=1)
     _, batch = batch_of(lm)
     params = student_of(lm)
-    objective = LhtsObjective(model=lm.config, objective=Horizon(kl_weight=0.1))
+    objective = LhtsObjective(model=lm.config, objective=LhtsConfig(kl_weight=0.1))
 
     def value(params, scorer):
         return objective(params, scorer, batch, {}, RunningMean.empty(10))[0]
@@ -132,7 +132,7 @@ def test_samples_are_the_models_own():
 
 
 @pytest.mark.slow
-def test_the_partition_goes_on_with_the_text_of_its_last_student(tmp_path):
+def test_the_partition_trains_on_the_text_of_its_last_student(tmp_path):
     """And a run whose last round is lost ends as one that was not."""
     lm, sequences = make_lm(), ragged(make_sequences(40))
     options = {"method": "partition", "sequences": sequences, "learning_rate": 1e-3}

@@ -1,4 +1,4 @@
-"""The loop over a small regression: interrupted and gone on with, diverging, logged, and refused."""
+"""The loop over a small regression: interrupted and resumed, diverging, logged, and refused."""
 
 import functools
 import gc
@@ -115,7 +115,7 @@ def test_training_is_what_the_formula_says(whole):
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5])
-def test_stopped_and_gone_on_with_is_the_same_to_the_bit(whole, tmp_path, stop):
+def test_a_resumed_run_is_the_same_to_the_bit(whole, tmp_path, stop):
     assert int(run(tmp_path, steps=stop).step) == stop
     state = run(tmp_path)
     same_bits(state, whole[0])

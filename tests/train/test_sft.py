@@ -252,9 +252,9 @@ def test_command(tmp_path, capsys):
 
 
 def test_optimisers_and_schedules():
-    linear = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_fraction=0.2).rate(10)
+    linear = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_fraction=0.2).rate_schedule(10)
     np.testing.assert_allclose(jax.vmap(linear)(jnp.arange(11)), [0, 0.5, *np.arange(8, -1, -1) / 8], atol=1e-6)
-    constant = OptimizerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0).rate(10)
+    constant = OptimizerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0).rate_schedule(10)
     assert float(constant(9)) == 0.5
     rng = np.random.default_rng(0)
     params, gradient = ({"a": jnp.asarray(rng.normal(size=(130, 140)), jnp.float32)} for _ in range(2))

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from calibjax import metrics
-from calibjax.data import Sequences, check_ids
+from calibjax.data import Sequences, check_ids, concatenate
+from calibjax.data.load import Source, as_sequences
 from calibjax.data.sequences import check_resamples
 from calibjax.eval.figures_json import draws_of, row_json, subject_rows
 from calibjax.eval.layers import directions
@@ -26,8 +27,8 @@ class LayersOptions:
     """Options of `evaluate_layers`.
 
     Attributes:
-        direction: the two sets that the direction leads between: overconfident wrong predictions and right ones, all
-            wrong ones and right ones, or the more confident and the less confident half.
+        direction: overconfident: from the right predictions to the wrong ones with a confidence above the accuracy;
+            wrong: to all wrong ones; confident: from the less confident half to the more confident one.
         strengths: strengths of the edits, in units of the residual's mean norm at the layer.
         sweep_layers: blocks after which to edit, from 1; all by default.
         settled: the decision counts as settled where this fraction of predictions equals the last layer's.
@@ -58,8 +59,8 @@ class LayersOptions:
 
 def evaluate_layers(
     lm: LanguageModel,
-    fit: Sequences,
-    held_out: Sequences,
+    fit: Sequences | Source,
+    held_out: Sequences | Source,
     options: LayersOptions = LayersOptions(),
     context: RunContext | None = None,
     *,
@@ -70,8 +71,8 @@ def evaluate_layers(
 
     Args:
         lm: the frozen model, on `context.mesh`.
-        fit: sequences on which a calibration direction and an edit are found.
-        held_out: sequences on which they are evaluated.
+        fit: sequences on which a calibration direction and an edit are found, or what `load_text` takes.
+        held_out: sequences of the same length on which they are evaluated.
         letters: token ids of the answers of multiple choice, the only ones that are compared; default: the vocabulary.
         subjects: subject of each question, first of `fit`, then of `held_out`.
 
@@ -96,18 +97,16 @@ def evaluate_layers(
     context = context or RunContext()
     check_options(options)
     check_batch(context.mesh, options.batch_size)
+    fit, held_out = as_sequences(fit, lm), as_sequences(held_out, lm)
     for half in (fit, held_out):
-        if not isinstance(half, Sequences):
-            raise UserError(f"fit, held_out: expected Sequences, as load_text makes them, got {type(half).__name__}.")
         check_ids(half, lm.config.vocab_size)
-        if letters is not None and not np.isin(half.targets[half.where], [*letters, -100]).all():
+        if letters is not None and not np.isin(half.targets[half.where], letters).all():
             raise UserError(f"letters: expected every scored target among the tokens {list(letters)}.")
     check_resamples(held_out, "held_out")
-    fit, held_out = [half._replace(where=half.where & (half.targets != -100)) for half in (fit, held_out)]
     swept = options.swept(lm.config.num_layers)
     counts = [int(half.where.sum()) for half in (fit, held_out)]
     scope = "whole vocabulary" if letters is None else "letters only"
-    both = Sequences(*(np.concatenate(pair) for pair in zip(fit, held_out, strict=True)))
+    both = concatenate([fit, held_out])
     run_options: dict[str, Any] = {"batch_size": options.batch_size, "context": context}
     binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed}
     with jax.set_mesh(context.mesh):

@@ -20,7 +20,7 @@ BLOCK_ROWS = 16_384  # rows of the unembedding that are in float32 at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadBound:
+class ModelBound:
     """The smallest entropy that the last layer of a model can express.
 
     Attributes:
@@ -44,7 +44,7 @@ class HeadBound:
         return {**dataclasses.asdict(self), "bound": bound}
 
 
-def head_bound(lm: LanguageModel, name: str) -> HeadBound:
+def model_bound(lm: LanguageModel, name: str) -> ModelBound:
     """The least entropy that a model can express, over all inputs (arXiv 2508.00264, eq. 5).
 
     A final RMSNorm gives h = γ ⊙ x with |x| ≤ √D, so that logits minus their mean have a norm of at most
@@ -57,7 +57,7 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
     """
     if lm.unembedding_bias is not None:
         family = lm.config.family
-        raise UserError(f"head bound: {name} adds a bias to its logits ({family}), which the bound leaves out.")
+        raise UserError(f"{name} adds a bias to its logits ({family}), which the bound leaves out; choose another.")
     width, vocab_size = lm.config.hidden_size, lm.config.vocab_size
     softcap = lm.config.logit_softcap
     is_layer_norm = lm.config.norm == "layer"
@@ -77,7 +77,7 @@ def head_bound(lm: LanguageModel, name: str) -> HeadBound:
         gap = min(gap, 2 * softcap)
         bounds.append(capped_entropy_lower_bound(softcap, vocab_size))
     log_ratio = math.log(vocab_size - 1) - gap
-    return HeadBound(
+    return ModelBound(
         model=name,
         vocab_size=vocab_size,
         hidden_size=width,

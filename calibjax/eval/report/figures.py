@@ -79,7 +79,8 @@ def figures_of(document: Document) -> Iterator[Drawing]:
         suffix = f"-{index}" if index else ""
         yield Drawing(f"reliability{suffix}", f"Reliability diagrams, {title}", reliability_panels(results))
         if "temperatures" in results["methods"].get("ats", {}):
-            histogram = functools.partial(plot.temperature_histogram, results, fit_of(document).get("temperature"))
+            fitted = fit_of(document).get("temperature")
+            histogram = functools.partial(plot.temperature_histogram, results, fitted, method="ats")
             panel = Panel("Temperatures that ATS assigned", "", histogram, 4.6, 2.8)
             yield Drawing(f"temperatures{suffix}", f"Temperatures assigned by ATS, {title}", [panel])
     held_out = document["held_out"]

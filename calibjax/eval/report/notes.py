@@ -1,7 +1,7 @@
-"""What a report says in words: verdicts, warnings, conventions, limitations, and model cards.
+"""The words of a report: verdicts, warnings, conventions, limitations, and model cards.
 
 A verdict is the first line of a result: one sentence, by one function for each kind of document. Where a method does
-not beat temperature scaling, it says so.
+not beat temperature scaling, it states that.
 """
 
 import math

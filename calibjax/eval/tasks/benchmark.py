@@ -57,7 +57,7 @@ def evaluate_tasks(
     Args:
         lm: the frozen model, on `context.mesh`.
         tasks: names of lm-eval's tasks; or what `load_tasks` returned.
-        heads: name -> head, fitted on `lm`; one head is called "ats".
+        heads: name -> head, fitted on `lm`; one head is called "head".
         context: with a directory, a killed run resumes at its task or subject, and answers/ has tables of answers.
         chat: prompts are messages in the model's chat template (`calibjax.eval.tasks.harness.Chat`).
         probes: fits the probes of a task; needed for confidences named probe_*.
@@ -76,7 +76,7 @@ def evaluate_tasks(
     """
     context = context or RunContext()
     check_options(options)
-    heads = {"ats": heads} if isinstance(heads, FittedHead) else dict(heads or {})
+    heads = {"head": heads} if isinstance(heads, FittedHead) else dict(heads or {})
     options.check_methods(bool(heads))
     reserved = {"uncalibrated", *COLUMNS, *options.further_confidences, *(["temperature"] if options.fit else [])}
     if taken := reserved & heads.keys():
@@ -121,7 +121,7 @@ def evaluate_tasks(
     bar.close()
     empty = [name for name, joined in answers.items() if not joined.confidence.shape[1]]
     if empty:
-        raise UserError(f"tasks: every question of {', '.join(empty)} has an option longer than the model reads.")
+        raise UserError(f"tasks: {', '.join(empty)}: each question has an option longer than max_length; leave it out.")
     names = [*heads, *options.further_confidences]
     if context.directory is not None and is_first():
         for name, joined in answers.items():

@@ -91,7 +91,7 @@ class HarnessLM(TemplateLM):
     @functools.cached_property
     def word_end(self) -> str:
         """What stands between the last word of a prompt and the text to write: " " where a token holds the space after
-        a word and not that before it. Without it, such a model would go on with the word itself."""
+        a word and not that before it. Without it, such a model would continue the word itself."""
         adds_token = len(self.tok_encode("the ")) > len(self.tok_encode("the"))
         return "" if self.chat is not None or adds_token else " "
 
@@ -202,5 +202,5 @@ class HarnessLM(TemplateLM):
         temperature = float(options.pop("temperature"))
         top_k, top_p = options.pop("top_k", None), options.pop("top_p", None)
         if options:
-            raise UserError(f"generation options that calibjax does not take: {', '.join(options)}.")
+            raise UserError(f"generation_kwargs: {', '.join(options)}: not taken; leave them out.")
         return {**arguments, "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, key=self._key)}

@@ -18,7 +18,7 @@ Temperature = Annotated[float, Range(*TEMPERATURES)]
 
 
 class Preset(NamedTuple):
-    """A protocol: examples before a question of each task (others: as the task says), confidences, bins."""
+    """A protocol: examples before a question of each task (others: the task's own), confidences, bins."""
 
     shots: Mapping[str, int]
     option_confidence: OptionConfidence
@@ -32,7 +32,7 @@ PRESETS = {
     "ats": Preset({"mmlu": 5, "triviaqa": 5}, "options", "arithmetic_mean", 15, "none"),
     "label-smoothing": Preset({}, "full_vocabulary", "length_normalised", 15, "right"),
 }
-"""The harness's own prompts; arXiv 2409.19817; arXiv 2508.00264. docs/benchmarks.md says what each is."""
+"""The harness's own prompts; arXiv 2409.19817; arXiv 2508.00264. docs/benchmarks.md describes each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

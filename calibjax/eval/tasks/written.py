@@ -216,7 +216,7 @@ class WrittenAnswers:
         batches = self.questions.calibration_batches()
         if not batches:
             parts = ", ".join(self.questions.task.parts)
-            raise UserError(f"further_confidences: {parts} has no questions to fit {', '.join(names)} on.")
+            raise UserError(f"further_confidences: {parts} has no question to fit on; leave out {', '.join(names)}.")
         columns: list[dict[str, np.ndarray]] = []
         needed = {PROBES[name].target for name in names}
         bar = self.questions.calibration_bar(batches)
