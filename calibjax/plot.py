@@ -51,7 +51,7 @@ def reliability(
     Args:
         confidence: `[N]`, in [0, 1]; or results (see the module), which hold the intervals.
         correct: `[N]`, 0 or 1, or fractions of correct samples. None with results.
-        method: which of the results' methods, such as "ats"; by default the last one.
+        method: which of the results' methods, such as "ats"; by default the last that has the figures.
         bins: number of points, equal-width bins closed on the right; results have their own.
         label, colour: of the curve; by default the colour of the method in a report.
     """
@@ -84,7 +84,7 @@ def temperature_histogram(
     """Histogram of the temperatures of tokens, on a logarithmic axis, with the one of temperature scaling marked.
 
     Args:
-        temperatures: any shape, 0 where a token does not count; or results, of which `method` is read (default: last).
+        temperatures: any shape, 0 where a token does not count; or results, of which `method` is read, or the last.
         fitted: temperature of temperature scaling; by default read from the results, if they have it.
     """
     ax = _axes(ax)
@@ -260,7 +260,8 @@ def _row(results: Any, method: str | None, figure: str) -> tuple[str, Figures]:
     if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
     rows = results.get("methods", {method or "": results})
-    name = list(rows)[-1] if method is None else method
+    having = [name for name, row in rows.items() if figure in row]
+    name = (having or [*rows])[-1] if method is None else method
     if name not in rows:
         raise UserError(f"method: expected one of {', '.join(rows)}, got {name!r}.")
     if figure not in rows[name]:

@@ -244,8 +244,9 @@ def fit_lhts(
     num_conditions = options.num_conditions(method)
     if num_conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
         raise UserError(
-            f"{num_conditions} conditions of one student: expected a model without a soft-cap or untied embeddings; "
-            "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time."
+            f"{num_conditions} conditions of one student: expected a model without a soft-cap or with untied "
+            "embeddings; for this one, a vector added to the embeddings changes probabilities. Train one temperature "
+            "at a time."
         )
     with context.with_directory() as context:
         directory = samples_directory or context.require_directory()

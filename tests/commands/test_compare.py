@@ -22,7 +22,7 @@ from calibjax.eval.compare import COMPARED
 from calibjax.eval.compare import compare as comparison_of
 from calibjax.eval.report.notes import comparison_verdict
 from calibjax.eval.report.tables import winner
-from calibjax.recalibrate import METHODS, Predictions, load, optimize, save
+from calibjax.recalibrate import METHODS, Predictions, Recalibrator, load, optimize, save
 from calibjax.runtime.errors import UserError
 from calibjax.train.options import RECIPES
 

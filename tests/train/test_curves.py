@@ -48,7 +48,7 @@ def test_stored_are_features_and_curves_of_the_tokens_that_count(tmp_path, keep,
     features = compiled_features(HEAD, tokens.flat([*tokens.arrays]), tokens.scales)
     whole = compiled_head_features(HEAD.features, hidden, lm.unembedding.astype(dtype))
     np.testing.assert_allclose(features, np.asarray(whole)[where], rtol=tolerance, atol=tolerance)
-    assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences, stored ")
+    assert lines[0].startswith(f"frozen pass: {where.sum()} tokens of 21 sequences; stored ")
     assert ("in memory" in lines[0]) == (keep == "memory")
 
 
