@@ -92,10 +92,10 @@ class _Head(nn.Module, kw_only=True):
     def __call__(self, features: Features, *, where: Mask = None, segment_ids: Segments = None) -> Any:
         return self._output_log_scale(self._transformed(features), where, segment_ids)
 
-    def _transformed(self, features: Features) -> Features:
+    def _transformed(self, features: Features) -> Float[Array, "B T H"]:
         return features
 
-    def _output_log_scale(self, features: Features, where: Mask, segment_ids: Segments) -> Array:
+    def _output_log_scale(self, features: Float[Array, "B T H"], where: Mask, segment_ids: Segments) -> Array:
         """The last layer: H -> 1, optionally pooled over sequences, clipped; `[B, T]`."""
         kernel_init = bias_init = nn.initializers.zeros
         if not self.identity_start:
@@ -115,7 +115,7 @@ def sequence_mean(values: PerToken, where: Mask = None, segment_ids: Segments = 
     segment_ids = jnp.zeros(values.shape, jnp.int32) if segment_ids is None else segment_ids
     in_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & counts[:, None, :]
     total = jnp.sum(values[:, None, :], axis=-1, where=in_segment)
-    return total / jnp.maximum(jnp.sum(in_segment, axis=-1), 1)
+    return total / jnp.maximum(jnp.sum(in_segment, axis=-1, dtype=values.dtype), 1.0)
 
 
 class ConstantHead(nn.Module):
@@ -146,7 +146,7 @@ class MLPHead(_Head):
     normalize: bool = True
     dtype: DTypeLike = jnp.float32
 
-    def _transformed(self, features: Features) -> Features:
+    def _transformed(self, features: Features) -> Float[Array, "B T H"]:
         features = features.astype(jnp.float32)
         if self.normalize:
             features = nn.RMSNorm(epsilon=1e-6, use_scale=False)(features)

@@ -216,7 +216,7 @@ def _side_by_side(sums: Sequence[metrics.CalibrationSums]) -> metrics.Calibratio
 
 
 def _figures(sums: metrics.CalibrationSums) -> np.ndarray:
-    count, confidence, correct, _ = sums.over_bins()
+    count, confidence, correct, _ = sums.totals()
     ece = metrics.ece_from_sums(sums)
     return np.stack([sums.nll / count, sums.brier / count, ece, correct / count, confidence / count], axis=-1)
 

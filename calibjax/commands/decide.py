@@ -67,12 +67,11 @@ def run(options: DecideOptions, log: Log = print) -> Document:
             dependent = f"{len(table):,} rows are of {count:,} groups, whose rows depend on each other"
             log(f"WARNING: {dependent}: what follows holds for independent rows, such as one of each group")
     data, p = table.predictions, _probabilities(table)
-    scores, outcomes = (data.confidence, data.correct) if p is None else (p, data.labels)
+    scores, outcomes = map(np.asarray, (data.confidence, data.correct) if p is None else (p, data.labels))
     answer = table.groups if options.claims else None
     category = table.categories if options.by_category else None
     with about("--table"):
-        pair = np.asarray(scores), np.asarray(outcomes)
-        decided = decide(*pair, options.risk, options.level, answer=answer, category=category)
+        decided = decide(scores, outcomes, options.risk, options.level, answer=answer, category=category)
     document = {"table": str(options.table), **decided}
     if options.out is not None:
         write_file(options.out, json_text(document))

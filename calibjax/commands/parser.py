@@ -112,7 +112,7 @@ def list_options(options_type: type, default: Any = None, path: Fields = ()) -> 
     """The options of a dataclass and of the dataclasses in it; `default` is an instance with other defaults."""
     hints, documented = typing.get_type_hints(options_type, include_extras=True), _documented(options_type)
     for field in dataclasses.fields(options_type):
-        value = getattr(default, field.name, field.default)
+        value = field.default if default is None else getattr(default, field.name)
         if default is None and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
         hint, at = hints[field.name], (*path, field.name)

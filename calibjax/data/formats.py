@@ -222,7 +222,8 @@ def _read_message(turn: Any, where: str) -> tuple[Message, Any]:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _mismatch(where, "text or text parts (only text is read)", part)
+            given = part if isinstance(content, list) else content
+            raise _mismatch(where, "text or text parts (only text is read)", given)
     content = "".join(part["text"] for part in parts)
     call = message.pop("function_call", None)
     if role == "function_call":  # ShareGPT's: the value is the call

@@ -49,7 +49,7 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
                 yield place, row
                 continue
             try:
-                name = _body(row).get("id") or number
+                name = str(_body(row).get("id") or number)
                 if name in streamed or _is_part(row):
                     streamed.add(name)
                     raise UserError("a part of a streamed response; save whole responses (stream=false).")

@@ -193,7 +193,8 @@ def _check_one_configuration(directory: Path, names: list[str]) -> None:
             if files := {name for pattern in patterns for name in fnmatch.filter(names, pattern)}:
                 several[configuration["config_name"]] = files
     firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
-    if not several and len(set(firsts.values())) < len(firsts):
+    are_splits = all(_SPLIT.match(name.rpartition("/")[0].rpartition("/")[2]) for name in firsts)
+    if not several and not are_splits and len(set(firsts.values())) < len(firsts):
         several = {name.rpartition("/")[0]: () for name in firsts}
     if len(several) > 1 and set(names) not in several.values():
         hint = f"give its folder or file, such as {directory / (names[0].rpartition('/')[0] or names[0])}"

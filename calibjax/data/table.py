@@ -234,7 +234,7 @@ def _load_npz(path: Path, is_read: Callable[[str], bool]) -> _RawColumns:
             arrays = {name: file[name] for name in file.files if is_read(name)}
             lengths = {name: len(array) for name, array in arrays.items() if array.ndim and name != "unembedding"}
     except Exception as error:  # of zipfile, zlib, tokenize and numpy; or of a member that is no array
-        raise UserError(f"{path} cannot be read as an .npz file ({error}).") from error
+        raise UserError(f"{path} cannot be read as an .npz file that holds arrays only ({error}).") from error
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UserError(f"{path}: expected arrays with the same number of rows, got {counts}.")
@@ -252,7 +252,7 @@ def _read_parquet(path: Path, named: Set[str]) -> _RawColumns:
             columns = {name: _arrow_cells(table.column(name)) for name in table.column_names}
             return _RawColumns(columns, names, file.metadata.num_rows, Skipped())
     except (pyarrow.ArrowException, OSError, LookupError, OverflowError, UnicodeError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
+        raise UserError(f"{path} cannot be read as a table of Parquet: {first_line(error)}.") from error
 
 
 def _arrow_cells(column: Any) -> np.ndarray | list[Any]:
@@ -466,7 +466,7 @@ class _Columns:
             return cells if cells.dtype.kind == "f" else cells.astype(np.float64)
         rows = [_list(cell) for cell in cells]
         self._require(name, [row is not None for row in rows], "a list of numbers")
-        lengths = np.array([len(row or ()) for row in rows])
+        lengths = np.array([len(row or ()) for row in rows], np.int64)
         values = np.full((len(rows), lengths.max(initial=0)), -np.inf)
         for place, row in enumerate(rows):
             values[place, : lengths[place]] = row or ()

@@ -298,7 +298,7 @@ class Comparison(NamedTuple):
         name = name or self.winner
         if self.states.get(name) is None:
             fitted = ", ".join(method for method, state in self.states.items() if state is not None)
-            raise UserError(f"name: expected a fitted method ({fitted}), got {name}.")
+            raise UserError(f"name: expected a fitted method ({fitted}): {name} is none.")
         return Recalibrator(name, self.states[name])
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ def draws_of(sums: metrics.CalibrationSums, seed: int = 0) -> Draws:
 
 
 def _bins_and_means(sums: metrics.CalibrationSums) -> np.ndarray:
-    count, confidence, correct, _ = (np.asarray(x) for x in sums.over_bins())
+    count, confidence, correct, _ = (np.asarray(x) for x in sums.totals())
     means = np.stack([sums.nll, sums.brier, correct, confidence], axis=-1) / count[..., None]
     with np.errstate(invalid="ignore", divide="ignore"):
         bins = np.asarray(sums.correct) / np.asarray(sums.count)

@@ -88,12 +88,13 @@ class Cotangents(NamedTuple):
         return known and self.centred is None and (self.uniform is None or options.softcap is None)
 
     def in_range_of(self, dtype: Any) -> tuple["Cotangents", Array | None]:
-        """The same, and None; for float16 times a factor, so that dz of a mean does not underflow, and the factor."""
+        """For float16 the coefficients times a factor, so that dz does not underflow, and the factor; else None."""
         coefficients = (self.softmax, self.centred, self.uniform, [g for _, g in self.one_hots])
         given = jax.tree.leaves(coefficients)
         if dtype != jnp.float16 or not given:
             return self, None
-        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.stack(given)), initial=0.0))
+        sizes = jnp.abs(jax.lax.stop_gradient(jnp.stack(given)))
+        largest = jnp.max(sizes, initial=0.0, where=jnp.isfinite(sizes))  # NaN and infinity stay in their rows
         factor = _LARGEST_IN_FLOAT16 / jnp.clip(largest, 1e-30, 1e30)
         softmax, centred, uniform, at_one_hots = jax.tree.map(lambda g: g * factor, coefficients)
         one_hots = tuple((ids, g) for (ids, _), g in zip(self.one_hots, at_one_hots, strict=True))

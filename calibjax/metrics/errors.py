@@ -76,7 +76,7 @@ def variance_of_mean(count, total, squares):
 def bias_from_sums(sums: CalibrationSums):
     """Mean confidence − accuracy; shape `[...]`, in [−1, 1]."""
     xp = array_namespace(sums.count)
-    count, confidence, correct, _ = sums.over_bins()
+    count, confidence, correct, _ = sums.totals()
     return xp.where(count > 0, (confidence - correct) / nonzero(count), xp.nan)
 
 

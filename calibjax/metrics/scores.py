@@ -41,7 +41,7 @@ def summarise(sums: CalibrationSums) -> dict[str, float]:
     log-probability. Raises ValueError if no point counts.
     """
     whole = total_sums(sums)
-    count, confidence, correct, _ = whole.over_bins()
+    count, confidence, correct, _ = whole.totals()
     if not count:
         raise ValueError("summarise: expected at least one point that counts, got none.")
     return {

@@ -111,7 +111,7 @@ class CalibrationSums(NamedTuple):
         """The number (or weight) of all points, including those in no bin; `[...]`."""
         return self.count.sum(-1) + self.dropped[..., 0]
 
-    def over_bins(self) -> tuple[Any, ...]:
+    def totals(self) -> tuple[Any, ...]:
         """Count, Σ confidence, Σ correctness, Σ correctness² of all points, including those in no bin; `[...]` each."""
         fields = (self.count, self.confidence, self.correct, self.correct_squared)
         return tuple(x.sum(-1) + self.dropped[..., i] for i, x in enumerate(fields))

@@ -53,6 +53,7 @@ _SIZES = (
     *("n_embd", "n_inner", "n_head", "n_positions", "seq_length", "kv_channels"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer")
+_MAX_BYTES = 2**24
 TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Multimodal `model_type`s, and the `model_type` of their language model where they do not name it."""
 
@@ -69,10 +70,12 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
         hint = f" There is one in {inside}." if (inside / "config.json").is_file() else ""
         raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json.{hint}")
     try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"larger than {_MAX_BYTES:,} bytes")
         settings = read_json(file)
         if not isinstance(settings, dict):
             raise ValueError(f"got {shortened(settings)!r}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a JSON object ({error}).") from error
     return config_from_settings(file, text_settings(settings))
 

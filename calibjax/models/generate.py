@@ -70,7 +70,7 @@ class Generation(NamedTuple):
 
 
 _AFTER_END = Generation._make([np.int32(-1), np.float32(0), np.float32(0), np.float32(1), np.bool_(False)])
-"""Each field after the end of a row."""
+"""Each field after the end of a row: tokens -1, base_log_probs and confidence 0, temperature 1, where False."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,13 +197,14 @@ def _decode(program: _Program, inputs: _DecodeInputs) -> Generation:
         return logits, log_scale[:, -1], (cache, head_cache)
 
     def choose_tokens(logits: Array, calibrated: Array, length: Array) -> Array:
-        if inputs.temperature is None:
-            return first_equal(logits, jnp.max(logits, axis=-1))
-        drawn_from = calibrated if program.sample_calibrated else logits
-        drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
-        # A key for each row: its samples do not depend on the other rows.
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, length)
-        return jax.vmap(jax.random.categorical)(keys, drawn_from).astype(jnp.int32)
+        if inputs.temperature is not None:  # as jax.random.categorical, whose argmax is slow on CPUs
+            drawn_from = calibrated if program.sample_calibrated else logits
+            drawn_from = sampling_logits(drawn_from, inputs.temperature, program.top_k, inputs.top_p)
+            # A key for each row: its samples do not depend on the other rows.
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, length)
+            noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+            logits = drawn_from + noise
+        return first_equal(logits, jnp.max(logits, axis=-1))
 
     def add_token(state: _State, logits: Array, log_scale: Array, caches: _Caches) -> _State:
         calibrated = jnp.exp(log_scale)[:, None] * logits
@@ -288,7 +289,7 @@ def generate(
     longest = max(map(len, ids))
     room = lm.config.max_positions - longest
     if room < 1:
-        raise UserError(f"prompts: expected at most {lm.config.max_positions - 1} tokens in each, got {longest}.")
+        raise UserError(f"prompts: expected fewer than {lm.config.max_positions} tokens, got {longest}; cut it.")
     if not 1 <= max_new_tokens <= room:
         raise UserError(f"max_new_tokens: expected 1 to {room} after {longest} prompt tokens, got {max_new_tokens}.")
     stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)

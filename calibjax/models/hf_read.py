@@ -71,15 +71,15 @@ class TensorEntry(NamedTuple):
         if self.reader is not None:
             return self.reader(index)
         dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
-        tensor = np.memmap(self.file, dtype, "r", self.offset, self.shape)
-        part = tensor[index]
-        if not part.flags.c_contiguous:
-            return np.array(part)
-        start = part.ctypes.data - tensor.ctypes.data
-        values = np.fromfile(self.file, dtype, part.size, offset=self.offset + start)
-        if values.size < part.size:
-            raise UserError(f"{self.file}: cut short while it was read. Download it again.")
-        return values.reshape(part.shape)
+        try:
+            tensor = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+            part = tensor[index]
+            if not part.flags.c_contiguous:
+                return np.array(part)
+            start = part.ctypes.data - tensor.ctypes.data
+            return np.fromfile(self.file, dtype, part.size, offset=self.offset + start).reshape(part.shape)
+        except ValueError as error:  # of memmap, or of reshape
+            raise UserError(f"{self.file}: cut short while it was read. Download it again.") from error
 
 
 class Piece(NamedTuple):
@@ -338,10 +338,9 @@ def _read_and_place(parameter: "_Parameter", digests: np.ndarray, chunk: _Chunk)
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether all values are finite: all bits of the exponent are set in NaN and infinity only."""
-    bits = array.view(f"u{array.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    return not np.any(bits & exponent == exponent)
+    """Whether all values are finite: as integers, NaN and infinity are the largest bits of each sign."""
+    ends = {f"i{array.itemsize}": np.inf, f"u{array.itemsize}": -np.inf}
+    return all(array.view(bits).max(initial=0) < np.array(end, array.dtype).view(bits) for bits, end in ends.items())
 
 
 class _Parameter:

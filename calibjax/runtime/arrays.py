@@ -45,7 +45,7 @@ def as_array(values: Any) -> np.ndarray:
     if np.ma.is_masked(values):
         raise UserError("expected an array without masked values: leave them out, or give where= where there is one.")
     values = np.asarray(values)
-    if values.dtype == object and "pandas" in sys.modules:
+    if values.dtype == object and sys.modules.get("pandas") is not None:
         values = np.where(sys.modules["pandas"].isna(values), np.nan, values)  # its NA is no number
     return values.astype(values.dtype.newbyteorder("="), copy=False)  # JAX misreads the bytes of another order
 
@@ -77,7 +77,7 @@ def as_jax(values: Any) -> jax.Array:
 
     An index out of range therefore stays out of range.
     """
-    if isinstance(values, jax.Array) or hasattr(values, "__jax_array__"):
+    if any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in jax.tree.leaves(values)):
         return jnp.asarray(values)
     values = as_array(values)
     if values.dtype.kind in "iu" and values.dtype.itemsize >= 4:

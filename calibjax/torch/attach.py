@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from calibjax.torch.heads import Export, HeadError, OptionalTensor, Past, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, Past, read_export, scaled_logits
 
 
 class TokenScores(NamedTuple):
@@ -31,7 +31,7 @@ class Attached:
 
     def __init__(self, model: Any, export: Export, calibrate: bool):
         self.model, self.head, self._export, self._calibrate = model, export.head, export, calibrate
-        self._hidden: OptionalTensor = None
+        self._hidden: Tensor | None = None
         self._id = uuid.uuid4().hex  # of its layer in a cache, also in a copy of it
         layer = model.get_output_embeddings()
         self.head.to(layer.weight.device)
@@ -47,7 +47,7 @@ class Attached:
             hook.remove()
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, attention_mask: OptionalTensor = None) -> TokenScores:
+    def score(self, tokens: Tensor, attention_mask: Tensor | None = None) -> TokenScores:
         """Scores token ids `[B, T]` with one forward pass; `attention_mask` `[B, T]` is 0 for padding."""
         calibrate, self._calibrate = self._calibrate, True
         mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
@@ -63,7 +63,7 @@ class Attached:
         scores = (target_log_probs, log_probs.amax(-1).exp(), torch.exp(-output.log_scale[:, :-1]))
         return TokenScores(*(torch.where(real, x, 0.0) for x in scores))
 
-    def generate(self, input_ids: Tensor, attention_mask: OptionalTensor = None, **options: Any) -> Generated:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Generated:
         """Generates by `model.generate` with `options`, then scores prompt and answer with one more forward pass.
 
         What follows an end or a stop string has no score, like padding. `input_ids` are token ids `[B, T]` with
@@ -142,7 +142,7 @@ class Attached:
         output.log_scale = log_scale
         return output
 
-    def _past(self, cache: Any, length: int) -> Past:
+    def _past(self, cache: Any, length: int) -> Past | None:
         """The head's keys and values are one more layer of the model's cache, which beam search reorders with them."""
         if cache is None:
             return None

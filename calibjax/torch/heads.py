@@ -18,8 +18,7 @@ from torch.nn import functional as F
 SCHEMA = 1
 FEATURES = {"hidden_states", "logit_statistics", "max_logit", "log_std_logits", "argmax_embedding"}
 _FILES = ("head.json", "head.safetensors")
-OptionalTensor = Tensor | None
-Past = tuple[Any, int] | None  # a cache of transformers, and the index of a layer in it
+Past = tuple[Any, int]  # a cache of transformers, and the index of a layer in it
 
 
 class HeadError(ValueError):
@@ -62,7 +61,7 @@ class TemperatureHead(nn.Module):
         widths = {"logit_statistics": 4, "max_logit": 1, "log_std_logits": 1}
         return sum(widths.get(name, self.hidden_size) for name in self.features)
 
-    def forward(self, features: Tensor, mask: OptionalTensor = None, past: Past = None) -> Tensor:
+    def forward(self, features: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
         """Computes log inverse temperatures, float32 `[B, T]`.
 
         Args:
@@ -91,7 +90,7 @@ class TemperatureHead(nn.Module):
     def _get(self, name: str) -> Tensor:
         return getattr(self, name.replace(".", "_"))
 
-    def _block(self, hidden: Tensor, mask: OptionalTensor, past: Past) -> Tensor:
+    def _block(self, hidden: Tensor, mask: Tensor | None, past: Past | None) -> Tensor:
         if hasattr(self, "project_kernel"):
             hidden = hidden @ self._get("project.kernel")
         batch, length, width = hidden.shape
@@ -147,7 +146,7 @@ class Export(NamedTuple):
         if size != expected:
             raise HeadError(f"this head was fitted on a model of hidden size {expected}, the model given has {size}.")
 
-    def covariance(self, weight: Tensor, bias: OptionalTensor) -> OptionalTensor:
+    def covariance(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Covariance of the rows of the unembedding `[W b]`, float32 `[D + 1, D + 1]`; None if no feature reads it."""
         if "log_std_logits" not in self.head.features:
             return None
@@ -156,7 +155,7 @@ class Export(NamedTuple):
         rows = torch.column_stack([rows, last])[last > -math.inf]  # a bias of −inf removes an entry
         return torch.cov(rows.T)
 
-    def features(self, hidden: Tensor, logits: Tensor, weight: Tensor, covariance: OptionalTensor) -> Tensor:
+    def features(self, hidden: Tensor, logits: Tensor, weight: Tensor, covariance: Tensor | None) -> Tensor:
         """The head's features, float32 `[..., F]`, from hidden states `[..., D]` after the final norm and their logits.
 
         `weight` `[V, D]` belongs to the model's layer of logits; the method `covariance` returns `covariance`.

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from calibjax.torch.heads import Export, HeadError, OptionalTensor, read_export, scaled_logits
+from calibjax.torch.heads import Export, HeadError, read_export, scaled_logits
+
+HEAD, LOGITS = "CALIBJAX_HEAD", "CALIBJAX_LOGITS"
 
 
 def register() -> None:
@@ -26,17 +28,17 @@ def register() -> None:
     Raises:
         HeadError: no such head, one that reads other tokens, or a version of vLLM whose layer of logits differs.
     """
-    if not os.environ.get("CALIBJAX_HEAD"):
+    if not os.environ.get(HEAD):
         return
-    mode = os.environ.get("CALIBJAX_LOGITS", "calibrated")
+    mode = os.environ.get(LOGITS, "calibrated")
     if mode not in ("calibrated", "unchanged"):
-        raise HeadError(f'CALIBJAX_LOGITS: expected "calibrated" or "unchanged", got {mode!r}.')
+        raise HeadError(f'{LOGITS}: expected "calibrated" or "unchanged", got {mode!r}.')
     if import_module("vllm.platforms").current_platform.is_tpu():
-        raise HeadError("CALIBJAX_HEAD: vLLM's models for TPUs have another layer of logits. Unset it.")
-    export = read_export(os.environ["CALIBJAX_HEAD"])
+        raise HeadError(f"{HEAD}: vLLM's models for TPUs have another layer of logits. Unset it.")
+    export = read_export(os.environ[HEAD])
     if export.head.reads_sequence or export.head.pooling == "sequence":
         reason = "this head reads other tokens than the one it calibrates, which vLLM's layer of logits does not see"
-        raise HeadError(f"CALIBJAX_HEAD: {reason}. Fit a linear or an mlp head, pooled by token.")
+        raise HeadError(f"{HEAD}: {reason}. Fit a linear or an mlp head, pooled by token.")
     _replace_layer(_Calibration(export), mode == "calibrated")
 
 
@@ -45,17 +47,17 @@ class _Calibration:
 
     def __init__(self, export: Export):
         self._export, self._head = export, export.head
-        self._covariance: OptionalTensor = None
+        self._covariance: Tensor | None = None
         self._is_ready = False
 
     @torch.no_grad()
-    def log_scale(self, lm_head: Any, hidden: Tensor, logits: Tensor, bias: OptionalTensor) -> Tensor:
+    def log_scale(self, lm_head: Any, hidden: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Log inverse temperatures `[tokens]` of hidden states `[tokens, D]` and their logits `[tokens, V]`."""
         if not self._is_ready:
             self._prepare(lm_head, hidden, bias)
         return self._head(self._export.features(hidden, logits, lm_head.weight, self._covariance)[None])[0]
 
-    def _prepare(self, lm_head: Any, hidden: Tensor, bias: OptionalTensor) -> None:
+    def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
         """Compares the base model, and moves the head to its device."""
         self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
@@ -89,9 +91,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
     except (ImportError, AttributeError):
         parameters = []
     if parameters != ["self", "lm_head", "hidden_states", "embedding_bias"]:
-        raise HeadError(
-            f"vLLM {version}: its layer of logits differs from vLLM 0.32. Install 0.32, or unset CALIBJAX_HEAD."
-        )
+        raise HeadError(f"vLLM {version}: its layer of logits differs from vLLM 0.32. Install 0.32, or unset {HEAD}.")
     if LogitsProcessor.__name__ in registered:
         return  # a second call in this process
     scales = WeakTensorKeyDictionary()
@@ -103,13 +103,13 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
             bypasses_sampler = getattr(config, "use_v2_model_runner", False) or config.speculative_config is not None
             if bypasses_sampler and not calibrates_sampling:
                 needed = "vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0) and no speculative decoding"
-                raise HeadError(f"CALIBJAX_LOGITS=unchanged needs {needed}. Use CALIBJAX_LOGITS=calibrated.")
+                raise HeadError(f"{LOGITS}=unchanged needs {needed}. Use {LOGITS}=calibrated.")
             if self.logits_as_input:
                 raise HeadError("this model gives its layer of logits no hidden states, which a head needs.")
 
         def forward(
-            self, lm_head: Any, hidden_states: Tensor, embedding_bias: OptionalTensor = None, skip_gather: bool = False
-        ) -> OptionalTensor:
+            self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
+        ) -> Tensor | None:
             if skip_gather:
                 raise HeadError("a head needs the logits of the whole vocabulary; this engine divides them.")
             logits = super().forward(lm_head, hidden_states, embedding_bias)
@@ -126,9 +126,7 @@ def _replace_layer(calibration: _Calibration, calibrates_sampling: bool) -> None
 
         def compute_logprobs(logits: Tensor) -> Tensor:
             if logits not in scales:
-                raise HeadError(
-                    "CALIBJAX_LOGITS=unchanged: these logits do not come from vLLM's layer. Use calibrated."
-                )
+                raise HeadError(f"{LOGITS}=unchanged: these logits do not come from vLLM's layer. Use calibrated.")
             return scaled_logits(logits, scales[logits]).log_softmax(dim=-1, dtype=torch.float32)
 
         Sampler.compute_logprobs = staticmethod(compute_logprobs)

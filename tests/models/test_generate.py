@@ -270,7 +270,7 @@ MISTAKES = [
     ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers"),
     ([[1]], {"sampling": Sampling(prompt_seeds=(2**32,))}, "prompt_seeds: expected a list of whole numbers"),
     ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, expected from 0 to {VOCAB - 1}"),
-    ([[1], [1] * 64], {}, "prompts: expected at most 63 tokens"),
+    ([[1], [1] * 64], {}, "prompts: expected fewer than 64 tokens"),
     *(([[1]] * 2, {"max_new_tokens": n}, f"expected 1 to 63 after 1 prompt tokens, got {n}") for n in (0, 64)),
 ]
 

@@ -72,7 +72,7 @@ def evaluate_layers(
     Args:
         lm: the frozen model, on `context.mesh`.
         fit: sequences on which a calibration direction and an edit are found, or what `load_text` takes.
-        held_out: sequences of the same length on which they are evaluated.
+        held_out: those on which they are evaluated, of the same length: give `load_text` one `seq_len` for both.
         letters: token ids of the answers of multiple choice, the only ones that are compared; default: the vocabulary.
         subjects: subject of each question, first of `fit`, then of `held_out`.
 

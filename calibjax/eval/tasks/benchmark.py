@@ -209,7 +209,7 @@ def tasks_document(
     options = first.options
     binning: dict[str, Any] = {"bins": options.bins, "closed": options.closed, "seed": first.context.seed}
     is_fitted = any(evaluator.multiple_choice.temperature for evaluator in evaluators.values())
-    scaled_tokens = not is_fitted and not {"temperature", "ats"}.isdisjoint(names)
+    scaled_tokens = not is_fitted and bool({*names} - {"uncalibrated", *options.further_confidences})
     sets: dict[str, dict[str, Any]] = {}
     sources: dict[str, None] = {}
     for name, evaluator in evaluators.items():
