@@ -181,17 +181,16 @@ def _check_one_configuration(directory: Path, names: list[str]) -> None:
 
     Without it they are folders that hold the first of the files of the same split, such as train-00000-of-00001.
     """
-    from huggingface_hub import metadata_load
-
     several: dict[str, Iterable[str]] = {}
-    with contextlib.suppress(Exception):  # there is none, or it is of something else
-        card = metadata_load(directory / "README.md") or {}
+    if (readme := directory / "README.md").is_file():
         from datasets.data_files import sanitize_patterns
+        from huggingface_hub import metadata_load
 
-        for configuration in card["configs"]:
-            patterns = itertools.chain(*sanitize_patterns(configuration["data_files"]).values())
-            if files := {name for pattern in patterns for name in fnmatch.filter(names, pattern)}:
-                several[configuration["config_name"]] = files
+        with contextlib.suppress(Exception):  # the file is of something else, and may hold anything
+            for configuration in (metadata_load(readme) or {}).get("configs", ()):
+                patterns = itertools.chain(*sanitize_patterns(configuration["data_files"]).values())
+                if files := {name for pattern in patterns for name in fnmatch.filter(names, pattern)}:
+                    several[configuration["config_name"]] = files
     firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
     are_splits = all(_SPLIT.match(name.rpartition("/")[0].rpartition("/")[2]) for name in firsts)
     if not several and not are_splits and len(set(firsts.values())) < len(firsts):

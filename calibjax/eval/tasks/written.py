@@ -71,7 +71,8 @@ class WrittenAnswers:
         if self.options.further_confidences and count:
             evidence: Evidence = {"tokens": log_probs[0, :count]}
             if top_k:
-                distributions = np.full((count, shape[-1], scores[0].distributions.shape[1]), -np.inf, np.float32)
+                width = scores[0].distributions.shape[1]
+                distributions = np.full((count, shape[-1], width), -np.inf, np.float32)
                 for number, score in enumerate(scores):
                     distributions[number, : score.distributions.shape[2]] = score.distributions[0].T
                 evidence["distributions"] = distributions

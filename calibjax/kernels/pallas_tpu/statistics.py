@@ -148,7 +148,7 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
             for k in range(0, min(count, unit), 8):
                 z = common.softcap_in_units(options, refs.z[slot, k : k + 8, lanes])
                 keep = None if count - k >= 8 else sublane < count - k
-                if ghost:  # of a full unit
+                if ghost:  # its unit is full
                     keep = jnp.broadcast_to(step, (8, LANES)) > 0
                 finite = common.without_infinities(z, has_bias)
                 pieces.append(finite if keep is None else jnp.where(keep, finite, FLOOR))
