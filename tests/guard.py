@@ -28,7 +28,7 @@ MODEL = "--model {assets}/models/stories260K"
 TEXT = f"{MODEL} --data {{assets}}/data/tinystories_sample --seq-len 64 --quiet"
 RUNS = {
     "quickstart": "quickstart --out quick --epochs 1 --quiet",
-    "train ats": f"train ats {TEXT} --out ats --max-rows 40 --tokens 3000 --folds 2",
+    "train ats": f"train ats {TEXT} --out ats --max-rows 40 --max-tokens 3000 --folds 2",
     "train ats mlp": f"train ats {TEXT} --out mlp --max-rows 24 --head-kind mlp --loss joint --epochs 2",
     "train sft": f"train sft {TEXT} --out sft --max-rows 40 --epochs 1 --lora-rank 2",
     "train lhts": f"train lhts {TEXT} --out lhts --max-rows 24 --epochs 1 --temperatures 0.9 --texts 4 --myopic 1",

@@ -57,7 +57,7 @@ def test_the_long_horizon_of_gpt2(name, parameters, layers, width):
     module, gib = load_script(RECIPES / "gpt2.py"), 2**30
     model, accumulate = module.SIZES[name]
     run = module.recipe(model, accumulate=accumulate)
-    assert run.lhts.objective == MODES["official"]
+    assert run.lhts.objective == MODES["authors"]
     assert (run.lhts.temperatures, run.lhts.rate, run.lhts.batch_size, run.text.seq_len) == ((0.9,), 1e-4, 512, 1024)
     sequences = int(int(run.text.max_sequences * run.fit_fraction) * (1 - run.lhts.validation_fraction))
     assert 1000 <= sequences // 512 <= 1002

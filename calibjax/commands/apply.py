@@ -114,7 +114,8 @@ def _write(options: ApplyOptions, table: PredictionTable, columns: dict[str, np.
         added |= {f"calibrated_p_{k}": column for k, column in enumerate(added.pop("calibrated_p").T)}
     assert table.rows is not None
     place = {row: number for number, row in enumerate(table.rows.tolist())}
-    source = table_rows(options.table, skip_broken=options.skip_broken, tokens=options.tokens, truth=options.truth)
+    read = {name: getattr(options, name) for name in ("skip_broken", "per_token", "truth")}
+    source = table_rows(options.table, **read)
 
     def rows() -> Iterator[dict[str, Any]]:
         for number, row in enumerate(source):

@@ -69,7 +69,7 @@ class CompareOptions(
         if given not in (["model", "data"], ["table"]):
             raise UserError("give either --model and --data, or --table.")
         text_only = ["split", "split_order", "max_tokens", "adapter", "dtype"]
-        not_read = ["columns", "tokens", "truth"] if self.table is None else text_only
+        not_read = ["columns", "per_token", "truth"] if self.table is None else text_only
         ignored = [flag_of(name) for name in not_read if getattr(self, name) != getattr(CompareOptions, name)]
         ignored += [] if self.table is None else self.text.changed("skip_broken")
         if ignored:

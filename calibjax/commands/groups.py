@@ -132,14 +132,14 @@ class ColumnOptions:
             as confidence=prob,correct=ok; confidence=rating/10 divides by 10. A confidence that is named takes
             precedence over logits. confidences=NAME,NAME,... are several, which stacking makes one of; the first is the
             confidence where there is no other.
-        tokens: read a row for each token, where the table holds responses of a server with a text that it scored; by
+        per_token: read a row for each token, where the table holds responses of a server with a text that it scored; by
             default each answer is a row (docs/data.md).
         truth: file with columns that the table lacks, such as correct. Rows with the same custom_id or id belong
             together; without these columns, the order decides.
     """
 
     columns: tuple[str, ...] = ()
-    tokens: bool = False
+    per_token: bool = False
     truth: Path | None = None
 
     def named_columns(self) -> dict[str, str]:
@@ -160,7 +160,7 @@ class ColumnOptions:
 
         columns = self.named_columns()
         with about("--table"):
-            table = read_table(file, columns=columns, tokens=self.tokens, truth=self.truth, **options)
+            table = read_table(file, columns=columns, per_token=self.per_token, truth=self.truth, **options)
         for note in table.notes:
             log(note)
         return table

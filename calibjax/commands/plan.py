@@ -101,18 +101,19 @@ class PlanOptions(JsonOptions):
     @classmethod
     def planned(cls, command: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """What is read of a run's run.yaml, with the objective; the mesh of the run is not."""
-        method = SftOptions.__dataclass_fields__ if command == "train sft" else ("head_kind", "features", "tokens")
+        method = SftOptions.__dataclass_fields__ if command == "train sft" else ("head_kind", "features")
         fields = {"model", "batch_size", "seq_len", "dtype", *method}
-        planned = {name: value for name, value in content.items() if name.replace("-", "_") in fields}
+        content = {name.replace("-", "_"): value for name, value in content.items()}
+        planned = {name: value for name, value in content.items() if name in fields}
         if command == "train ats":
             name = content.get("recipe", "default")
             if name not in [*RECIPES]:
                 raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
             recipe = RECIPES[name]
-            planned = {"batch-size": recipe["batch_size"], "head-kind": recipe["head_kind"]} | planned
-        for name, value in planned.items():
-            if name in ("seq-len", "seq_len") and isinstance(value, int):
-                planned[name] = value - 1  # the last token is a target only
+            defaults = {"batch_size": recipe["batch_size"], "head_kind": recipe["head_kind"]}
+            planned = {**defaults, "tokens": content.get("max_tokens"), **planned}
+        if isinstance(planned.get("seq_len"), int):
+            planned["seq_len"] -= 1  # the last token is a target only
         return {"objective": command.removeprefix("train "), **planned}
 
 

@@ -65,9 +65,9 @@ def run(options: TrainAtsOptions, log: Log = print) -> Document:
     sets = {"held_out": held_out, **further}
     if len(parts) > 1:
         sets |= {f"{name}, held out": part for name, (_, part) in parts.items()}
-    sets = {name: limit_and_log(part, plan.tokens, context, f"to evaluate on ({name})") for name, part in sets.items()}
     for name, part in sets.items():
-        check_resamples(part, name)
+        sets[name] = limit_and_log(part, plan.max_tokens, context, f"to evaluate on ({name})")
+        check_resamples(sets[name], name)
 
     fitted = fit_ats(lm, fit, options.ats, context.within("fit"))
     save_head(options.out / "head", fitted.head, notes=fitted.report)

@@ -4,7 +4,7 @@ Each choice in a response of OpenAI, vLLM, SGLang, llama.cpp or Ollama is a row:
 confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), `confidence`
 (the same), `arithmetic_mean`, `product` and `minimum`. `correct` is a list where a response has several choices.
 
-With `tokens`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
+With `per_token`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
 likely tokens and of all others together as one more outcome; `label` is the place of the text's token. Temperature
 scaling of such logits is exact only where the probability of the others is small.
 """
@@ -21,8 +21,8 @@ from calibjax.runtime.errors import UserError
 _UNKNOWN_LOG_PROB = -9999.0  # what OpenAI writes in place of a log-probability that is not known
 
 
-def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
-    """The rows of a table. Records are flattened, with `tokens` to a row for each token; other rows are unchanged."""
+def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
+    """The rows of a table. Records are flattened, with `per_token` to one row per token; other rows are unchanged."""
     columns = next((row for row in rows if not _body(row).get("error")), rows.first)
     body = _body(columns)
     names = ("choices", "output", "logprobs", "completion_probabilities")
@@ -30,16 +30,16 @@ def flat_rows(rows: Rows, *, tokens: bool = False) -> Rows:
     server_keys = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
     is_samples = {"doc_id", "filtered_resps"} <= columns.keys()
     if parts and ("confidence" not in columns or any(server_keys & part.keys() for part in parts)):
-        flatten: Callable[[Row], list[Row]] = _scored_tokens if tokens else _answers
-    elif tokens:
-        raise UserError(f"tokens: {rows.name}: expected responses of a server with choices, got {', '.join(columns)}.")
+        flatten: Callable[[Row], list[Row]] = _scored_tokens if per_token else _answers
+    elif per_token:
+        raise UserError(f"per_token: {rows.name}: expected server responses with choices, got {', '.join(columns)}.")
     elif is_samples:
         reads_texts = all(_option_of_text(row) is not None for row in rows)  # else targets are indices
         flatten = functools.partial(_options, reads_texts)
     else:
         return rows
     several = (len(_records(_body(row).get("choices"))) > 1 for row in rows)
-    has_groups = tokens or (flatten is _answers and any(several))
+    has_groups = per_token or (flatten is _answers and any(several))
 
     def read() -> Iterator[Placed]:
         filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
@@ -255,7 +255,7 @@ def _scored_tokens(row: Row) -> list[Row]:
         ends = [_prompt_tokens(row, texts) for text in texts if text.log_probs[0] is None]
     if len(ends) < len(texts) or not all(any(text.top) for text in texts):
         scored = "expected a text that the server scored (echo=true, logprobs=5; or prompt_logprobs=5)"
-        raise UserError(f"tokens: {scored}: of tokens that a model wrote itself, nothing says which were right.")
+        raise UserError(f"per_token: {scored}: of tokens that a model wrote itself, nothing says which were right.")
     flat = itertools.chain.from_iterable(map(_token_rows, texts, ends))
     return [{**token_row, **_scalars(row)} for token_row in flat]
 

@@ -84,7 +84,7 @@ def read_table(
     outcomes: bool = True,
     columns: Mapping[str, str] | None = None,
     skip_broken: bool = False,
-    tokens: bool = False,
+    per_token: bool = False,
     truth: str | Path | None = None,
 ) -> PredictionTable:
     """Reads a table of predictions.
@@ -101,7 +101,7 @@ def read_table(
             precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
             the confidence where the table has no other.
         skip_broken: leave out rows that cannot be read; a note counts them.
-        tokens: of responses of a server with a scored text, a row for each token; see `flat_rows`.
+        per_token: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
 
     Raises:
@@ -115,7 +115,7 @@ def read_table(
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
     without_divisors = [column.rpartition("/")[0] for column in columns.values()]
     named = {*several, *columns.values(), *without_divisors}
-    raw = _read_columns(path, named, skip_broken, tokens, truth)
+    raw = _read_columns(path, named, skip_broken, per_token, truth)
     divided = {role: _split_divisor(role, column, raw.names) for role, column in columns.items()}
     names = _assign_roles(path, raw.names, {role: name for role, (name, _) in divided.items()})
     for name in (*several, *names.values()):
@@ -174,13 +174,13 @@ def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple
 
 
 def table_rows(
-    path: str | Path, *, skip_broken: bool = False, tokens: bool = False, truth: str | Path | None = None
+    path: str | Path, *, skip_broken: bool = False, per_token: bool = False, truth: str | Path | None = None
 ) -> Rows:
     """Rows of a table as `read_table` numbers them, with all of their columns; see `flat_rows` and `with_truth`."""
     path = user_path(path)
     if path.suffix != ".npz":
         rows = read_source(path, skip_broken=skip_broken)
-        return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), tokens=tokens)
+        return flat_rows(rows if truth is None else with_truth(rows, read_source(truth)), per_token=per_token)
     loaded = _load_npz(path, lambda name: name != "unembedding")
     arrays = {name: array for name, array in loaded.cells.items() if array.ndim}
 
@@ -201,21 +201,21 @@ class _RawColumns(NamedTuple):
 
 
 def _read_columns(
-    path: Path, named: Set[str], skip_broken: bool, tokens: bool, truth: str | Path | None
+    path: Path, named: Set[str], skip_broken: bool, per_token: bool, truth: str | Path | None
 ) -> _RawColumns:
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _KINDS:
         raise UserError(f"{path}: expected a file ending in {', '.join(_KINDS)}.")
     if suffix == ".npz":
-        if truth is not None or tokens:
-            raise UserError(f"truth, tokens: {path} holds arrays, which are no responses of a server; leave them out.")
+        if truth is not None or per_token:
+            raise UserError(f"truth, per_token: {path} holds arrays, not responses of a server; leave them out.")
         return _load_npz(path, lambda name: _may_have_role(name, named))
-    if suffix == ".parquet" and truth is None and not tokens:
+    if suffix == ".parquet" and truth is None and not per_token:
         return _read_parquet(path, named)
     columns: dict[str, list[Any] | None] = {}
     skipped = Skipped()
     count = 0
-    for _, row in table_rows(path, skip_broken=skip_broken, tokens=tokens, truth=truth).placed(skipped):
+    for _, row in table_rows(path, skip_broken=skip_broken, per_token=per_token, truth=truth).placed(skipped):
         for name in row:
             if name not in columns:
                 columns[name] = [None] * count if _may_have_role(name, named) else None

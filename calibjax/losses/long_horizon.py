@@ -27,7 +27,7 @@ from calibjax.runtime.errors import UserError
 
 BaselineKind = Literal["none", "scalar", "position"]
 Form = Literal["suffix", "next_token"]
-Mode = Literal["paper", "official"]
+Mode = Literal["paper", "authors"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class LhtsConfig:
 
 MODES: dict[Mode, LhtsConfig] = {
     "paper": LhtsConfig(),
-    "official": LhtsConfig(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
+    "authors": LhtsConfig(horizon=8, clip=3.0, form="next_token", kl_weight=0.05, average="sequence"),
 }
-"""`paper`: the objective as derived; constants of the paper's experiments may differ. `official`: the constants and the
+"""`paper`: the objective as derived; constants of the paper's experiments may differ. `authors`: the constants and the
 average of the authors' code for GPT-2 (github.com/AndyShih12/LongHorizonTemperatureScaling, conf/config_gpt2.yaml and
 model_gpt2.py, commit 5c4c39d). Their running means start from a count of 0.001 tokens, ours from 0.
 """

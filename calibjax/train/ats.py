@@ -95,7 +95,7 @@ def fit_ats(
     lm = place_model(lm, context.mesh)
     if context.directory is None:
         plan = dataclasses.replace(plan, keep="memory")
-    sets = {name: limit_and_log(part, plan.tokens, context, f"to fit on ({name})") for name, part in sets.items()}
+    sets = {name: limit_and_log(part, plan.max_tokens, context, f"to fit on ({name})") for name, part in sets.items()}
     sequences = concatenate(list(sets.values()))
     folds = _folds(sequences, sets, plan, context.seed)
     losses = [trial.loss for trial in plan.trials]
@@ -113,7 +113,7 @@ def limit_and_log(sequences: Sequences, max_tokens: int, context: RunContext, pu
     fewer = limit_tokens(sequences, max_tokens, context.seed)
     if fewer is not sequences:
         used, available = (int(part.where.sum()) for part in (fewer, sequences))
-        context.log(f"{purpose}: {used:,} of {available:,} tokens, in sequences drawn at random (tokens={max_tokens})")
+        context.log(f"{purpose}: {used:,} of {available:,} tokens, in random sequences (max_tokens={max_tokens})")
     return fewer
 
 

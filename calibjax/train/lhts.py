@@ -41,7 +41,7 @@ class LhtsOptions(TuningOptions):
     Attributes:
         temperatures: long-horizon temperatures T > 0. One student learns several: each has a vector that is added to
             the embeddings, and every sequence is trained on at one of them.
-        mode: objective, which the options below modify: paper (whole suffix), or official, that of the authors' code
+        mode: objective, which the options below modify: paper (whole suffix), or authors, that of the authors' code
             (8 tokens, clipped, next token, KL term, equal weight for every sequence).
         horizon: length in tokens of the suffix whose likelihood gives the weight.
         clip: largest log-weight; inf: none.
@@ -59,7 +59,7 @@ class LhtsOptions(TuningOptions):
 
     default_rate: ClassVar[float] = 1e-4
     temperatures: tuple[Positive, ...] = (0.9,)
-    mode: Mode = "official"
+    mode: Mode = "authors"
     horizon: Count | None = None
     clip: Annotated[float, Range(infinite=True)] | None = None
     baseline: BaselineKind | None = None
@@ -81,7 +81,7 @@ class LhtsOptions(TuningOptions):
     @classmethod
     def unset_value(cls, name: str) -> Any:
         """The default mode's value of an option that is None; None if the mode has none."""
-        return getattr(MODES["official"], name, None)
+        return getattr(MODES["authors"], name, None)
 
     def num_conditions(self, method: Method) -> int:
         """The number of vectors that one student learns: of quantiles, or of temperatures."""

@@ -59,7 +59,7 @@ class AtsOptions:
         alpha: main weight of the loss ({ALPHAS}). With --loss auto it is the one of joint, in place of the grid.
         refit_temperature: fit one more temperature on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
-        tokens: largest number of tokens of each set to fit on, and to evaluate on; the seed draws the sequences.
+        max_tokens: largest number of tokens of each set to fit on, and to evaluate on; the seed draws the sequences.
         folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
             With several sets, each set is one fold.
         epochs: passes over the fitting sequences, for mlp and transformer heads.
@@ -82,7 +82,7 @@ class AtsOptions:
     loss: LossName | None = None
     alpha: NonNegative | None = None
     refit_temperature: bool | None = None
-    tokens: Count = 200_000
+    max_tokens: Count = 200_000
     folds: Annotated[int, Range(2, 100)] = 4
     epochs: Count | None = None
     batch_size: BatchSize | None = None
@@ -182,7 +182,7 @@ class AtsPlan:
     trials: tuple[Trial, ...]
     may_keep_temperature: bool
     refit_temperature: bool
-    tokens: int
+    max_tokens: int
     folds: int
     epochs: int
     batch_size: int
@@ -214,7 +214,7 @@ def make_plan(options: AtsOptions, hidden_size: int) -> AtsPlan:
         trials=trials,
         may_keep_temperature=chosen.loss == "auto",
         refit_temperature=chosen.refit_temperature,
-        tokens=options.tokens,
+        max_tokens=options.max_tokens,
         folds=options.folds,
         epochs=chosen.epochs,
         batch_size=chosen.batch_size,

@@ -288,7 +288,7 @@ BAD = [
     ("eval tasks", ["--samples", "4", "--further-confidences", "p_true"], "--samples: further_confidences names none"),
     ("eval tasks", ["--clustering", "nowhere:f"], "--clustering: expected exact, normalised, numeric"),
     ("compare", ["--table", "table.csv"], "give either --model and --data, or --table"),
-    ("compare", ["--tokens"], "--tokens: not read with --model"),
+    ("compare", ["--per-token"], "--per-token: not read with --model"),
     ("decide", ["--columns", "confidence=a,confidence=b"], "--columns: expected one column as confidence, got a and b"),
     ("compare", ["--methods", "mlp_temperature"], "--methods: mlp_temperature: expected all, or some"),
     ("compare", ["--save", "x/../out"], "--save x/../out: expected another directory than --out"),

@@ -351,10 +351,10 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
     got = plan(capsys, "--config", str(file), "--topology", "v5e-8", "--no-compile")
     assert (got["objective"], got["topology"], got["batch"], got["seq"]) == ("sft", "v5e:2x4", 16, 63)
     assert got["bytes_per_device"]["optimizer"] < got["bytes_per_device"]["parameters"] / 4
-    file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nepochs: 2\naccumulate: 2\nloss: auto\n")
+    file.write_text("command: train ats\nmodel: gpt2\ndata: [x]\nepochs: 2\naccumulate: 2\nmax-tokens: 512\n")
     monkeypatch.setitem(SHAPES, "gpt2", dataclasses.replace(SHAPES["gpt2"], max_positions=256))
     got = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
-    assert (got["objective"], got["seq"]) == ("ats", 256)
+    assert (got["objective"], got["seq"], got["run"]["tokens"]) == ("ats", 256, 512)
     file.write_text(f"{file.read_text()}features: [logit_statistics]\n")
     fewer = plan(capsys, "--config", str(file), "--topology", "v5e-4", "--no-compile")
     assert fewer["stored_bytes_per_token"] == got["stored_bytes_per_token"] - 768 * 2, "without hidden states"

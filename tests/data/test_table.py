@@ -22,7 +22,7 @@ def test_case(name):
     expected = json.loads((CASES / f"{name}.expected.json").read_text())
     expected.pop("source", None)  # where the situation was found
     options = {"outcomes": False, "columns": expected.pop("columns", None)}
-    options |= {"skip_broken": expected.pop("skip_broken", False), "tokens": expected.pop("tokens", False)}
+    options |= {"skip_broken": expected.pop("skip_broken", False), "per_token": expected.pop("per_token", False)}
     if truth := expected.pop("truth", None):
         options["truth"] = CASES / "truth" / truth
     if "error" in expected:
@@ -84,8 +84,8 @@ def test_times_and_decimals_of_parquet_are_written_as_text(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz"])
 def test_tokens_are_of_responses(suffix):
-    with pytest.raises(UserError, match=rf"tokens: .*labels{suffix}.* responses of a server"):
-        read_table(CASES / f"labels{suffix}", outcomes=False, tokens=True)
+    with pytest.raises(UserError, match=rf"per_token: .*labels{suffix}.* server"):
+        read_table(CASES / f"labels{suffix}", outcomes=False, per_token=True)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".npz"])

@@ -122,17 +122,17 @@ def test_no_gradient_flows_through_the_weights():
         token_weights(log_p, float("nan"), LhtsConfig())
 
 
-def test_official_weights_are_those_of_the_authors_formula():
+def test_weights_of_mode_authors_are_those_of_the_authors_formula():
     """config_gpt2.yaml and model_gpt2.py at 5c4c39d: (1/T − 1) times the sum of 8 centred scores, at most 3."""
     log_p = -np.random.default_rng(0).exponential(2.0, (3, 20))
     running = updated(RunningMean.empty(20), log_p.astype(np.float32), np.ones((3, 20), bool))
     mean = baseline_of(running, "position")
     np.testing.assert_allclose(mean, log_p.mean(axis=0), rtol=1e-5)
-    got = weights_of(jnp.asarray(log_p, jnp.float32), 0.6, MODES["official"], baseline=mean)
+    got = weights_of(jnp.asarray(log_p, jnp.float32), 0.6, MODES["authors"], baseline=mean)
     padded = np.pad(log_p - log_p.mean(axis=0), ((0, 0), (0, 8)))
     sums = np.stack([padded[:, i : i + 8].sum(axis=1) for i in range(20)], axis=1)
     np.testing.assert_allclose(got, np.exp(np.minimum(sums / 0.6 - sums, 3.0)), rtol=2e-5)
-    assert MODES["official"].kl_weight == 0.05
+    assert MODES["authors"].kl_weight == 0.05
 
 
 def test_sequence_weights_average_sequences_then_the_batch():

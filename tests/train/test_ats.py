@@ -50,9 +50,9 @@ def auto(tmp_path_factory):
 
 def test_a_limit_of_tokens_is_that_of_fewer_sequences(tmp_path):
     lines = []
-    fitted = fit(tmp_path, log=lines.append, tokens=500, loss="cross-entropy", head_kind="linear")
+    fitted = fit(tmp_path, log=lines.append, max_tokens=500, loss="cross-entropy", head_kind="linear")
     fewer = limit_tokens(SEQUENCES, 500, seed=0)
-    assert any("of " in line and "(tokens=500)" in line for line in lines)
+    assert any("of " in line and "(max_tokens=500)" in line for line in lines)
     assert fitted.report["sequences"] == {"fit": len(fewer.tokens)}
 
 

@@ -46,7 +46,7 @@ def batch_of(lm, count=8):
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
 def test_loss_is_the_dense_formula(monkeypatch, average):
-    """The official objective from the whole logits: its conditions, and the KL term block by block.
+    """The objective of the authors' code from the whole logits: its conditions, and the KL term block by block.
 
     `losses/test_long_horizon.py` has the weights of tokens and of sequences by their definitions.
     """
@@ -55,7 +55,7 @@ def test_loss_is_the_dense_formula(monkeypatch, average):
     monkeypatch.setattr(lhts, "_BLOCK_LOGITS", 8 * 24 * 4)  # three blocks of columns, the last with two of padding
     lm = make_lm()
     sequences, batch = batch_of(lm)
-    params, objective = student_of(lm), MODES["official"]
+    params, objective = student_of(lm), MODES["authors"]
     if average == "token":
         objective = dataclasses.replace(objective, average="token")
     of_batch = LhtsObjective(model=lm.config, objective=objective, condition_scale=0.5)
@@ -102,7 +102,7 @@ def test_the_second_step_compiles_nothing_and_micro_batches_carry_on():
     sequences, batch = batch_of(lm)
     del batch["condition"]
     optimizer = OptimizerConfig().build(4)
-    objective = LhtsObjective(model=lm.config, objective=MODES["official"])
+    objective = LhtsObjective(model=lm.config, objective=MODES["authors"])
     step = make_train_step(objective, optimizer, accumulate=2)
     state = create_state(jax.tree.map(jnp.copy, lm.params), optimizer, RunningMean.empty(10))
     for _ in range(3):

@@ -3,7 +3,7 @@
     python train/recipes/gpt2.py small --analogies analogies.jsonl      # or medium, large
 
 github.com/AndyShih12/LongHorizonTemperatureScaling, commit 5c4c39d: OpenWebText cut to 1,024 tokens, 1,000 steps of 512
-texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `official`.
+texts, rate 1e-4 after 500 steps of warm-up, weight decay 0.001, gradients clipped at norm 1, T = 0.9, mode `authors`.
 Differences: here weight decay is on biases and norms too; the gradient that is clipped is that of the mean over the 512
 texts, there that of their sum; running means are updated by a micro-batch, there by a text; and a text longer than a
 sequence continues in the next one.
@@ -52,7 +52,7 @@ def recipe(model: str, *, accumulate: int) -> train_lhts.TrainLhtsOptions:
         text=DataOptions(seq_len=1024, full_sequences=True, max_sequences=sequences),
         lhts=LhtsOptions(
             temperatures=(0.9,),
-            mode="official",
+            mode="authors",
             batch_size=BATCH,
             accumulate=accumulate,
             learning_rate=1e-4,
