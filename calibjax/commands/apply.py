@@ -29,8 +29,9 @@ from calibjax.runtime.options import Count
 class ApplyOptions(TableOptions, JsonOptions):
     """Recalibrates the predictions of a table with a method that `calibjax compare --save` fitted.
 
-    The table has the columns of `compare`, without the outcome where it is not known. Where it is (correct, or label),
+    The table has the columns that `compare` reads. The outcome (correct, or label) may be missing; where it is known,
     the figures before and after are printed.
+    Example: calibjax apply --table new.csv --method best --out calibrated.csv
 
     Attributes:
         table: new predictions: .csv, .tsv, .jsonl, .json, .parquet or .npz.

@@ -33,11 +33,11 @@ class CompareOptions(
 
     On text: --model and --data; every next token is a prediction, and ATS is fitted as by `train ats` with its
     defaults. On existing predictions: --table, a .csv, .tsv, .jsonl, .json, .parquet or .npz file with confidence and
-    correct (0, 1, yes, no, or a fraction of attempts), or logits (lists, or logit_0, logit_1, ...; or probs, or p_0,
-    ...) and label, and optionally group (dependent rows), category (kinds of questions that new data will have too),
-    features and unembedding (docs/data.md has every form). Prints which method has the
-    lowest log loss, whether it beats temperature scaling (corrected for the number of methods), and a table with
-    intervals. Exit code 1 where a method failed.
+    correct (0, 1, yes, no, or a fraction of attempts), or logits (or probs) and label, and optionally group (dependent
+    rows) and category (kinds of questions that new data will have too); docs/data.md has every form. Prints which
+    method has the lowest log loss, whether it beats temperature scaling (corrected for the number of methods), and a
+    table with intervals. Exit code 1 where a method failed.
+    Example: calibjax compare --table predictions.csv --save best
 
     Attributes:
         data: text for the model: file, directory or hub id, as for `train ats`.
@@ -142,7 +142,7 @@ def _from_table(options: CompareOptions, names: tuple[str, ...], log: Log, *, in
     if (truth == truth[0]).all():
         raise UserError(f"--table: {options.table}: expected different values of {what}, got {truth[0]:g} in each row.")
     base_logits = None if options.base_table is None else _base_logits(options.base_table, table, options)
-    parts = split_table(table, options.fit_fraction, options.seed)
+    parts = split_table(table, options.fit_fraction, seed=options.seed)
     calibration, held_out = (part.predictions for part in parts)
     fields = (name for name, value in table.predictions._asdict().items() if value is not None)
     groups = "" if table.groups is None else f" in {len(set(table.groups)):,} groups"
@@ -169,5 +169,5 @@ def _base_logits(path: Path, table: PredictionTable, options: CompareOptions) ->
     labels, others = (np.asarray(data.predictions.labels) for data in (table, base))
     if base.predictions.labels is not None and not np.array_equal(labels, others):
         raise UserError(f"--base-table {path}: expected the labels of --table, row by row, got others.")
-    fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, options.seed)
+    fit, _ = split_table(PredictionTable(base.predictions, table.groups), options.fit_fraction, seed=options.seed)
     return np.asarray(fit.predictions.logits)

@@ -45,7 +45,7 @@ def from_model(options: Any, names: tuple[str, ...], context: RunContext, *, inc
     limit = options.max_tokens
     if "logits" in needed_fields:
         limit = min(limit, max(1, _LOGITS_HELD // lm.config.vocab_size))
-    fit, held_out = (limit_tokens(part, limit, options.seed) for part in parts)
+    fit, held_out = (limit_tokens(part, limit, seed=options.seed) for part in parts)
     counts = [f"{int(part.where.sum()):,}" for part in (fit, held_out, *parts)]
     reason = ", or a GiB of logits" if limit < options.max_tokens else ""
     note = f" (--max-tokens{reason})" if fit is not parts[0] else ""

@@ -26,6 +26,7 @@ class ConvertOptions(JsonOptions):
     The checkpoint holds the weights in the dtype of their files (float16 as float32, which holds it exactly), with
     config.json and the tokenizer: it is a --model like any other, with the same fingerprint. With --to safetensors the
     files are in Hugging Face's layout; if the tensors were of several dtypes, all are written in float32.
+    Example: calibjax convert --model HuggingFaceTB/SmolLM2-135M --out models/smollm2
 
     Attributes:
         model: directory with config.json and safetensors, GGUF file, converted model, or hub id.

@@ -23,8 +23,9 @@ class DecideOptions(TableOptions, JsonOptions):
     """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
 
     The table has the columns of `compare`: confidence and correct (0 or 1), or the probabilities of the options of
-    multiple choice (p_0, p_1, ... or logits) and label, for which sets of options that hold the right one are computed
-    too. Its rows are the only data that is used: leave out those that a model or a recalibrator was fitted on.
+    multiple choice (p_0, p_1, ... or logits) and label, for which prediction sets are computed too. Leave out rows that
+    a model or a recalibrator was fitted on.
+    Example: calibjax decide --table predictions.csv --risk 0.1
 
     Attributes:
         table: answers with known outcomes: .csv, .tsv, .jsonl, .json, .parquet or .npz.

@@ -19,6 +19,7 @@ class EvalBoundsOptions(JsonOptions):
     """Computes the smallest entropy of a model's predictions for any text, from its final norm and unembedding.
 
     Small models with large vocabularies gain less from label smoothing because of it (arXiv 2508.00264, section 4).
+    Example: calibjax eval bounds --model HuggingFaceTB/SmolLM2-135M google/gemma-3-270m
 
     Attributes:
         model: directories with config.json and safetensors, GGUF files, or hub ids.

@@ -21,11 +21,11 @@ from calibjax.runtime.sharding import check_batch
 class EvalLayersOptions(LayersOptions, groups.OutputOptions, groups.SourceOptions, groups.ModelOptions):
     """Evaluates what each layer of a model would predict, and what changes its confidence (arXiv 2511.00280).
 
-    Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last; where
-    the decision settles and whether confidence is corrected after it; a calibration direction in the residual stream,
-    found and chosen on one half of the data, and what adding it does to the other half; and the entropy neurons, and
-    what the model does without them. --data with the columns question, choices (or options, or A, B, ...) and
-    answer is read as multiple choice, anything else as text.
+    Prints, for each layer, accuracy, confidence, calibration errors, entropy and the divergence from the last layer;
+    where the decision settles and whether confidence is corrected after it; the effect of a calibration direction in
+    the residual stream, chosen on one half of the data and evaluated on the other; and the effect of ablating entropy
+    neurons. --data with the columns question, choices (or A, B, ...) and answer is multiple choice, all else is text.
+    Example: calibjax eval layers --model HuggingFaceTB/SmolLM2-135M --data questions.csv --out runs/layers
 
     Attributes:
         data: file, directory or hub id, as for `train ats`, or of multiple-choice questions.

@@ -28,8 +28,9 @@ class EvalTasksOptions(TasksOptions, groups.OutputOptions, groups.ChatOptions, g
 
     Prints accuracy and calibration with intervals for each task, each subject and all tasks together: of the base
     model, with temperature scaling and with a head. Prompts are those of lm-eval's task definitions; questions come
-    from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. Started again with the same
-    options, a killed run resumes at the task (or subject) it was killed in. Needs the extra `lm-eval`.
+    from local data where --assets (or CALIBJAX_ASSETS) has them, else from the hub. Needs the extra `lm-eval`. To
+    resume a killed run at the task (or subject) that it was killed in, start it again with the same options.
+    Example: calibjax eval tasks --model HuggingFaceTB/SmolLM2-135M --tasks arc_easy --limit 100 --out runs/tasks
 
     Attributes:
         tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,

@@ -45,9 +45,9 @@ class HeadOptions(JsonOptions):
 class ExportOptions(HeadOptions):
     """Exports the head of a run as one directory of safetensors and JSON, which JAX and PyTorch read.
 
-    In Python: `calibjax.load_head(OUT, lm)`, or `calibjax.torch.attach(model, OUT)` for a model of transformers, which
-    needs neither JAX nor Flax. With --method temperature, generation_config.json has the base model's stop
-    tokens and the settings that sample from the calibrated distribution.
+    In Python: `calibjax.load_head(OUT, lm)`, or, without JAX, `calibjax.torch.attach(model, OUT)` for transformers.
+    With --method temperature, generation_config.json holds the settings that sample from the calibrated distribution.
+    Example: calibjax export runs/ats --out exported
 
     Attributes:
         out: directory to write; an earlier export of the same files is replaced.

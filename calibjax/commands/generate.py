@@ -28,6 +28,8 @@ from calibjax.train import head_notes, load_head
 class GenerateOptions(JsonOptions, ChatOptions, ModelOptions):
     """Continues a text, or answers it as a chat, and prints the confidence of every token, calibrated by a head.
 
+    Example: calibjax generate --model HuggingFaceTB/SmolLM2-135M-Instruct --head runs/ats --prompt "Who are you?"
+
     Attributes:
         prompt: texts to continue or to answer.
         head: directory of a fitted head or its run, or a head on the hub (org/name@revision); by default uncalibrated.

@@ -162,7 +162,9 @@ def parse(
     options = list(list_options(options_type, default))
     args = [re.sub(r"^--\w[^=]*", lambda match: match[0].replace("_", "-"), arg) for arg in args]
     doc = inspect.cleandoc(options_type.__doc__ or "").partition("Attributes:")[0].strip()
-    parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, fold=_HELP_ALL not in args)
+    doc, _, example = doc.partition("Example: ")
+    text = f"{doc}\n\n{_CONFIG_HELP}" if config else doc
+    parser = _parser(options, prog, text, example, fold=_HELP_ALL not in args)
     known = {name: name for option in options if not option.is_positional for name in option.names}
     for arg in args[: args.index("--")] if "--" in args else args:
         name = arg.partition("=")[0]
@@ -260,7 +262,7 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
-def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _Parser:
+def _parser(options: Sequence[Option], prog: str, doc: str, example: str, *, fold: bool) -> _Parser:
     """`fold` lists the options on devices by name alone."""
     width = shutil.get_terminal_size().columns
     form = {"width": width, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
@@ -269,10 +271,14 @@ def _parser(options: Sequence[Option], prog: str, doc: str, *, fold: bool) -> _P
         return "\n".join(textwrap.fill(" ".join(part.split()), **form) for part in text.split("\n\n"))
 
     positional = "".join(f" {option.path[-1].upper()}" for option in options if option.is_positional)
+    pairs = re.sub(r"(--\S+) (?!--)", "\\1\0", example)  # an option and its value stay in one line
+    lines = textwrap.wrap(pairs, **form | {"width": width - 2, "subsequent_indent": "    "})
+    shown = " \\\n".join(lines).replace("\0", " ")
     parser = _Parser(
         prog=prog,
         usage=f"{prog}{positional} [OPTIONS]",
         description=wrapped(doc),
+        epilog=f"example:\n{shown}" if example else None,
         formatter_class=lambda prog: _Formatter(prog, max_help_position=26, width=width),
         allow_abbrev=False,
         add_help=False,

@@ -54,9 +54,9 @@ class PlanOptions(JsonOptions):
     """Reports whether a step fits on devices, which need not be present, and the least time of a step and of a run.
 
     `--config run.yaml` of a run of `train ats` or `train sft` plans that run. The step is compiled ahead of time. That
-    needs the compiler, which is libtpu (pip install "jax[tpu]") or JAX's CUDA plugin (pip install "jax[cuda13]"), but
-    no TPU or GPU; for TPUs it takes minutes for a large model. Without the compiler the memory of temporaries is
-    estimated from the shapes.
+    needs the compiler, libtpu (pip install "jax[tpu]") or JAX's CUDA plugin (pip install "jax[cuda13]"), but no TPU or
+    GPU, and can take minutes. Without it the memory of temporaries is estimated from the shapes.
+    Example: calibjax plan --model llama-3.1-8b --topology h100:8
 
     Attributes:
         model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file; no

@@ -22,6 +22,7 @@ class PushOptions(HeadOptions):
     without paths of this machine, the reliability diagram, and a model card made from them.
 
     The token comes from HF_TOKEN or `hf auth login`. `--head org/name` and `calibjax.load_head("org/name")` read it.
+    Example: calibjax push runs/ats org/name --dry-run card
 
     Attributes:
         run: directory of a finished run of `train ats` or `quickstart`, whose figures the card shows.

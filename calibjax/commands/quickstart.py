@@ -37,10 +37,11 @@ _BATCH_SIZE = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuickstartOptions(groups.OutputOptions):
-    """Shows the whole of calibjax in a minute or two on a CPU: nothing is downloaded.
+    """Shows the whole of calibjax in a minute or two on a CPU; nothing is downloaded.
 
-    Makes a small language whose next-token probabilities are known, trains a small decoder on too little of it until it
-    is overconfident, freezes it, and calibrates it by temperature scaling and by Adaptive Temperature Scaling.
+    Trains a small decoder on too little text of a synthetic language, whose next-token probabilities are known, until
+    it is overconfident, and calibrates it by temperature scaling and by Adaptive Temperature Scaling.
+    Example: calibjax quickstart --out runs/quickstart
 
     Attributes:
         epochs: passes of the decoder over its few sequences; more make it more overconfident.

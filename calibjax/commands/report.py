@@ -23,6 +23,7 @@ class ReportOptions(JsonOptions):
     """Draws tables, figures (PNG and SVG) and report.html from the metrics.json of a run or of several.
 
     The page is self-contained and loads nothing from the network; it shows several runs side by side.
+    Example: calibjax report runs/first runs/second --out runs/both
 
     Attributes:
         runs: directories with a metrics.json.

@@ -31,7 +31,8 @@ class TrainAtsOptions(
 
     Prints the calibration of the base model, of temperature scaling and of ATS, and writes to --out: head/,
     metrics.json, tokens.json (some held-out text, token by token), reliability.png, report.html, and the logs and
-    checkpoints of training. Started again with the same options, a killed run resumes.
+    checkpoints of training. To resume a killed run, start it again with the same options.
+    Example: calibjax train ats --model HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned --out runs/ats
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. With

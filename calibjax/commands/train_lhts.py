@@ -23,11 +23,11 @@ from calibjax.train.lhts import LhtsOptions, Method, fit_lhts
 class TrainLhtsOptions(groups.TrainingOutputOptions, groups.TextOptions, groups.ModelOptions):
     """Fine-tunes a language model to a long-horizon temperature and compares it with other ways to sharpen text.
 
-    The model is its own frozen scorer. Prints, for the base model, the baseline `partition` and every long-horizon
-    temperature, each under every myopic temperature: how likely and how varied its text is, its accuracy on analogies,
-    and its calibration on held-out text. Writes to --out: models/ (each in Hugging Face layout), metrics.json,
-    report.html, reliability.png, diversity.png, and the logs and checkpoints of training. Started again with the same
-    options, a killed run resumes.
+    The model is its own frozen scorer. For the base model, the baseline `partition` and every long-horizon temperature,
+    each at every myopic temperature, prints how likely and how varied the text is, the accuracy on analogies, and the
+    calibration on held-out text. Writes to --out: models/ (each in Hugging Face layout), metrics.json, report.html,
+    reliability.png, diversity.png, logs and checkpoints. To resume a killed run, start it again with the same options.
+    Example: calibjax train lhts --model HuggingFaceTB/SmolLM2-135M --data stories.txt --out runs/lhts
 
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest are the prompts of the texts that are evaluated.

@@ -27,10 +27,11 @@ class TrainSftOptions(
 ):
     """Fine-tunes a language model with label smoothing and evaluates it on held-out text.
 
-    The loss counts the answers only and never holds the logits. Prints the calibration of the base model and of the
-    fine-tuned one, each without and with temperature scaling, and writes to --out: model/ (Hugging Face layout, for
-    transformers and for --model), metrics.json, reliability.png, report.html, and the logs and checkpoints of training.
-    Started again with the same options, a killed run resumes.
+    The loss counts the answers only. Prints the calibration of the base model and of the fine-tuned one, each with and
+    without temperature scaling, and writes to --out: model/ (Hugging Face layout, for transformers and for --model),
+    metrics.json, reliability.png, report.html, and the logs and checkpoints of training. To resume a killed run, start
+    it again with the same options.
+    Example: calibjax train sft --model HuggingFaceTB/SmolLM2-135M --data data.jsonl --label-smoothing 0.1 --out tuned
 
     Attributes:
         fit_fraction: fraction of the sequences to train on; the rest is held out.
@@ -63,7 +64,7 @@ def run(options: TrainSftOptions, log: Log = print) -> Document:
         check_resamples(part, name)
         groups.warn_of_repeats(fit, part, name, log)
     sets = {"held_out": held_out, **further}
-    train_rows, validation_rows = validation_split(fit, options.sft.validation_fraction, options.seed)
+    train_rows, validation_rows = validation_split(fit, options.sft.validation_fraction, seed=options.seed)
     training = f"{len(train_rows):,} sequences to train on, {len(validation_rows):,} for validation"
     log(f"split: {training}, {len(held_out.tokens):,} held out")
     validation = fit.take(validation_rows)

@@ -230,7 +230,7 @@ def _texts(sequences: Sequences) -> Iterator[bytes]:
                 yield hashlib.blake2b(content, digest_size=16).digest()
 
 
-def fold_indices(sequences: Sequences, folds: int, seed: int) -> list[Int[np.ndarray, " n"]]:
+def fold_indices(sequences: Sequences, folds: int, *, seed: int) -> list[Int[np.ndarray, " n"]]:
     """Divides at least 2 sequences into 2 to `folds` folds of about equal size, none empty; returns ascending indices.
 
     Rows are drawn at random by `seed`; a row is in the fold in which it starts. A single row is cut into equal parts.
@@ -250,7 +250,7 @@ def fold_indices(sequences: Sequences, folds: int, seed: int) -> list[Int[np.nda
     return [np.flatnonzero(fold[group] == number) for number in np.unique(fold)]
 
 
-def limit_tokens(sequences: Sequences, max_tokens: int, seed: int) -> Sequences:
+def limit_tokens(sequences: Sequences, max_tokens: int, *, seed: int) -> Sequences:
     """Sequences drawn at random, in their order, with at most `max_tokens` that count; at least one sequence."""
     counts = sequences.where.sum(axis=1)
     if counts.sum() <= max_tokens:
@@ -275,7 +275,7 @@ def concatenate(sets: list[Sequences]) -> Sequences:
 
 
 def validation_split(
-    sequences: Sequences, fraction: float, seed: int
+    sequences: Sequences, fraction: float, *, seed: int
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]]:
     """Draws sequences for validation by `seed` >= 0: (train, validation), ascending indices, neither empty.
 

@@ -155,7 +155,7 @@ def _split_divisor(role: str, column: str, names: Sequence[str]) -> tuple[str, f
     return match[1], float(match[2])
 
 
-def split_table(table: PredictionTable, fit_fraction: float, seed: int) -> tuple[PredictionTable, PredictionTable]:
+def split_table(table: PredictionTable, fit_fraction: float, *, seed: int) -> tuple[PredictionTable, PredictionTable]:
     """Splits a table at random by `seed` into (fit, held out), neither empty. Rows of one group stay on one side."""
     check_value("fit_fraction", Fraction, fit_fraction)
     rows = len(table)

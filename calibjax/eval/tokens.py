@@ -141,7 +141,7 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         sums = metrics.calibration_sums(confidence, correct, log_prob=outputs["log_prob"], **binning)
         temperature: Any = jnp.exp(-outputs["log_scale"])
         tokens = TokenOutputs(confidence, outputs["argmax"], temperature, outputs["log_prob"])
-        results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, valid)))
+        results.append((sums, tokens, valid, metrics.grid_sums(confidence, correct, where=valid)))
     return results
 
 

@@ -118,7 +118,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def grid_sums(
-    confidence: Float[AnyArray, "*G N"], correct: AnyArray, where: AnyArray | None = None
+    confidence: Float[AnyArray, "*G N"], correct: AnyArray, *, where: AnyArray | None = None
 ) -> Float[Array, "*G {NODES+1} 2"]:
     """Number of points and Σ correctness at the nodes k / `NODES`, summed over the last axis.
 

@@ -12,8 +12,7 @@ from calibjax.runtime.errors import UserError
 
 
 def sample_agreement(
-    answers: Int[AnyArray, "N S"],
-    where: Bool[AnyArray, "N S"] | None = None,
+    answers: Int[AnyArray, "N S"], *, where: Bool[AnyArray, "N S"] | None = None
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
     """The answer that most samples gave, and the fraction of samples that gave it (Wang et al. 2023; Lyu et al. 2025).
 

@@ -110,7 +110,7 @@ def fit_ats(
 
 def limit_and_log(sequences: Sequences, max_tokens: int, context: RunContext, purpose: str) -> Sequences:
     """`limit_tokens` with the seed of `context`; logs how many tokens are used for `purpose` if some are left out."""
-    fewer = limit_tokens(sequences, max_tokens, context.seed)
+    fewer = limit_tokens(sequences, max_tokens, seed=context.seed)
     if fewer is not sequences:
         used, available = (int(part.where.sum()) for part in (fewer, sequences))
         context.log(f"{purpose}: {used:,} of {available:,} tokens, in random sequences (max_tokens={max_tokens})")
@@ -125,7 +125,7 @@ def _folds(sequences: Sequences, sets: Mapping[str, Sequences], plan: AtsPlan, s
     if len(sets) > 1:
         ends = np.cumsum([len(part.tokens) for part in sets.values()])
         return np.split(np.arange(ends[-1]), ends[:-1])
-    return fold_indices(sequences, plan.folds, seed)
+    return fold_indices(sequences, plan.folds, seed=seed)
 
 
 def _fit(

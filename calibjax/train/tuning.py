@@ -135,7 +135,7 @@ def tune(
     arguments are those of `train` and `make_train_step`.
     """
     arrays = {**sequences.arrays(), **per_sequence}
-    train_rows, validation_rows = validation_split(sequences, options.validation_fraction, context.seed)
+    train_rows, validation_rows = validation_split(sequences, options.validation_fraction, seed=context.seed)
     train_arrays = {name: x[train_rows] for name, x in arrays.items()}
     validation_arrays = {name: x[validation_rows] for name, x in arrays.items()}
     counts = {"train": len(train_rows), "validation": len(validation_rows)}

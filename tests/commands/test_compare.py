@@ -83,7 +83,7 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
     code, document, _ = compare(capsys, "--table", files / "logits.npz", "--methods", *methods)
     assert code == 0
     held_out = document["held_out"]
-    fit, test = (part.predictions for part in split_table(read_table(files / "logits.npz"), 0.6, 0))
+    fit, test = (part.predictions for part in split_table(read_table(files / "logits.npz"), 0.6, seed=0))
     assert held_out["tokens"] == len(test.labels)
     assert held_out["reference"] == "temperature"
     rows = held_out["methods"]
@@ -129,16 +129,16 @@ def test_logits_against_numpy_and_scikit_learn(files, capsys):
 
 def test_split_keeps_groups_whole_and_no_part_empty(files):
     table = read_table(files / "logits.csv")
-    fit, held_out = split_table(table, 0.6, 0)
+    fit, held_out = split_table(table, 0.6, seed=0)
     assert not set(fit.groups) & set(held_out.groups)
     assert len(fit) + len(held_out) == ROWS
     assert abs(len(fit) - 0.6 * ROWS) < 30
-    assert not np.array_equal(fit.groups, split_table(table, 0.6, 1)[0].groups)
+    assert not np.array_equal(fit.groups, split_table(table, 0.6, seed=1)[0].groups)
     few = PredictionTable(Predictions(confidence=np.linspace(0, 1, 20), correct=np.arange(20) % 2.0), None)
-    assert [len(part) for part in split_table(few, 0.05, 0)] == [1, 19]
+    assert [len(part) for part in split_table(few, 0.05, seed=0)] == [1, 19]
     for fraction in (1e-9, 0.049, 0.951, 1 - 1e-9):
         with pytest.raises(UserError, match=f"^fit_fraction: {fraction} of 20 rows leaves one part empty"):
-            split_table(few, fraction, 0)
+            split_table(few, fraction, seed=0)
 
 
 def test_a_base_model_in_place_of_labels(files, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 import typing
 from inspect import signature
 
@@ -55,6 +56,9 @@ def test_help_at_80_columns(help_flag, command, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert not re.search(r"MISSING|<class|\(default:[^)]*\)\.?\s+\(default:", shown)
+    words = shlex.split(shown.partition("\nexample:\n")[2].replace("\\\n", ""))
+    assert words[: 1 + len(command.split())] == ["calibjax", *command.split()]
+    assert parse(options_of(command), words[1 + len(command.split()) :], prog=command)
     flags = [option.flag for option in list_options(options_of(command)) if not option.is_positional]
     assert not [flag for flag in flags if flag not in shown]
     if command == "train ats":

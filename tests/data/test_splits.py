@@ -84,13 +84,13 @@ def test_joined_sets_keep_their_rows_apart():
 def test_hold_back_keeps_rows_whole(seed):
     source = np.repeat(np.arange(40), np.random.default_rng(seed).integers(1, 6, 40))
     sequences = make_sequences(source)
-    train, validation = validation_split(sequences, 0.3, seed)
+    train, validation = validation_split(sequences, 0.3, seed=seed)
     assert not set(source[train]) & set(source[validation])
     assert 0.3 * len(source) - 6 < len(validation) <= 0.3 * len(source)
     np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(len(source)))
     assert (np.diff(validation) > 0).all()
-    np.testing.assert_array_equal(validation_split(sequences, 0.3, seed)[1], validation)
-    assert not np.array_equal(validation_split(sequences, 0.3, seed + 5)[1], validation)
+    np.testing.assert_array_equal(validation_split(sequences, 0.3, seed=seed)[1], validation)
+    assert not np.array_equal(validation_split(sequences, 0.3, seed=seed + 5)[1], validation)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_errors():
     with pytest.raises(UserError, match=r"fit_fraction=0.1 of 5 sequence\(s\) is none"):
         split_sequences(sequences, 0.1)
     with pytest.raises(UserError, match=r"^validation_fraction=0.9 of 1 sequence\(s\) is none"):
-        validation_split(make_sequences([0]), 0.9, 0)
+        validation_split(make_sequences([0]), 0.9, seed=0)
     with pytest.raises(UserError, match="folds: expected at least 2 sequences to divide, got 1"):
-        fold_indices(make_sequences([0]), 4, 0)
+        fold_indices(make_sequences([0]), 4, seed=0)
     with pytest.raises(UserError, match="seed"):
-        validation_split(sequences, 0.5, -1)
+        validation_split(sequences, 0.5, seed=-1)
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 99, 100, 1000])

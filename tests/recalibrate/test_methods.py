@@ -675,7 +675,7 @@ def test_agreement():
     rng = np.random.default_rng(32)
     answers, counts = rng.integers(0, 4, (50, 7)), rng.random((50, 7)) < 0.8
     counts[3] = False
-    answer, confidence = jax.tree.map(np.asarray, jax.jit(sample_agreement)(answers, counts))
+    answer, confidence = jax.tree.map(np.asarray, jax.jit(sample_agreement)(answers, where=counts))
     for row, mask, got, share in zip(answers, counts, answer, confidence, strict=True):
         votes = collections.Counter(row[mask].tolist()).most_common(1)
         if votes:

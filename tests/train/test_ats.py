@@ -83,7 +83,7 @@ def test_a_fold_is_predicted_by_a_head_of_the_others(tmp_path):
     fitted = fit(tmp_path, **options)
     row = fitted.comparison["candidates"][1]
     towards, nll = float(fitted.temperature.params["log_scale"]), 0.0
-    for fold in fold_indices(SEQUENCES, 4, 0):
+    for fold in fold_indices(SEQUENCES, 4, seed=0):
         others = SEQUENCES.take(np.setdiff1d(np.arange(len(SEQUENCES.tokens)), fold))
         alone = fit(tmp_path / str(fold[0]), sequences=others, refit_temperature=False, **options).head
         held = SEQUENCES.take(fold)

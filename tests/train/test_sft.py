@@ -195,7 +195,7 @@ def test_steps_are_pytorchs_and_transformers_loads_the_result(tmp_path, monkeypa
     sequences, _ = load_sequences(read_source(text), lm.tokenizer, seq_len=12, layout="full")
     options = {"validation_fraction": 0.05, "epochs": 5, "weight_decay": 0.01, "schedule": "linear"}
     # Batches of all sequences: their order is nothing to agree on.
-    train_rows, _ = validation_split(sequences, SftOptions(**options).validation_fraction, 0)
+    train_rows, _ = validation_split(sequences, SftOptions(**options).validation_fraction, seed=0)
     fitted = fit(tmp_path / "fit", lm, sequences=sequences, batch_size=len(train_rows), warmup_fraction=0.2, **options)
     monkeypatch.setattr(hf_export, "_FILE_BYTES", 3000)
     save_model(tmp_path / "tuned", fitted.config, fitted.params, like=source)
