@@ -284,7 +284,8 @@ class HeadConfig:
             raise UserError(f"kind: expected one of {', '.join(HEADS)}; got {self.kind!r}.")
         unknown = [name for name in self.features if name not in FEATURES]
         if unknown or not self.features or len(set(self.features)) != len(self.features):
-            raise UserError(f"features: expected distinct names among {list(FEATURES)}, got {list(self.features)}.")
+            names = ", ".join(FEATURES)
+            raise UserError(f"features: expected distinct names among {names}; got {', '.join(self.features)}.")
 
     @property
     def width(self) -> int:

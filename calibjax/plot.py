@@ -274,7 +274,8 @@ def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
     both = np.append(confidence, correct)
     fits = len(confidence) == len(correct) > 0
     if not fits or not ((both >= -1e-5) & (both <= 1 + 1e-5)).all():
-        raise UserError("expected confidence and correct in [0, 1], of one length of at least 1.")
+        got = f"{len(confidence)} and {len(correct)} from {both.min(initial=1):g} to {both.max(initial=0):g}"
+        raise UserError(f"confidence, correct: expected as many numbers of each, in [0, 1]; got {got}.")
     return np.clip(confidence, 0, 1), np.clip(correct, 0, 1)  # as metrics, which take 1e-5 for rounding
 
 

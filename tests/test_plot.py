@@ -77,8 +77,8 @@ def test_reliability(ax, points):
         plot.reliability(results, method="platt", ax=ax)
     with pytest.raises(UserError, match="expected results with reliability, mine has none"):
         plot.reliability({"methods": {"mine": {}}}, ax=ax)
-    for wrong in ((0.5,), ([0.5], [1, 0]), ([1.5], [1])):
-        with pytest.raises(UserError, match="expected confidence and correct"):
+    for wrong, error in (((0.5,), "or results"), (([0.5], [1, 0]), "got 1 and 2 "), (([1.5], [1]), "from 1 to 1.5")):
+        with pytest.raises(UserError, match=error):
             plot.reliability(*wrong, ax=ax)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int32
 from calibjax.data.chat_template import Tokenizer
 from calibjax.data.formats import Format
 from calibjax.data.render import Rendered, render_row
-from calibjax.data.source import Row, Rows, Skipped
+from calibjax.data.source import SKIP_HINT, Row, Rows, Skipped
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.progress import progress_bar
 
@@ -74,8 +74,7 @@ def tokenize_rows(
                 yield render_row(row, format, tokenizer, place)
             except UserError as error:
                 if not source.skip_broken:
-                    hint = "To leave out such rows, give --skip-broken, or skip_broken=True."
-                    raise UserError(f"{error} {hint}") from error
+                    raise UserError(f"{error} {SKIP_HINT}") from error
                 skipped.add(error)
 
     def examples() -> Iterator[Example]:

@@ -104,9 +104,11 @@ def _recognise(rows: Rows, text_column: str | None) -> Format:
         present = [next((name for name in names if name in columns), None) for names in roles]
         if None not in present:
             return Format(plain if kind == "text" else kind, tuple(map(str, present)))
-    expected = [f"{kind} ({', '.join(map(' or '.join, roles))})" for kind, *roles in _FORMATS]
+    single = [name for _, *roles in _FORMATS if len(roles) == 1 for name in roles[0]]
+    prompts = dict.fromkeys(name for _, *roles in _FORMATS if len(roles) > 1 for name in roles[0])
+    expected = f"one of {', '.join(single)}; or one of {', '.join(prompts)} and one of {', '.join(_RESPONSES)}"
     hint = "To read one column as plain text, name it by --text-column (`text_column`)."
-    raise UserError(f"no format fits the columns {', '.join(rows.first)}. Expected {', or '.join(expected)}. {hint}")
+    raise UserError(f"no format fits the columns {', '.join(rows.first)}. Expected {expected}. {hint}")
 
 
 def string_at(row: Row, column: str, place: str, *, optional: bool = False) -> str:

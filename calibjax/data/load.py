@@ -86,6 +86,12 @@ Source = str | Path | Sequence[str] | Sequence[Row] | Sequence[Sequence[int]]
 """What `load_text` reads."""
 
 
+def check_is_model(lm: Any) -> None:
+    if not hasattr(lm, "fingerprint"):
+        makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
+        raise UserError(f"lm: expected a model from {makers}, got {type(lm).__name__}.")
+
+
 def load_text(
     source: Source,
     lm: Any,
@@ -109,6 +115,7 @@ def load_text(
     Raises:
         UserError: the source cannot be read, holds nothing to predict, or does not fit the model.
     """
+    check_is_model(lm)
     longest = lm.config.max_positions
     if seq_len is not None:
         check_context(seq_len, longest)

@@ -22,6 +22,7 @@ from calibjax.runtime.errors import UserError, first_line, shortened, user_path
 
 Row = Mapping[str, Any]
 Placed = tuple[str, Row | UserError]  # where a row is, such as "line 7", and the row, or what is wrong with it
+SKIP_HINT = "To leave out such rows, give --skip-broken, or skip_broken=True."
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rows(Iterable[Row]):
             if not isinstance(row, UserError):
                 yield place, row
             elif not self.skip_broken:
-                raise row
+                raise UserError(f"{row} {SKIP_HINT}") from row
             elif skipped is not None:
                 skipped.add(row)
 

@@ -80,14 +80,17 @@ def upload(name: str, files: Mapping[str, bytes], message: str, *, private: bool
 
 
 def _reason(error: Exception, repository: Repository) -> str:
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import errors
 
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
-    if isinstance(error, GatedRepoError):
+    is_answer = isinstance(error, errors.HfHubHTTPError) and error.response is not None
+    status = error.response.status_code if is_answer else None
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "it is not in the cache, and the hub is switched off or cannot be reached"
+    if isinstance(error, errors.GatedRepoError):
         return "it is gated: accept its conditions on its page, and set HF_TOKEN or run `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {repository.revision}"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return "no such repository, or a private one that HF_TOKEN does not open"
     if status in (401, 403):
         return f"status {status}: the token in HF_TOKEN, or of `hf auth login`, does not allow it"

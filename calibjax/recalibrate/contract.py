@@ -185,7 +185,7 @@ def _rows(arrays: Mapping[str, np.ndarray], where: AnyArray | None) -> np.ndarra
     """The numbers of the rows that count; at least one."""
     lengths = {field: len(value) for field, value in arrays.items()}
     if len(set(lengths.values())) != 1:
-        raise UserError(f"expected one row a prediction in every field, got {lengths}.")
+        raise UserError(f"expected one row per prediction in every field, got {lengths}.")
     rows = np.arange(next(iter(lengths.values())))
     if where is not None:
         where = as_array(where)

@@ -102,6 +102,8 @@ def check_options(options: Any) -> None:
 
     See `expected_value`. The dataclasses in it are checked as well.
     """
+    if not dataclasses.is_dataclass(options):
+        raise UserError(f"options: expected a dataclass, such as AtsOptions(...), got {type(options).__name__}.")
     for name, annotation in typing.get_type_hints(type(options), include_extras=True).items():
         value = getattr(options, name)
         if dataclasses.is_dataclass(value):

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 
 from calibjax.data import Sequences, concatenate, fold_indices, limit_tokens
-from calibjax.data.load import Source, as_sequences
+from calibjax.data.load import Source, as_sequences, check_is_model
 from calibjax.heads import FittedHead
 from calibjax.models.own import FrozenModel, place_model
 from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
-from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import check_batch
 from calibjax.train.candidates import Candidate, CandidateFits
 from calibjax.train.cross_fit import shrink
@@ -86,9 +85,7 @@ def fit_ats(
     """
     context = context or RunContext()
     sets = data if isinstance(data, Mapping) else {"fit": data}
-    if not hasattr(lm, "fingerprint"):
-        makers = "load_model, LanguageModel.from_params, from_function or from_arrays"
-        raise UserError(f"lm: expected a model from {makers}, got {type(lm).__name__}.")
+    check_is_model(lm)
     plan = make_plan(options, lm.config.hidden_size)
     check_batch(context.mesh, plan.batch_size, plan.accumulate)
     sets = {name: as_sequences(part, lm) for name, part in sets.items()}

@@ -33,7 +33,7 @@ def test_documents_and_text_column():
 
 
 def test_errors_list_what_is_there():
-    with pytest.raises(UserError, match=r"no format fits the columns alpha, beta\. Expected chat .*--text-column"):
+    with pytest.raises(UserError, match=r"no format fits .* alpha, beta\. Expected one of messages, .*--text-column"):
         recognise([{"alpha": 1, "beta": 2}])
     with pytest.raises(UserError, match=r"text_column='txt' is missing. The columns are: alpha, beta"):
         recognise([{"alpha": 1, "beta": 2}], "txt")

@@ -606,7 +606,7 @@ def test_one_call_on_new_data(tmp_path):
         other = data._replace(**{field: getattr(data, field)[:, 1:]})
         with pytest.raises(UserError, match=rf"{name}: expected as many classes.* {field} \[400, \d\]"):
             Recalibrator(name, fitted(name), {})(other)
-    with pytest.raises(UserError, match="one row a prediction"):
+    with pytest.raises(UserError, match="one row per prediction"):
         Recalibrator("multicalibration", fitted("multicalibration"), {})(data._replace(categories=data.categories[:9]))
 
 
@@ -690,7 +690,7 @@ def test_mistakes_are_named():
     c, y = np.full(5, 0.5), np.ones(5)
     for message, data, where in (
         ("needs correct", Predictions(confidence=c), None),
-        ("one row a prediction", Predictions(confidence=c, correct=y[:4]), None),
+        ("one row per prediction", Predictions(confidence=c, correct=y[:4]), None),
         ("expected 1 axes", Predictions(confidence=c[None], correct=y), None),
         ("confidence: row 2 holds 1.5, expected 0 to 1", Predictions(confidence=[0, 1, 1.5, 2, 0], correct=y), None),
         ("correct: row 0 holds -1", Predictions(confidence=c, correct=-y), None),

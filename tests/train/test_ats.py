@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import answered, at_targets, dense_log_probs, log_scale_of, make_lm, make_sequences, ragged, silent
 
-from calibjax import fit_ats, metrics
+from calibjax import fit_ats, load_text, metrics
 from calibjax.data import fold_indices, limit_tokens
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.metrics import CalibrationSums
@@ -325,5 +325,6 @@ def test_options_are_checked_before_the_work(tmp_path):
 def test_what_is_no_model_is_named():
     from flax import nnx
 
-    with pytest.raises(UserError, match=r"expected a model from load_model, .*, got Linear"):
-        fit_ats(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), {})  # pyright: ignore[reportArgumentType]
+    for call in (fit_ats, lambda module, source: load_text(source, module)):
+        with pytest.raises(UserError, match=r"expected a model from load_model, .*, got Linear"):
+            call(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), {})
