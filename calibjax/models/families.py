@@ -67,9 +67,8 @@ def config_from_hf(folder: str | Path) -> DecoderConfig:
     file = require_directory(folder, "model") / "config.json"
     if not file.is_file():
         inside = file.parent / "model"  # of the directory of a run of `train sft`
-        there = (
-            f"there is one in {inside}" if (inside / "config.json").is_file() else "give the directory that holds it"
-        )
+        has_one = (inside / "config.json").is_file()
+        there = f"there is one in {inside}" if has_one else "give the directory that holds it"
         raise UserError(f"{file.parent}: expected a Hugging Face model, but there is no config.json; {there}.")
     try:
         if file.stat().st_size > _MAX_BYTES:

@@ -82,8 +82,8 @@ def upload(name: str, files: Mapping[str, bytes], message: str, *, private: bool
 def _reason(error: Exception, repository: Repository) -> str:
     from huggingface_hub import errors
 
-    is_answer = isinstance(error, errors.HfHubHTTPError) and error.response is not None
-    status = error.response.status_code if is_answer else None
+    response = error.response if isinstance(error, errors.HfHubHTTPError) else None
+    status = None if response is None else response.status_code
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "it is not in the cache, and the hub is switched off or cannot be reached"
     if isinstance(error, errors.GatedRepoError):
