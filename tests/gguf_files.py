@@ -16,8 +16,7 @@ KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", 
 def write_gguf(file, config, tensors, kind="F32", *, divisors=None, more=lambda writer: None):
     """Writes a model; returns its tensors as the file holds them, under the names and in the layout of `tensors`.
 
-    `kind` is the type of all matrices, `divisors` are those of the rotary frequencies, as Llama 3 has them, and `more`
-    writes further metadata.
+    `kind`: type of all matrices; `divisors`: of the rotary frequencies, as in Llama 3; `more`: further metadata.
     """
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch)

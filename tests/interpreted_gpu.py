@@ -5,8 +5,7 @@ With JAX_PLATFORMS=cuda,cpu the same names run the compiled kernels.
 The interpreter is private to jax: all that is used of it is in this file, with what it lacks. Copies give zeros for
 what lies outside an array, as TMA does; loads from the memory of the GPU are reads; in 0.10.2 a product takes a
 transposed operand, and what it reads is checked for races (0.11.2 takes one too, and does not check). It runs copies
-and products at once, and one program after the other: it says nothing of a block that is given back while a product
-still reads it.
+and products at once, and one program after the other: it misses a block that is given back while a product reads it.
 """
 
 import faulthandler

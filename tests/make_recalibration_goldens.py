@@ -5,8 +5,7 @@ Run in an environment of its own, for none of these is a dependency of calibjax:
     pip install netcal==1.4.0 uncertainty-calibration==0.1.4 betacal==1.1.0 probmetrics==1.3.0
     python tests/make_recalibration_goldens.py
 
-dirichletcal 0.5 no longer builds; without penalty, Dirichlet calibration is a logistic regression that scikit-learn
-fits in `test_recalibrate_methods.py`.
+dirichletcal 0.5 no longer builds; without penalty it is the logistic regression of `recalibrate/test_methods.py`.
 """
 
 import importlib.metadata

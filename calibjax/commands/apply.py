@@ -29,8 +29,7 @@ from calibjax.runtime.options import Count
 class ApplyOptions(TableOptions, JsonOptions):
     """Recalibrates the predictions of a table with a method that `calibjax compare --save` fitted.
 
-    The table has the columns that `compare` reads. The outcome (correct, or label) may be missing; where it is known,
-    the figures before and after are printed.
+    The table has the columns of `compare`. If it holds correct or label, the figures before and after are printed.
     Example: calibjax apply --table new.csv --method best --out calibrated.csv
 
     Attributes:

@@ -22,9 +22,8 @@ from calibjax.runtime.options import Fraction, not_identity
 class DecideOptions(TableOptions, JsonOptions):
     """Finds the confidence above which to answer, with a guarantee on the fraction of wrong answers.
 
-    The table has the columns of `compare`: confidence and correct (0 or 1), or the probabilities of the options of
-    multiple choice (p_0, p_1, ... or logits) and label, for which prediction sets are computed too. Leave out rows that
-    a model or a recalibrator was fitted on.
+    The table has the columns of `compare`: confidence and correct (0 or 1), or p_0, p_1, ... (or logits) and label, for
+    which prediction sets are computed too. Leave out the rows that a model or a recalibrator was fitted on.
     Example: calibjax decide --table predictions.csv --risk 0.1
 
     Attributes:

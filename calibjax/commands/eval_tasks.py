@@ -33,9 +33,8 @@ class EvalTasksOptions(TasksOptions, groups.OutputOptions, groups.ChatOptions, g
     Example: calibjax eval tasks --model HuggingFaceTB/SmolLM2-135M --tasks arc_easy --limit 100 --out runs/tasks
 
     Attributes:
-        tasks: tasks of lm-eval, such as mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
-            truthfulqa_gen, triviaqa; or google_analogies, story_words, story_last_words, story_names; separated by
-            commas or spaces.
+        tasks: names, by commas or spaces: mmlu, arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, truthfulqa_mc2,
+            truthfulqa_gen, triviaqa or others of lm-eval; google_analogies, story_words, story_last_words, story_names.
         head: directory of a fitted head, or of the run of `train ats` that holds it, or a head on the hub
             (org/name@revision); it also holds the temperature of temperature scaling.
         temperature: temperature of temperature scaling, in place of the one that --head holds.

@@ -293,8 +293,7 @@ class TextOptions(SourceOptions):
 
     Attributes:
         fit_fraction: fraction of the sequences to fit on; the rest is held out. A row is never on both sides.
-        split_order: shuffled: rows are drawn with the seed; sequential: the first rows are for fitting. A single row,
-            such as one text file, is cut once.
+        split_order: shuffled: rows are drawn by the seed; sequential: the fit takes the first ones. A lone row is cut.
     """
 
     fit_fraction: Fraction = 0.6

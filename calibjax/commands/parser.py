@@ -163,8 +163,7 @@ def parse(
     args = [re.sub(r"^--\w[^=]*", lambda match: match[0].replace("_", "-"), arg) for arg in args]
     doc = inspect.cleandoc(options_type.__doc__ or "").partition("Attributes:")[0].strip()
     doc, _, example = doc.partition("Example: ")
-    text = f"{doc}\n\n{_CONFIG_HELP}" if config else doc
-    parser = _parser(options, prog, text, example, fold=_HELP_ALL not in args)
+    parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, example, fold=_HELP_ALL not in args)
     known = {name: name for option in options if not option.is_positional for name in option.names}
     for arg in args[: args.index("--")] if "--" in args else args:
         name = arg.partition("=")[0]
@@ -184,8 +183,7 @@ def parse_script(
     """The options of a script from its command line; an invalid one ends the process with one line.
 
     Args:
-        options_type: a dataclass. Its fields are the flags, with their types and defaults; `--help` prints what the
-            `Attributes` of its docstring state.
+        options_type: a dataclass, whose fields are the flags; `--help` prints the `Attributes` of its docstring.
         args: the arguments; None takes those of the process, which then ends with one line for any later `UserError`.
         default: an instance whose values replace the defaults of the fields.
 

@@ -59,16 +59,13 @@ class PlanOptions(JsonOptions):
     Example: calibjax plan --model llama-3.1-8b --topology h100:8
 
     Attributes:
-        model: published model by its name (docs/models.md) or hub id, directory with config.json, or GGUF file; no
-            weights are read.
+        model: published name (docs/models.md), hub id, directory with config.json, or GGUF file; no weights are read.
         topology: chips: v5e-16 (or v5e:4x4, chips along each axis), v5p-16, v6e-8, a100:8, h100:8 or h200:8.
         objective: ats: the frozen pass that heads are fitted on; sft: fine-tuning.
-        seq_len: inputs per sequence, one fewer than the tokens of `train --seq-len`; by default 1,024, or the model's
-            context: the most that `train` chooses.
+        seq_len: inputs per sequence, one fewer than `train --seq-len`; by default 1,024 within the model's context.
         mesh: devices along each axis, such as data=2,fsdp=8; by default all devices along fsdp.
         tokens: number of tokens to train on: adds the run's time at 30 to 60% of the roofline, and for ats its storage.
-        dtype: dtype to compute in, and of frozen weights; by default the stored dtype, as for a run on accelerators.
-            Trained weights are float32.
+        dtype: compute dtype, and that of frozen weights; by default the stored one. Trained weights are float32.
         head_kind: the head that gives a token its temperature, for ats; by default that of `train ats`.
         features: what the head reads, for ats; by default as by `train ats`.
         compile: --no-compile reports what follows from the shapes alone.

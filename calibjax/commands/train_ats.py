@@ -36,8 +36,7 @@ class TrainAtsOptions(
 
     Attributes:
         data: file (.jsonl, .json, .csv, .parquet, .txt, each also .gz), directory of such files, or hub id. With
-            several, such as one per domain, each is predicted by heads fitted on the others, so that the loss is chosen
-            for text of a domain that it has not seen.
+            several, such as one per domain, each is predicted by heads fitted on the others, to suit unseen domains.
         ats: how the head is fitted.
     """
 

@@ -29,8 +29,7 @@ class TrainSftOptions(
 
     The loss counts the answers only. Prints the calibration of the base model and of the fine-tuned one, each with and
     without temperature scaling, and writes to --out: model/ (Hugging Face layout, for transformers and for --model),
-    metrics.json, reliability.png, report.html, and the logs and checkpoints of training. To resume a killed run, start
-    it again with the same options.
+    metrics.json, reliability.png, report.html, logs and checkpoints. A killed run resumes with the same options.
     Example: calibjax train sft --model HuggingFaceTB/SmolLM2-135M --data data.jsonl --label-smoothing 0.1 --out tuned
 
     Attributes:

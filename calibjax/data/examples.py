@@ -47,8 +47,7 @@ def tokenize_rows(
 
     Plain text gives exactly `tokenizer(text)["input_ids"]`, and the loss includes every token but the first. For
     prompts and conversations (see `render_row` for their text), the loss includes the answers of the assistant and the
-    special token that ends each of them. If nothing follows the last answer, the tokenizer's end-of-sequence token is
-    appended, if it has one.
+    special token that ends each of them. If nothing follows the last one, the tokenizer's end token, if any, is added.
 
     Args:
         tokenizer: a fast one unless the rows are plain text.

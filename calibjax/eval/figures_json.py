@@ -113,8 +113,7 @@ def subject_rows(
     """Mean confidence and accuracy of each subject ("" for none), the most overconfident first.
 
     `correct` `[N]`: booleans, or numbers from 0 to 1. Each row has subject, questions, confidence, accuracy
-    (`{"value", "low", "high"}`, by `wilson_interval`) and gap, which is confidence − accuracy. Empty if no question has
-    a subject.
+    (`{"value", "low", "high"}`, by `wilson_interval`) and gap, confidence − accuracy. Empty without subjects.
     """
     names, numbers = np.unique(np.asarray(subjects, str), return_inverse=True)
     rows: list[dict[str, Any]] = []

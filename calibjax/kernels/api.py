@@ -75,8 +75,7 @@ def vocab_stats(
 
     Differentiable in `hidden`, `unembedding`, `bias` and `scale` by reverse mode, through every float field but
     `logit_variance`. What is not differentiated costs nothing: a gradient in `scale` alone uses
-    ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no product. `explain` returns
-    the products of each gradient.
+    ∂ log_normalizer/∂s = E_p[z] and ∂ E_p[z]/∂s = Var_p[z] from the forward pass and adds no product (see `explain`).
 
     Args:
         hidden: hidden states, `[..., D]`, floating point.
@@ -91,8 +90,7 @@ def vocab_stats(
         sharding: the mesh axes over which tokens and vocabulary are split. None leaves sharded arrays to XLA: correct,
             but W may be gathered. Give None in your own `jax.shard_map`; gradients in W or b need `check_vma=False`.
         implementation: a name in `IMPLEMENTATIONS`, which never falls back; None takes the first that can run this call
-            on the devices it is compiled for: the mesh of `sharding`, or that in context (`jax.set_mesh`), or else the
-            default device.
+            on the devices it is compiled for: the mesh of `sharding` or of `jax.set_mesh`, else the default device.
         chunk_size: columns at a time in "chunked"; None chooses by memory (`chunked.choose_chunk_size`).
         precision: of the products, as in `jax.lax.dot_general`; None means full float32 for float32 inputs.
         save_logits: keep the logits [N, V] from the forward for the backward pass, where it would compute them again:

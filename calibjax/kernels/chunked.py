@@ -106,8 +106,7 @@ def add_gradients(
 ) -> Gradients:
     """Adds a chunk of the vocabulary to the gradients, from its dz [N, C] and its rows of W, which begin at `start`.
 
-    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: gradients in unembedding and bias are added to what is
-    there; otherwise they replace it.
+    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: to the present gradients in unembedding and bias.
     """
     narrow = dz.astype(hidden.dtype)
     d_hidden = None if carry.hidden is None else options.matmul(narrow, weights, (1, 0))

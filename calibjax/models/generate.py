@@ -82,8 +82,7 @@ class Sampling:
         top_k: sample from the `top_k` most likely tokens, at least 1; default: all. See `sampling_logits`.
         top_p: sample from the fewest tokens whose probabilities sum to `top_p`, in (0, 1]; default: all.
         calibrated: sample from the calibrated distribution; otherwise a head changes the confidence and not the text.
-        key: key of `jax.random`, required if `temperature` is above 0. The samples of a prompt depend only on the key,
-            its seed in `prompt_seeds` and its text.
+        key: of `jax.random`, required above temperature 0. Samples depend only on it, the prompt and its prompt seed.
         num_samples: samples of each prompt, K; each prompt is processed once.
         prompt_seeds: an integer for each prompt, which is folded into the key; default: the prompt's index.
 

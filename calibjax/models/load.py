@@ -47,8 +47,7 @@ def load_model(
             files), a GGUF file, an output directory of `calibjax convert`, or a model id on the hub, which is
             downloaded once; `org/name@revision` pins a branch, tag or commit.
         dtype: dtype of the weights and of computations: float32 or bfloat16. Files may also hold float16.
-        mesh: devices among which `sharding.RULES` divide the weights, its axes among data, fsdp and tensor; `None` for
-            the default device.
+        mesh: devices, with axes among data, fsdp and tensor, that divide the weights; None: the default device.
         adapter: directory of a low-rank adapter of PEFT, which is merged into the weights.
 
     Returns:

@@ -52,8 +52,7 @@ class LanguageModel:
     """A frozen decoder, as `load_model` returns it or `from_params` makes it.
 
     Methods are compiled once for each shape. Inside a traced function, call the functions of `calibjax.models` with
-    `config` and `params`, or the methods of `dataclasses.replace(lm, params=params)`, so that the weights are arguments
-    and not constants of the program.
+    `config` and `params`, or the methods of `dataclasses.replace(lm, params=params)`, so that weights are arguments.
     """
 
     config: DecoderConfig

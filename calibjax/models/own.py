@@ -126,8 +126,7 @@ def from_arrays(
     """Hidden states, or logits, that are already computed (JAX, NumPy or PyTorch), as a model and its data.
 
     Args:
-        values: hidden states `[N, D]` of predictions or `[S, T, D]` of sequences; without `unembedding`, logits, whose
-            last axis is V.
+        values: hidden states `[N, D]` or, of sequences, `[S, T, D]`; without `unembedding`, logits `[..., V]`.
         targets: int, of the leading shape of `values`; -100 does not count.
         unembedding, bias, softcap: as in `from_function`.
         where: bool, of the leading shape; False for predictions that do not count.

@@ -3,8 +3,7 @@
 All use the log-odds of the confidence c. These are infinite at 0 and 1, so c is clipped to [ε, 1 − ε]. With ε = 2⁻²⁴,
 half a float32 spacing below 1, the log-odds of c = 1 are 16.6. That suits a token's probability that was rounded to 1.
 In verbalised confidences 1 is the next value after 0.95, and such an outlier would dominate the fit. So where the data
-hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴. Stacking takes several
-confidences, with ε = .01.
+hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴. Stacking has ε = .01.
 """
 
 import functools

@@ -97,8 +97,7 @@ def check_directory(directory: Path) -> None:
 def save(directory: str | Path, recalibrator: Recalibrator, *, more: Mapping[str, bytes] | None = None) -> None:
     """Writes a fitted method; one that is already there is replaced as a whole. All processes of a job call it.
 
-    The directory holds state.safetensors, recalibrator.json and checksums.json. `more` is the content of further files
-    by name.
+    The directory holds state.safetensors, recalibrator.json and checksums.json. `more`: content of other files by name.
 
     Raises:
         UserError: no such method, a state of another method, or a directory that holds something else.

@@ -88,8 +88,7 @@ class CandidateFits:
     def choose(self) -> tuple[CandidateScore, dict[str, Any]]:
         """Chooses a candidate as `AtsOptions` describes; returns its score, and all scores as JSON.
 
-        Where the loss with the least calibration error does not beat temperature scaling, the candidate with the lowest
-        NLL of those that do is chosen.
+        If that loss does not beat temperature scaling, the candidate with the lowest NLL of those that do is chosen.
         """
         baseline = self.baseline
         for head in self.plan.heads:

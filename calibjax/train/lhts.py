@@ -101,8 +101,7 @@ class LhtsObjective:
 
     A batch holds the inputs of a decoder, `temperature` [B] and, if the parameters hold a table `condition` [K, D], its
     row for each sequence, `condition` [B]. The table is multiplied by `condition_scale`: these vectors need
-    larger steps than weights. In the next-token form a temperature of 1 gives weights of 1, plain likelihood, which the
-    baseline `partition` trains with.
+    larger steps than weights. In the next-token form a temperature of 1 gives plain likelihood, as for `partition`.
     """
 
     model: DecoderConfig

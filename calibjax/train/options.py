@@ -45,23 +45,20 @@ class AtsOptions:
             authors' code): a randomly initialised Llama block without a lower bound on 1/T, selective smoothing with
             the authors' mask and alpha 0.5, AdamW 5e-5 with cosine decay, 2 epochs, batches of 8 sequences as 8
             micro-batches, no choice of loss and no refit. docs/studies.md lists what still differs.
-        head_kind: the head that gives a token its temperature; where neither it nor features is given, a small mlp is
-            tried as well.
+        head_kind: the head that gives a token its temperature; without it and features, a small mlp is tried as well.
         features: what the head reads: names among {FEATURES}. By default a linear head tries logit_statistics, and
             these with hidden_states; other heads read hidden_states.
         pooling: a temperature per token, or one per sequence.
         identity_start: start with every temperature 1; by recipe paper every weight is random.
         normalize: divide what an MLP reads by its root mean square; not by recipe paper.
         loss: name of a loss; the docstrings of calibjax.losses have the formulas. selective-authors is
-            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses between
-            cross-entropy and joint, with a few alpha, on sequences that the fit never saw, and keeps temperature
-            scaling if no head is better beyond noise.
+            selective-balanced where ignored tokens count as wrong, as in the authors' code. auto chooses out of
+            fold: cross-entropy or joint, with a few alpha, or temperature scaling if no head is better beyond noise.
         alpha: main weight of the loss ({ALPHAS}). With --loss auto it is the one of joint, in place of the grid.
         refit_temperature: fit one more temperature on top of the head, for the calibration of the most likely token on
             sequences that training never saw, and apply it where it differs from 1 by more than two standard errors.
         max_tokens: largest number of tokens of each set to fit on, and to evaluate on; the seed draws the sequences.
-        folds: parts of the fitting sequences. A head trained without a fold predicts it, for the choice and the refit.
-            With several sets, each set is one fold.
+        folds: parts of the fitting sequences, each predicted by heads fitted on the others; several sets are the folds.
         epochs: passes over the fitting sequences, for mlp and transformer heads.
         batch_size: sequences per batch of the frozen pass, and per step of an mlp or transformer head.
         accumulate: micro-batches per step.

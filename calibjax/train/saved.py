@@ -44,8 +44,7 @@ def _description(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[
 def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
     """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
 
-    A head already there is replaced as a whole. Raises `UserError` if the directory holds anything but a head, or
-    cannot be written.
+    A head there is replaced. Raises `UserError` if the directory holds anything but a head, or cannot be written.
     """
     directory = Path(directory)
     check_orbax_path(directory)

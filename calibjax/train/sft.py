@@ -105,8 +105,7 @@ class SftObjective:
 
     It trains the decoder's parameters, or adapters of a frozen decoder, without storing logits, on the current mesh
     (`jax.set_mesh`). With label smoothing β, the loss of a token with logits z/T is
-    (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse² (arXiv 2508.00264, section 3); other losses are those of
-    `losses.LOSSES`, of the logits z/T.
+    (1−β)(−log p_y) + β(−(1/V) Σ_v log p_v) + z_loss·lse² (arXiv 2508.00264, section 3); others: `losses.LOSSES` of z/T.
 
     Attributes:
         model: as `options.configure` returns it.

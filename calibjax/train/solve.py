@@ -127,8 +127,7 @@ def solve(
 ) -> Float[np.ndarray, " G"]:
     """Minimises the objective; returns bias and weights `[1 + F]` of the standardised features, float64.
 
-    `weights`: of the tokens, by default 1; `start`: such as the solution for a larger decay, by default temperature
-    scaling.
+    `weights`: of the tokens, by default 1; `start`: by default temperature scaling.
     """
     weights = np.ones(design.tokens, np.float32) if weights is None else weights
     count = float(weights.sum(dtype=np.float64))

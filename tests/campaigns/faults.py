@@ -4,8 +4,7 @@
 the directory of the command, in Python, TensorStore and safetensors alike: that one call; it and all later ones, as on
 a full disk; or from then on all that make something, as in a read-only directory. After each, the command succeeded
 and its results are those of a run without faults; or it ended with exit code 1 or 2 and one line, every earlier result
-is as it was or replaced as a whole, and the same command, started again, succeeds with the same results. Prints one
-JSON line for each case.
+is unchanged or replaced whole, and the same command then succeeds with the same results. Prints a JSON line a case.
 """
 
 import argparse

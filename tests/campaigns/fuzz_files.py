@@ -3,8 +3,7 @@
     PYTHONPATH=$PWD python tests/campaigns/fuzz_files.py --seed 0 --seconds 600
 
 Reported as lost: another exception, a process that died, more than 10 s of CPU time, memory beyond 2 GiB, or a file
-that was written outside the directory of the case. A case is drawn from (seed, number): `--case NUMBER`
-repeats one.
+that was written outside the directory of the case. A case is drawn from (seed, number): `--case NUMBER` repeats one.
 """
 
 import argparse

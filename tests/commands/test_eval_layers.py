@@ -122,8 +122,7 @@ def null_space_model():
 
 
 def test_an_edit_in_the_null_space_is_a_temperature():
-    """RMSNorm of unit gain and eps 0, |v| = 1, v in the null space of W and orthogonal to h: h + c v has the logits of
-    h divided by T = sqrt(1 + c²/|h|²), exactly."""
+    """RMSNorm of gain 1 and eps 0, W v = 0, |v| = 1, v orthogonal to h: h + c v divides logits by sqrt(1 + c²/|h|²)."""
     lm, c = null_space_model(), 40.0
     edit = np.zeros((2, lm.config.hidden_size), np.float32)
     edit[1, 0] = c

@@ -150,9 +150,8 @@ def bounds(case, hidden, unembedding, bias, scale, targets, cotangents, argmax):
     Every logit carries at most zerr = 2 ε Σ_d |h_d W_vd| (plus the bias, the soft-cap and their rounding), p_v the
     relative error rel = 2 s zerr + ε (4 + |s max z| + |log_normalizer|), the products of the backward pass ε Σ|dz||W|,
     and where the inputs are of 16 bits dz and the result are rounded to them (`ROUNDING`). A saved exponential adds
-    its rounding to p_v, and over s to z_v. `root` stands for the random walk of the roundings of a sum over
-    V. The Pallas kernels have twice the error of a logit and a longer walk: one large term in the running sum, rounded
-    again at every addition.
+    its rounding to p_v, and over s to z_v. `root`: the random walk of the roundings of a sum over V. The Pallas kernels
+    have twice the error of a logit and a longer walk: one large term in the running sum, rounded at every addition.
     """
     h, w, s = np.abs(f64(hidden)), np.abs(f64(unembedding)), f64(scale)
     extra = 0.0 if bias is None else np.abs(f64(bias)).max()

@@ -1,7 +1,6 @@
 """Model directories of strangers: attacks on safetensors, indexes, configurations, heads and Orbax's metadata.
 
-Each ends in one `UserError`, soon, and without the memory that the file names. `tests/campaigns/fuzz_files.py` mutates
-such files at random; what it found is here.
+Each soon ends in one `UserError`, without the memory that the file names; `campaigns/fuzz_files.py` found some.
 """
 
 import json

@@ -57,8 +57,7 @@ def _given_loss(document: Document) -> str:
 
 
 def set_verdict(results: Row) -> Verdict:
-    """The sentence of one set. A method is better where its ECE and its negative log-likelihood (Brier score, where the
-    answers have no likelihood) are both lower."""
+    """The sentence of one set: a method is better where its ECE and NLL (else Brier score) are both lower."""
     methods = results["methods"]
     if "sort" in results:
         return comparison_verdict(results)

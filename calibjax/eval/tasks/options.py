@@ -58,9 +58,8 @@ class TasksOptions:
         samples: answers sampled for each question, where a confidence needs them.
         sampling_temperature: temperature of these samples.
         sample_calibrated: draw them from the calibrated distribution of --head; otherwise from the base model's.
-        clustering: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of the
-            model's hidden states), nli:DIR (mutual entailment by a classifier on disk, in PyTorch), or
-            package.module:function.
+        clustering: which answers mean the same: exact, normalised, numeric (the last number), hidden (cosine of
+            hidden states), nli:DIR (mutual entailment by a PyTorch classifier on disk), or package.module:function.
         judge: what judges free text: string-match, a model (directory or hub id), or package.module:function.
         max_new_tokens: largest number of tokens of a free-text answer.
         limit: number of questions of each task (of MMLU: of each subject), drawn at random; by default all.
