@@ -67,7 +67,7 @@ def top_logits(
     valid = None if where is None else jnp.broadcast_to(as_jax(where), shape).reshape(-1)
     if valid is not None:
         flat = jnp.where(valid[:, None], flat, 0)
-    ids = _top_ids(k, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
+    ids = _top_ids(k, softcap, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
     z = jnp.einsum("nd,nkd->nk", flat, unembedding[ids], preferred_element_type=jnp.float32, precision="highest")
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
@@ -79,19 +79,24 @@ def top_logits(
 
 
 def _top_ids(
-    k: int, sharding: VocabSharding | None, hidden: Array, unembedding: Array, bias: Array | None
+    k: int,
+    softcap: float | None,
+    sharding: VocabSharding | None,
+    hidden: Array,
+    unembedding: Array,
+    bias: Array | None,
 ) -> Int[Array, "N k"]:
     if sharding is None or sharding.explicit_axes:
-        return _best(k, hidden, unembedding, bias).ids
+        return _best(k, softcap, hidden, unembedding, bias).ids
     sharding = sharding.without_trivial_axes()
     is_split = bool(sharding.tokens or sharding.vocab)
     rows_divide = unembedding.shape[0] % sharding.count(sharding.vocab) == 0
     tokens_divide = hidden.shape[0] % sharding.count(sharding.tokens) == 0
     if not (is_split and rows_divide and tokens_divide):
-        return _best(k, hidden, unembedding, bias).ids
+        return _best(k, softcap, hidden, unembedding, bias).ids
 
     def local(hidden: Array, unembedding: Array, bias: Array | None) -> Array:
-        best = _best(min(k, unembedding.shape[0]), hidden, unembedding, bias, sharding.width)
+        best = _best(min(k, unembedding.shape[0]), softcap, hidden, unembedding, bias, sharding.width)
         if not sharding.vocab:
             return best.ids
         first = jax.lax.axis_index(sharding.vocab) * unembedding.shape[0]
@@ -104,8 +109,15 @@ def _top_ids(
     return mapped(hidden, unembedding, bias)
 
 
-def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_axes: tuple[str, ...] = ()) -> TopLogits:
-    """The k largest logits before the soft-cap, which keeps their order, by chunks of the vocabulary."""
+def _best(
+    k: int,
+    softcap: float | None,
+    hidden: Array,
+    unembedding: Array,
+    bias: Array | None,
+    width_axes: tuple[str, ...] = (),
+) -> TopLogits:
+    """The k largest logits by chunks of the vocabulary; after the soft-cap, which makes large ones equal."""
 
     def step(best: TopLogits, start: Array | int, width: int, _: None) -> tuple[TopLogits, None]:
         block = take_rows(unembedding, start, width)
@@ -114,6 +126,8 @@ def _best(k: int, hidden: Array, unembedding: Array, bias: Array | None, width_a
         z = jnp.einsum("nd,cd->nc", hidden, block, preferred_element_type=jnp.float32, precision="highest")
         if bias is not None:
             z = z + take_rows(bias, start, width).astype(jnp.float32)[None, :]
+        z = softcapped(z, softcap)
+        z = jnp.where(z == 0, 0.0, z)  # `top_k` orders 0.0 before −0.0
         z = jnp.maximum(z, jnp.finfo(z.dtype).min)  # above `nothing`, also where a bias of −inf removes an entry
         largest, column = jax.lax.top_k(z, min(k, width))
         logits = jnp.concatenate([best.logits, largest], axis=1)

@@ -62,6 +62,9 @@ def test_of_equal_logits_the_lowest_place_comes_first(monkeypatch):
     z = np.array([[1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 2.0, 1.0]], np.float32)
     bias = np.array([-np.inf, 0, 0, -np.inf, 0, 0, 0, 0], np.float32)  # which removes entries: they are the last
     assert jax.jit(lambda z: top_logits(z, jnp.eye(8), 8, bias=bias))(z).ids.tolist() == [[1, 2, 4, 6, 5, 7, 0, 3]]
+    assert top_logits(np.float32([[-1]]), np.float32([[0], [-0.0], [1], [-0.0]]), 4).ids.tolist() == [[0, 1, 3, 2]]
+    capped = top_logits(np.float32([[100, 300, 4, 200]]), jnp.eye(4), 4, softcap=1.0)  # tanh(100) is 1 in float32
+    assert capped.ids.tolist() == [[0, 1, 3, 2]]
 
 
 def test_no_block_is_as_wide_as_the_vocabulary():
