@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from calibjax.kernels.chunked import choose_chunk_size, fold, take_rows
+from calibjax.kernels.operator import masked
 from calibjax.kernels.sharded import VocabSharding
 from calibjax.kernels.stats import softcapped
 from calibjax.runtime.arrays import AnyArray, as_jax
@@ -63,37 +64,28 @@ def top_logits(
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k: expected 1 to the vocabulary size {vocab_size}, got {k}.")
     shape = hidden.shape[:-1]
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    valid = None if where is None else jnp.broadcast_to(as_jax(where), shape).reshape(-1)
-    if valid is not None:
-        flat = jnp.where(valid[:, None], flat, 0)
+    valid = jnp.broadcast_to(True if where is None else as_jax(where), shape).reshape(-1)
+    flat = masked(valid, hidden.reshape(-1, hidden.shape[-1]))
     ids = _top_ids(k, softcap, sharding, *jax.lax.stop_gradient((flat, unembedding, bias)))
     z = jnp.einsum("nd,nkd->nk", flat, unembedding[ids], preferred_element_type=jnp.float32, precision="highest")
     if bias is not None:
         z = z + bias[ids].astype(jnp.float32)
-    z = softcapped(z, softcap)
-    if valid is not None:
-        z = jnp.where(valid[:, None], z, 0.0)
-        ids = jnp.where(valid[:, None], ids, -1)
+    z = masked(valid, softcapped(z, softcap))
+    ids = masked(valid, ids, -1)
     return TopLogits(z.reshape(*shape, k), ids.reshape(*shape, k))
 
 
 def _top_ids(
-    k: int,
-    softcap: float | None,
-    sharding: VocabSharding | None,
-    hidden: Array,
-    unembedding: Array,
-    bias: Array | None,
+    k: int, softcap: float | None, sharding: VocabSharding | None, hidden: Array, unembedding: Array, bias: Array | None
 ) -> Int[Array, "N k"]:
     if sharding is None or sharding.explicit_axes:
-        return _best(k, softcap, hidden, unembedding, bias).ids
+        return _best(k, softcap, hidden, unembedding, bias, ()).ids
     sharding = sharding.without_trivial_axes()
     is_split = bool(sharding.tokens or sharding.vocab)
     rows_divide = unembedding.shape[0] % sharding.count(sharding.vocab) == 0
     tokens_divide = hidden.shape[0] % sharding.count(sharding.tokens) == 0
     if not (is_split and rows_divide and tokens_divide):
-        return _best(k, softcap, hidden, unembedding, bias).ids
+        return _best(k, softcap, hidden, unembedding, bias, ()).ids
 
     def local(hidden: Array, unembedding: Array, bias: Array | None) -> Array:
         best = _best(min(k, unembedding.shape[0]), softcap, hidden, unembedding, bias, sharding.width)
@@ -110,12 +102,7 @@ def _top_ids(
 
 
 def _best(
-    k: int,
-    softcap: float | None,
-    hidden: Array,
-    unembedding: Array,
-    bias: Array | None,
-    width_axes: tuple[str, ...] = (),
+    k: int, softcap: float | None, hidden: Array, unembedding: Array, bias: Array | None, width_axes: tuple[str, ...]
 ) -> TopLogits:
     """The k largest logits by chunks of the vocabulary; after the soft-cap, which makes large ones equal."""
 

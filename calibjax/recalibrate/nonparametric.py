@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy import optimize
 
 from calibjax.recalibrate.contract import FitReport
 from calibjax.recalibrate.logistic import PlattState, apply_platt, fit_platt
@@ -50,8 +51,6 @@ def fit_isotonic(confidence: np.ndarray, correct: np.ndarray) -> IsotonicState:
     Equal confidences are one point; linear between the points and constant beyond them: the curve of
     `sklearn.isotonic.IsotonicRegression(out_of_bounds="clip")`. Points inside a constant piece are left out.
     """
-    from scipy import optimize
-
     x, point, weight = np.unique(confidence, return_inverse=True, return_counts=True)
     target = np.bincount(point, weights=correct) / weight
     y = np.clip(optimize.isotonic_regression(target, weights=weight).x, 0.0, 1.0)
