@@ -19,6 +19,8 @@ from gguf.quants import dequantize, quantize
 import calibjax
 from calibjax.commands.parser import in_one_line
 
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # that gguf quantises to, in blocks of 32
+
 
 def requantised(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> Path:
     """Writes the file with its matrices in another type; vectors stay float32, as llama.cpp has them."""
@@ -43,11 +45,12 @@ def requantised(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("data")
-    parser.add_argument("--types", nargs="+", default=["F32", "Q8_0", "Q4_0"])
-    parser.add_argument("--sequences", type=int, default=160)
-    parser.add_argument("--out", type=Path, default=Path("runs/quantised"))
+    parser.add_argument("model", type=Path, help="GGUF file")
+    parser.add_argument("data", help="as `calibjax train ats --data`")
+    types = {"nargs": "+", "choices": TYPES, "default": ["F32", "Q8_0", "Q4_0"]}
+    parser.add_argument("--types", **types, help="of the files; heads of the first are carried over to the others")
+    parser.add_argument("--sequences", type=int, default=160, help="of 256 tokens; 60%% to fit on, the rest held out")
+    parser.add_argument("--out", type=Path, default=Path("runs/quantised"), help="for the files")
     args = parser.parse_args()
     sys.excepthook = in_one_line
     if not args.model.is_file():

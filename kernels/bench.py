@@ -51,17 +51,23 @@ def arguments() -> argparse.ArgumentParser:
     add("--static", choices=CHIPS, help="compile for this TPU instead, and estimate the time")
     add("--preset", nargs="+", choices=PRESETS, help="sizes; default: cpu, on a GPU those of its table")
     for name, what in (("tokens", "N"), ("width", "D"), ("vocab", "V")):
-        add(f"--{name}", type=int, help=f"{what} instead of the preset's")
+        add(f"--{name}", type=at_least_one, help=f"{what} instead of the preset's")
     add("--dtype", choices=TOLERANCE, help="of hidden states and unembedding, instead of the preset's")
     add("--label-smoothing", type=float, nargs="+", help="one table for each; default: 0, on a GPU 0 0.1")
     add("--softcap", type=softcap, nargs="+", help="one table for each; default: none, on a GPU none 30")
     add("--task", nargs="+", choices=TASKS, help="default: all; statistics in --static only")
     add("--only", nargs="+", help="contenders whose names contain one of these; on a GPU the main ones")
-    add("--repeats", type=int, default=7, help="timed calls of each")
+    add("--repeats", type=at_least_one, default=7, help="timed calls of each")
     add("--seed", type=int, help="of the inputs; default: another each time")
     add("--minutes", type=float, help="start nothing after this time; default: no limit, on a GPU 9")
     add("--json", type=pathlib.Path, help="write everything there")
     return parser
+
+
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
 
 
 def softcap(text: str) -> float | None:

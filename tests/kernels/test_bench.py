@@ -63,21 +63,11 @@ def test_what_the_time_limit_skips_is_listed(run):
     assert [row["note"] for row in record["results"]] == ["not run: time limit reached"] * 2
 
 
-@pytest.fixture
-def torch_losses(monkeypatch):
+@pytest.mark.slow
+def test_a_wrong_loss_of_pytorch_is_marked(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module("torch_losses")
-
-
-def pytorch_rows(torch_losses, problems, **options):
-    fixed = {"device": "cpu", "seed": 0, "repeats": 1}
-    small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
-    return torch_losses.main([small | problem for problem in problems], **fixed, **options)
-
-
-@pytest.mark.slow
-def test_a_wrong_loss_of_pytorch_is_marked(torch_losses, monkeypatch):
+    torch_losses = importlib.import_module("torch_losses")
     plain = torch_losses._plain
 
     def nan_in_one_gradient(torch, problem):
@@ -90,8 +80,10 @@ def test_a_wrong_loss_of_pytorch_is_marked(torch_losses, monkeypatch):
         "NaN": nan_in_one_gradient,
     }
     monkeypatch.setattr(torch_losses, "LOSSES", losses)
-    problems = [{"dtype": dtype} for dtype in torch_losses.TOLERANCE]
-    for row in pytorch_rows(torch_losses, problems, tasks=["forward", "both"], only=None):
+    small = {"tokens": 64, "width": 32, "vocab": 300, "label_smoothing": 0.1, "softcap": 30.0}
+    problems = [{**small, "dtype": dtype} for dtype in torch_losses.TOLERANCE]
+    options = {"device": "cpu", "seed": 0, "repeats": 1, "tasks": ["forward", "both"], "only": None}
+    for row in torch_losses.main(problems, **options):
         right = row["contender"] == "right" or (row["contender"], row["task"]) == ("NaN", "forward")
         assert row.get("note") == (None if right else "WRONG"), row
         assert ("seconds" in row) == right, row
