@@ -110,7 +110,8 @@ def read_table(
     """
     path = user_path(path)
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file.")
+        found = "expected a file, found a directory, a pipe or a device" if path.exists() else "there is no such file"
+        raise UserError(f"{path}: {found}.")
     columns = dict(columns or {})
     several = [name.strip() for name in columns.pop("confidences", "").split(",") if name.strip()]
     without_divisors = [column.rpartition("/")[0] for column in columns.values()]

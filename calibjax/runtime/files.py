@@ -66,8 +66,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             fresh.replace(path)
-        except BaseException:
+        except BaseException as error:
             fresh.unlink(missing_ok=True)
+            _name(error, fresh, path)
             raise
 
 
@@ -87,9 +88,10 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         try:
             yield fresh
             on_first(lambda: _finish(path, token, replace))
-        except BaseException:
+        except BaseException as error:
             if is_first():
                 shutil.rmtree(fresh, ignore_errors=True)
+            _name(error, fresh, path)
             raise
 
 
@@ -196,6 +198,12 @@ def _entries(path: Path, replace: bool) -> set[str]:
     if names and not replace:
         raise UserError(f"{path}: expected a new or an empty directory, but it holds {min(names)}.")
     return names
+
+
+def _name(error: BaseException, fresh: Path, path: Path) -> None:
+    """Names `path` in an `OSError` that names its temporary file, or none, as that of a write to a full disk."""
+    if isinstance(error, OSError) and str(error.filename or fresh).startswith(str(fresh)):
+        error.filename = str(path)
 
 
 def _new_file_path(path: Path) -> Path:

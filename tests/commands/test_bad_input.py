@@ -322,7 +322,7 @@ TABLES = [
         "--table: null.jsonl, line 1: expected a JSON object, got 'null'. To leave out such rows, give --skip",
     ),
     ("file", "--table: file: expected a file ending in .csv"),
-    ("full", "--table: full: there is no such file"),
+    ("full", "--table: full: expected a file, found a directory"),
     ("cut.csv", "--table: cut.csv"),
     ("wrong.csv", "--table: wrong.csv: expected the columns"),
 ]

@@ -50,6 +50,12 @@ def test_a_file_is_written_as_a_whole(tmp_path, umask):
     assert tree(tmp_path) == {"a.json": b"\xff"}
 
     ends_with(KeyboardInterrupt, new_file(file), lambda fresh: fresh.write(b"half"))
+
+    def full(fresh):
+        raise OSError(28, "No space left on device")  # a write to a full disk names no file
+
+    ends_with(OSError, new_file(file), full, "device: '/.*/a.json'$")
+    ends_with(OSError, new_directory(tmp_path / "d"), lambda fresh: (fresh / "a" / "b").touch(), "directory: '/.*/d'$")
     assert tree(tmp_path) == {"a.json": b"\xff"}
 
 
