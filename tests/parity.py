@@ -28,7 +28,7 @@ GEMMA = {"head_dim": 10, "num_attention_heads": 2, "hidden_size": 12, "rms_norm_
 GEMMA2 = GEMMA | {"sliding_window": 5, "query_pre_attn_scalar": 7, "num_hidden_layers": 4}
 # Normed queries and keys: with a small divisor attention turns on rounding, in PyTorch as well.
 GEMMA3 = GEMMA2 | {"query_pre_attn_scalar": 40}
-NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "tie_word_embeddings": False}
+NEOX = {"num_key_value_heads": None, "num_attention_heads": 3, "hidden_size": 24, "hidden_act": "gelu_fast"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}
 UNTIED = {"tie_word_embeddings": False}
 MIXTURE = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
@@ -132,7 +132,7 @@ VARIANTS = {
         "gqa-half-rotary": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | UNTIED,
     },
     "gpt_neox": {
-        "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"},
+        "parallel": NEOX | {"rotary_pct": 0.25, "hidden_act": "gelu"} | UNTIED,
         "sequential-no-bias-tied": NEOX
         | {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
     },

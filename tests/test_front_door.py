@@ -21,7 +21,6 @@ LM = make_lm()
 SEQUENCES = answered(LM, ragged(make_sequences(40)))
 QUICK = calibjax.AtsOptions(loss="cross-entropy", head_kind="linear", refit_temperature=False, batch_size=8)
 
-
 NAMES = """
     AtsFit AtsOptions Comparison Evaluation FittedHead FrozenModel FunctionModel Generation HeadConfig LanguageModel
     LayersOptions LhtsFit LhtsOptions Predictions RunContext Sampling Sequences SftFit SftOptions TasksOptions

@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": nn.relu,
     "gelu": functools.partial(nn.gelu, approximate=False),
     "gelu_new": functools.partial(nn.gelu, approximate=True),
+    "gelu_fast": functools.partial(nn.gelu, approximate=True),
     "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
 }
 """Activations by their names in Hugging Face configurations."""
@@ -225,7 +226,6 @@ _SCALINGS: dict[str, Callable[[Rope, np.ndarray], np.ndarray]] = {
     "longrope": lambda rope, frequencies: frequencies / np.asarray(rope.divisors),
     "none": lambda rope, frequencies: np.zeros_like(frequencies),
 }
-"""`Rope.scaling` -> the scaled frequencies."""
 
 
 def rotary_table(
