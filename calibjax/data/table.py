@@ -491,8 +491,8 @@ class _Columns:
         is_option = ~np.isneginf(values)
         p = np.where(is_option, values, 0.0).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            good = (p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1) <= 1e-3)
-        self._require(name, good, "probabilities that sum to 1")
+            good = (p >= 0).all(axis=1) & (abs(p.sum(axis=1) - 1).round(6) <= 1e-3)
+        self._require(name, good, "probabilities that sum to 1 within 0.001 (rounded? divide them by their sum)")
         logs = np.log(np.maximum(np.where(good[:, None], p, 1.0), _TINY))
         return p, self._logits(name, np.where(is_option, logs, -np.inf))
 
