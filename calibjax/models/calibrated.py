@@ -29,7 +29,7 @@ class TokenConfidence(NamedTuple):
 def check_base(lm: FrozenModel, head: FittedHead) -> None:
     """Raises `UserError` for what is not a head, or one that was not fitted on this model."""
     if not isinstance(head, FittedHead):
-        raise UserError(f"head: expected a FittedHead, as load_head(path, lm) returns it, got {type(head).__name__}.")
+        raise UserError(f"head: expected a FittedHead (load_head, fit_ats(...).head), got {type(head).__name__}.")
     check_fingerprint(lm, head.fingerprint)
 
 

@@ -46,7 +46,6 @@ _BUFFERS = re.compile(
 )
 """Names, without prefix, of tensors that are no parameters: they follow from the configuration."""
 _OTHER_HEADS = re.compile(r"(v_head|value_head|reward_head|score|classifier)\..*")
-"""Names of tensors of heads that are not part of a language model."""
 
 Index = tuple[slice, ...]
 Problems = dict[str, list[str]]

@@ -75,11 +75,13 @@ def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
 def as_jax(values: Any) -> jax.Array:
     """Converts to a JAX array, with host integers clipped to the range of int32: JAX would wrap 2³² + 1 to 1.
 
-    An index out of range therefore stays out of range.
+    An index out of range therefore stays out of range. Raises `UserError` for text.
     """
     if any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in jax.tree.leaves(values)):
         return jnp.asarray(values)
     values = as_array(values)
+    if values.dtype.kind in "SU":
+        raise UserError("expected an array of numbers, got text; a model reads token ids: tokenizer(text).input_ids.")
     if values.dtype.kind in "iu" and values.dtype.itemsize >= 4:
         limits = np.iinfo(np.int32)
         values = np.clip(values, max(limits.min, np.iinfo(values.dtype).min), limits.max).astype(np.int32)

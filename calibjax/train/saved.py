@@ -44,8 +44,11 @@ def _description(head: FittedHead, notes: dict[str, Any] | None = None) -> dict[
 def save_head(directory: str | Path, head: FittedHead, *, notes: dict[str, Any] | None = None) -> None:
     """Writes a head: `params/` (Orbax), `head.json` (what it is, its base model's fingerprint, notes), and checksums.
 
-    A head there is replaced. Raises `UserError` if the directory holds anything but a head, or cannot be written.
+    A head already there is replaced as a whole. Raises `UserError` for what is not a head, or a directory that holds
+    anything else or cannot be written.
     """
+    if not isinstance(head, FittedHead):
+        raise UserError(f"head: expected a FittedHead, such as fit_ats(...).head, got {type(head).__name__}.")
     directory = Path(directory)
     check_orbax_path(directory)
     digests = array_digests(head.params)

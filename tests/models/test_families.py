@@ -29,7 +29,6 @@ ALIKE = ("olmo3", "ministral", "ministral3", "mixtral", "olmoe")
 """Families whose blocks are those of others: by default, one of their random configurations is enough."""
 EACH = [pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in models.FAMILIES]
 
-
 FIRST = [(family, next(iter(variants))) for family, variants in parity.VARIANTS.items()]
 """Of these the golden file says the same in float32, and bfloat16 is compared too."""
 BY_DEFAULT = (

@@ -134,6 +134,8 @@ def without_segments(params, tokens):
             "no parameter segment_ids",
         ),
         (lambda: calibjax.fit_ats(as_logits(), FIT, READS, silent()), "argmax_embedding: this feature reads"),
+        (lambda: calibjax.save_head("head", QUICK), "head: expected a FittedHead, .* got AtsOptions"),
+        (lambda: LM.hidden_states(["Once upon a time"]), "expected an array of numbers, got text"),
     ],
 )
 def test_errors(call, message):

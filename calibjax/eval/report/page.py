@@ -36,7 +36,6 @@ _ARROWS = {"lower": "↓", "higher": "↑", "": ""}
 _MAIN_FIGURES = ("ece", "nll", "brier", "log_loss", "accuracy", "confidence")
 _OTHER_FIGURES = tuple(dict.fromkeys(column.key for column in tables.COLUMNS if column.key not in _MAIN_FIGURES))
 _BETTER_DIRECTION = {column.key: column.better for column in tables.COLUMNS if column.better}
-"""Figure -> whether "lower" or "higher" is better."""
 _MINUS = "\N{MINUS SIGN}"
 _SHOWN_ROWS = 6  # rows of a set that are shown at once; the others are folded
 
@@ -398,4 +397,3 @@ def image_of(figure: "Figure") -> str:
 _FUNCTIONS = (subject, heading, facts_of, cards_of, set_tables, cell_of, domains_of, candidates_of, comparison_of)
 _FUNCTIONS += (conventions_of, token_data, colours_of, image_of, figures_of, pair_of, parts_of, title_of)
 _GLOBALS = {"json": json, "notes": notes, "tables": tables, **{function.__name__: function for function in _FUNCTIONS}}
-"""What the template calls, by name."""
