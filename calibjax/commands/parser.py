@@ -40,6 +40,7 @@ HEADINGS = {
 """Heading of the help -> the classes that declare its options; all other options are of the method."""
 CONFIG = "run.yaml"
 
+_CONFIG = "--config"
 _CONFIG_HELP = "--config FILE reads options from a YAML file, such as the run.yaml that every run leaves in --out."
 _HELP_ALL = "--help-all"
 
@@ -165,6 +166,9 @@ def parse(
     doc, _, example = doc.partition("Example: ")
     parser = _parser(options, prog, f"{doc}\n\n{_CONFIG_HELP}" if config else doc, example, fold=_HELP_ALL not in args)
     known = {name: name for option in options if not option.is_positional for name in option.names}
+    if config:
+        known[_CONFIG] = _CONFIG
+        parser.add_argument(_CONFIG, help=argparse.SUPPRESS)
     for arg in args[: args.index("--")] if "--" in args else args:
         name = arg.partition("=")[0]
         if arg.startswith("--") and name not in (*known, "--help", _HELP_ALL):
@@ -321,16 +325,19 @@ def _is_long(choices: Sequence[str]) -> bool:
 
 
 def with_config(command: str, options_type: Any, args: Sequence[str]) -> list[str]:
-    """The options in the file of `--config`, and after them, so that they take precedence, the arguments."""
-    split = (arg.split("=", 1) if arg.startswith("--config=") else [arg] for arg in args)
+    """The options in the file of `--config`, and after them, so that they take precedence, the arguments.
+
+    `--config` itself comes between the two, so that the file's last option takes no argument as a further value.
+    """
+    split = (arg.split("=", 1) if arg.startswith(f"{_CONFIG}=") else [arg] for arg in args)
     args = list(itertools.chain.from_iterable(split))
-    if "--config" not in args:
+    if _CONFIG not in args:
         return args
-    at = args.index("--config")
-    if args.count("--config") > 1 or at + 1 == len(args):
+    at = args.index(_CONFIG)
+    if args.count(_CONFIG) > 1 or at + 1 == len(args):
         raise UserError("--config: expected one file, such as --config runs/ats/run.yaml.")
     from_file = _read_config(command, options_type, user_path(args[at + 1]))
-    return [*from_file, *args[:at], *args[at + 2 :]]
+    return [*from_file, *args[at : at + 2], *args]
 
 
 def _read_config(command: str, options_type: Any, file: Path) -> Iterable[str]:

@@ -7,6 +7,7 @@ import yaml
 
 from calibjax.cli import COMMANDS, load_command, main
 from calibjax.commands.compare import CompareOptions
+from calibjax.commands.export import ExportOptions
 from calibjax.commands.parser import list_options, parse, with_config, write_config
 from calibjax.commands.train_lhts import TrainLhtsOptions
 
@@ -40,6 +41,14 @@ def test_the_command_line_takes_precedence(tmp_path):
     options = parse(CompareOptions, ["--table", "x.csv", "--bins", "7", "--methods", "platt", "beta"], prog="x")
     again = read_again("compare", options, tmp_path, "--bins", "9", "--methods", "vector")
     assert (again.bins, again.methods, again.table) == (9, ("vector",), options.table)
+
+
+@pytest.mark.parametrize("args", ["--config F RUN", "RUN --config F", "--also onnx --config=F RUN"])
+def test_the_last_option_of_the_file_takes_no_argument(tmp_path, args):
+    (tmp_path / "x.yaml").write_text("out: o\nalso: [onnx, stablehlo]\n")
+    given = args.replace("F", str(tmp_path / "x.yaml")).split()
+    options = parse(ExportOptions, with_config("export", ExportOptions, given), prog="x")
+    assert (str(options.run), options.also[0]) == ("RUN", "onnx")
 
 
 @pytest.mark.parametrize(
