@@ -376,6 +376,7 @@ def test_the_run_of_a_file_is_planned(tmp_path, capsys, monkeypatch):
         ("v5p-16", "v5p:2x2x2", 8),
         ("v5p:8", "v5p:2x2x2", 8),
         ("v5p:4x4x2", "v5p:4x4x2", 32),
+        ("v5p:4x4x12", "v5p:4x4x12", 192),
         ("h100-8", "h100:8", 8),
     ],
 )
@@ -383,9 +384,20 @@ def test_topologies(text, name, devices):
     assert (planning.parse_topology(text).name, planning.parse_topology(text).devices) == (name, devices)
 
 
-def test_a_slice_of_another_size():
-    with pytest.raises(UserError, match="--topology v5p-384: no power of two"):
-        planning.parse_topology("v5p-384")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "no power of two.*v5p:4x4x12") for text in ("v5p-384", "v5p-3", "v5p-1")),
+        *(
+            (text, "no such slice; v5e has 2 axes.*v5e:4x4")
+            for text in ("v5e:2x2x2", "v5e:3x2", "v5e:16x32", "v5e-512")
+        ),
+        *((text, "no such slice; v5p has 3 axes.*v5p:4x4x12") for text in ("v5p:4x4", "v5p:3x3x3", "v5p:32x32x16")),
+    ],
+)
+def test_impossible_slices(text, message):
+    with pytest.raises(UserError, match=f"--topology {text}: {message}"):
+        planning.parse_topology(text)
 
 
 def test_hub_ids_are_published_models(capsys):
@@ -415,7 +427,9 @@ def test_a_step_compiles_for_gpus(capsys):
 
 @needs_compiler
 def test_unknown_slices_are_the_users_mistake(capsys):
-    assert main(["plan", "--model", "gpt2", "--topology", "v5e:3x5", "--batch-size", "15", "--seq-len", "64"]) == 2
+    assert (
+        main(["plan", "--model", "gpt2", "--topology", "v5p:2x2x2000", "--batch-size", "8000", "--seq-len", "64"]) == 2
+    )
     assert "libtpu has no such slice" in capsys.readouterr().err
 
 
