@@ -134,7 +134,10 @@ def test_texts_and_rows_as_data_are_those_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {"tokens": s.tokens + 20}, "tokens: expected ids from 0 to 23, got .*tokenizer of another model"),
+        (
+            lambda s: {"tokens": s.tokens + 20},
+            r"tokens \(0 in padding\): expected ids from 0 to 23, got .*tokenizer of another model",
+        ),
         (lambda s: {"targets": s.targets - 20}, "targets: expected ids from 0 to 23, got -"),
         (lambda s: {"targets": np.full_like(s.targets, -100)}, "at least one target that counts"),
         (lambda s: {"where": np.zeros_like(s.where)}, "at least one target that counts"),

@@ -56,18 +56,23 @@ def check_context(seq_len: int, max_positions: int | None) -> None:
 
 
 def check_ids(sequences: Sequences, vocab_size: int, input_ids: int | None = None) -> None:
-    """Raises `UserError` if no target counts, or a token (below `input_ids`) or target is outside the vocabulary."""
+    """Raises `UserError` if no target counts, or a token (below `input_ids`) or target is outside the vocabulary.
+
+    Tokens in padding count too: attention sums over them with a weight of 0, and 0 times NaN is NaN.
+    """
     counted = sequences.where & (sequences.targets != -100)
     if not counted.any():
         raise UserError("sequences: expected at least one target that counts (`where` True, not -100), got none.")
-    for name, ids, is_used, size in (
-        ("tokens", sequences.tokens, sequences.segment_ids > 0, input_ids or vocab_size),
-        ("targets", sequences.targets, counted, vocab_size),
-    ):
-        outside = ids[is_used & ((ids < 0) | (ids >= size))]
-        if outside.size:
-            hint = "Were they made with the tokenizer of another model, or with a token that only the tokenizer has?"
-            raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. {hint}")
+    check_in_vocabulary("tokens (0 in padding)", sequences.tokens, input_ids or vocab_size)
+    check_in_vocabulary("targets", sequences.targets[counted], vocab_size)
+
+
+def check_in_vocabulary(name: str, ids: Int[np.ndarray, "..."], size: int) -> None:
+    """Raises `UserError` if an id is not one of the `size` of a model."""
+    outside = ids[(ids < 0) | (ids >= size)]
+    if outside.size:
+        hint = "Were they made with the tokenizer of another model, or with a token that only the tokenizer has?"
+        raise UserError(f"{name}: expected ids from 0 to {size - 1}, got {outside[0]}. {hint}")
 
 
 def tokens_needed(seq_len: int, layout: Layout, max_sequences: int | None, is_document: bool) -> int | None:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.data import Sequences
+from calibjax.data import Sequences, check_in_vocabulary
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import decoder
 from calibjax.models.frozen import Config, batch_stats, frozen_arrays
@@ -51,6 +52,8 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
     if tokens.ndim != 2:
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_jax(segment_ids)
+    if not isinstance(tokens, Tracer):
+        check_in_vocabulary("tokens", np.asarray(tokens), getattr(lm.config, "num_inputs", lm.config.vocab_size))
     layout = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
     return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **layout}
 

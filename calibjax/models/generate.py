@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from calibjax.data import Sequences, eval_batches
+from calibjax.data import Sequences, check_in_vocabulary, eval_batches
 from calibjax.heads import FittedHead, HeadArrays, HeadConfig
 from calibjax.kernels.stats import first_equal
 from calibjax.models import decoder
@@ -290,7 +290,11 @@ def generate(
         raise UserError(f"prompts: expected fewer than {lm.config.max_positions} tokens, got {longest}; cut it.")
     if not 1 <= max_new_tokens <= room:
         raise UserError(f"max_new_tokens: expected 1 to {room} after {longest} prompt tokens, got {max_new_tokens}.")
-    stops = default_stop_tokens(lm) if stop_tokens is None else _whole_numbers("stop_tokens", stop_tokens)
+    if stop_tokens is None:
+        stops = default_stop_tokens(lm)
+    else:
+        stops = _whole_numbers("stop_tokens", stop_tokens)
+        check_in_vocabulary("stop_tokens", np.array(stops), lm.config.vocab_size)
     rows = round_up(len(ids), batch_shards(lm.mesh))
     width = round_up(longest, _PROMPT_COLUMNS)
     padded = [*ids, *[ids[-1]] * (rows - len(ids))]
@@ -343,15 +347,13 @@ def default_stop_tokens(lm: LanguageModel) -> tuple[int, ...]:
 def _token_ids(lm: LanguageModel, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
         raise UserError(f"prompts: expected a list of texts or of lists of token ids, got {prompts!r}.")
-    ids, size = [], lm.config.vocab_size
+    ids = []
     for number, prompt in enumerate(prompts):
         name = f"prompts: number {number}"
         row = _whole_numbers(name, lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         if not row:
             raise UserError(f"{name} has no tokens, expected at least one; leave it out.")
-        low, high = min(row), max(row)
-        if not 0 <= low <= high < size:
-            raise UserError(f"{name} has ids from {low} to {high}, expected from 0 to {size - 1}.")
+        check_in_vocabulary(name, np.array(row), lm.config.vocab_size)
         ids.append(row)
     return ids
 

@@ -80,6 +80,17 @@ def test_ties_stay_with_the_base_model():
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("bad", [-1, VOCAB, 2**33])
+@pytest.mark.parametrize("call", [calibrated_log_probs, calibrated_confidence])
+def test_ids_outside_the_vocabulary(call, bad):
+    """Also in padding, from which NaN would reach the other tokens."""
+    tokens = SEQUENCES.tokens.astype(np.int64)
+    tokens[SEQUENCES.segment_ids == 0] = bad
+    for given in (tokens, SEQUENCES._replace(tokens=tokens)):
+        with pytest.raises(UserError, match=f"tokens.*: expected ids from 0 to {VOCAB - 1}, got "):
+            call(the_lm(), given, the_heads()["constant"])
+
+
 def test_head_of_another_model():
     """Such as of the same model before it was fine-tuned."""
     tuned = jax.tree.map(lambda x: 1.5 * x, the_lm().params)

@@ -269,7 +269,8 @@ MISTAKES = [
     ([[1, 2**64]], {}, "number 0: expected a list of whole numbers"),
     ([[1]], {"stop_tokens": 5}, "stop_tokens: expected a list of whole numbers"),
     ([[1]], {"sampling": Sampling(prompt_seeds=(2**32,))}, "prompt_seeds: expected a list of whole numbers"),
-    ([[1, VOCAB]], {}, f"ids from 1 to {VOCAB}, expected from 0 to {VOCAB - 1}"),
+    ([[1, VOCAB]], {}, f"number 0: expected ids from 0 to {VOCAB - 1}, got {VOCAB}"),
+    *(([[1]], {"stop_tokens": (2, bad)}, f"stop_tokens: expected ids .*, got {bad}") for bad in (VOCAB, -1)),
     ([[1], [1] * 64], {}, "prompts: expected fewer than 64 tokens"),
     *(([[1]] * 2, {"max_new_tokens": n}, f"expected 1 to 63 after 1 prompt tokens, got {n}") for n in (0, 64)),
 ]

@@ -178,7 +178,7 @@ def test_added_token_beyond_the_vocabulary(tmp_path):
     tokenizer.save_pretrained(model)
     lm = load_model(model)
     assert lm.tokenizer("<image>")["input_ids"] == [lm.config.vocab_size]
-    with pytest.raises(UserError, match="prompts: number 0 has ids from"):
+    with pytest.raises(UserError, match="prompts: number 0: expected ids from"):
         generate(lm, ["a <image>"], max_new_tokens=1)
     with pytest.raises(UserError, match=f"token ids below {lm.config.vocab_size}"):
         Scorer(lm, {"base": FittedHead.constant(lm)}).score([Continuation([3], [lm.config.vocab_size])])
