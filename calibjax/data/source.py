@@ -126,8 +126,9 @@ def read_source(
         files = _files_in(path, split) if path.is_dir() else [path]
         if files == [path] and split is not None:
             raise UserError(f"split={split!r}: the file {path} has no splits. Leave `split` out.")
-        if _suffix(files[0]) not in _READERS or not files[0].is_file():
-            raise UserError(f"{path}: expected a file ending in {_EXPECTED}.")
+        for file in files:
+            if _suffix(file) not in _READERS or not file.is_file():
+                raise UserError(f"{file}: expected a file ending in {_EXPECTED}.")
 
     def read() -> Iterator[Placed]:
         return itertools.islice((placed for file in files for placed in _read_file(file)), rows)
@@ -148,11 +149,17 @@ def _suffix(path: Path) -> str:
 
 
 _SPLIT = re.compile(r"(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?![a-z])", re.IGNORECASE)
+_COMPRESSED = (".bz2", ".lz4", ".xz", ".zip", ".zst")
 
 
 def _files_in(directory: Path, split: str | None) -> list[Path]:
-    """The data files in a directory, or else those in its subdirectories."""
-    every = sorted(file for file in directory.glob("**/*") if file.is_file() and _suffix(file) in _READERS)
+    """The data files in a directory, or else those in its subdirectories; also those that cannot be read."""
+
+    def is_data(file: Path) -> bool:
+        plain = file.with_suffix("") if file.suffix in _COMPRESSED else file
+        return _suffix(plain) in (*_READERS, ".arrow") and (plain == file or not plain.exists())
+
+    every = sorted(file for file in directory.glob("**/*") if file.is_file() and is_data(file))
     # Copies that notebooks and versioning keep, such as .ipynb_checkpoints/train-checkpoint.csv, are no data.
     every = [file for file in every if not any(part[0] == "." for part in file.relative_to(directory).parts)]
     every = [file for file in every if file.name != "dataset_infos.json"]  # of the hub: descriptions of splits
@@ -180,7 +187,8 @@ def _files_in(directory: Path, split: str | None) -> list[Path]:
 def _check_one_configuration(directory: Path, names: list[str]) -> None:
     """Raises `UserError` for files of several configurations of a data set of the hub, as its README.md lists them.
 
-    Without it they are folders that hold the first of the files of the same split, such as train-00000-of-00001.
+    Without it they are folders that hold the first of the files of the same split, such as train-00000-of-00001; the
+    name part-00000-of-00001, which Spark writes, is of no split.
     """
     several: dict[str, Iterable[str]] = {}
     if (readme := directory / "README.md").is_file():
@@ -192,7 +200,7 @@ def _check_one_configuration(directory: Path, names: list[str]) -> None:
                 patterns = itertools.chain(*sanitize_patterns(configuration["data_files"]).values())
                 if files := {name for pattern in patterns for name in fnmatch.filter(names, pattern)}:
                     several[configuration["config_name"]] = files
-    firsts = {name: match[1] for name in names if (match := re.search(r"([^/]*)-0+-of-\d+", name))}
+    firsts = {name: match[1] for name in names if (match := re.search(r"(?:^|/)(?!part-)([^/]*)-0+-of-\d+", name))}
     are_splits = all(_SPLIT.match(name.rpartition("/")[0].rpartition("/")[2]) for name in firsts)
     if not several and not are_splits and len(set(firsts.values())) < len(firsts):
         several = {name.rpartition("/")[0]: () for name in firsts}

@@ -56,7 +56,12 @@ def test_directory(tmp_path):
         with pytest.raises(UserError, match=message):
             read_source(tmp_path, split=split)
     (tmp_path / "valid.jsonl").rename(tmp_path / "valuable.jsonl")
+    write(tmp_path / "train_1.jsonl.xz", b"a packed copy")
     assert list(read_source(tmp_path)) == ROWS
+    for name in ("train_2.jsonl.zst", "train_2.arrow"):  # not left out without a word
+        with pytest.raises(UserError, match=f"{name}: expected a file ending in one of .jsonl"):
+            read_source(write(tmp_path / name, b"").parent, split="train")
+        (tmp_path / name).unlink()
     write(tmp_path / "valuable.jsonl", b"null\n" + JSONL)
     assert list(read_source(tmp_path, rows=2)) == ROWS[:2]  # what follows is not read
     (tmp_path / "b.txt").write_text("a document")
@@ -84,6 +89,9 @@ def test_directories_of_the_hub_and_of_datasets(tmp_path):
     assert list(read_source(tmp_path / "one")) == ROWS[1:]
     with pytest.raises(UserError, match="has no splits"):
         read_source(tmp_path / "one", split="test")
+    for folder in ("x", "y"):  # parts of one set, by Spark
+        parts["train"].to_parquet(tmp_path / "spark" / folder / "part-00000-of-00001.parquet")
+    assert list(read_source(tmp_path / "spark")) == ROWS * 2
     # Configurations: as README.md lists them; without it, where each of several files holds the whole split.
     names, clone = ("main", "socratic", "*"), tmp_path / "configurations"
     for name in names[:2]:
