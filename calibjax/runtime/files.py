@@ -78,8 +78,9 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     All processes of a job enter the block together with the same path; the first one creates, renames and removes. It
     locks `path`, and clears up after a process of this host that was killed in such a block: the lock's file holds the
-    names. With `replace`, an earlier result is removed after the new one is complete, and only if the new one has
-    all of its entries. Raises `UserError` for anything else at `path`.
+    names, which it takes over, so that they are known until all is done. With `replace`, an earlier result is removed
+    after the new one is complete, and only if the new one has all of its entries. Raises `UserError` for anything else
+    at `path`.
     """
     path = path.absolute()
     with contextlib.ExitStack() as lock:
@@ -148,13 +149,18 @@ def check_plain_files(directory: Path) -> None:
 
 def _begin(path: Path, replace: bool, lock: contextlib.ExitStack) -> np.ndarray:
     _entries(path, replace)
-    token = secrets.token_bytes(_TOKEN)
+
+    def token_after(left: str) -> str:
+        return left if re.fullmatch(rf"[0-9a-f]{{{2 * _TOKEN}}}", left) else secrets.token_hex(_TOKEN)
+
+    def is_needed(token: str) -> bool:
+        return _beside(path, bytes.fromhex(token), "old").exists()
+
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file, old = path.with_name(f".{path.name[:50]}.calibjax.lock"), _beside(path, token, "old")
-        left = lock.enter_context(locked(file, path, record=token.hex(), is_needed=old.exists))
-        if re.fullmatch(rf"[0-9a-f]{{{2 * _TOKEN}}}", left):
-            _clear_up(path, bytes.fromhex(left))
+        file = path.with_name(f".{path.name[:50]}.calibjax.lock")
+        token = bytes.fromhex(lock.enter_context(locked(file, path, record=token_after, is_needed=is_needed)))
+        _clear_up(path, token)
         _beside(path, token, "new").mkdir()
     return np.frombuffer(token, np.uint8)
 

@@ -23,22 +23,29 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked(file: Path, target: Path, record: str = "", is_needed: Callable[[], bool] = lambda: False) -> Iterator[str]:
+def locked(
+    file: Path,
+    target: Path,
+    record: Callable[[str], str] = str,
+    is_needed: Callable[[str], bool] = lambda record: False,
+) -> Iterator[str]:
     """Holds the lock of `target` and removes its `file` at the end. A process that is killed leaves the file unlocked.
 
-    Yields the `record` that a killed process of this host left in the file, or "". The file stays at the end where the
-    next process still needs the record (`is_needed`). Where the file system has no locks, a warning is logged.
+    Yields what the file then holds: the `record` that follows from the one that a killed process of this host left in
+    it, or from "". The file stays at the end where the next process still needs the record (`is_needed`). Where the
+    file system has no locks, a warning is logged.
     """
-    descriptor = _acquire(file, target)
+    descriptor, kept = _acquire(file, target), ""
     try:
-        left = _read(descriptor)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "record": record}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-        yield str(left["record"]) if left.get("host") == owner["host"] else ""
+        left, host = _read(descriptor), socket.gethostname()
+        kept = record(left["record"] if left.get("host") == host else "")
+        owner = json.dumps({"host": host, "pid": os.getpid(), "record": kept}).encode()
+        os.pwrite(descriptor, owner, 0)  # before the rest is cut off: the file is never without a record
+        os.ftruncate(descriptor, len(owner))
+        yield kept
     finally:
         with contextlib.suppress(OSError):
-            if not is_needed():
+            if not is_needed(kept):
                 file.unlink()  # before the lock is given up, so that no other process can hold a file without a name
         os.close(descriptor)
 

@@ -16,7 +16,7 @@ import pytest
 
 from calibjax.cli import main
 from calibjax.commands.run_directory import claim_directory
-from calibjax.runtime import locks
+from calibjax.runtime import files, locks
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import new_directory
 
@@ -46,8 +46,8 @@ def _released():
     locks.release()
 
 
-def killed_in(folder, rename=None, **options):
-    """A process that kills itself while it writes a directory, or after a rename to its place."""
+def killed_in(folder, rename=None, clear_up=False, **options):
+    """A process that kills itself while it writes a directory, after a rename to its place, or before it clears up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fork beside threads: the child does nothing but files
         child = os.fork()
@@ -59,6 +59,8 @@ def killed_in(folder, rename=None, **options):
 
         try:
             Path.rename = once if rename else Path.rename
+            if clear_up:
+                files._clear_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             with new_directory(folder, **options) as fresh:
                 (fresh / "half").write_text("2")
                 if not rename:
@@ -133,6 +135,7 @@ def test_what_a_killed_process_left_is_cleared_up(tmp_path):
     (alike / "mine").write_text("")
 
     killed_in(tmp_path / "model")
+    killed_in(tmp_path / "model", clear_up=True)
     left = names(tmp_path)
     assert len(left) == 3
     assert ".model.calibjax.lock" in left
@@ -157,6 +160,7 @@ def test_killed_between_two_renames(tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head/half").write_text("1")
     killed_in(tmp_path / "head", Path.rename, replace=True)
+    killed_in(tmp_path / "head", clear_up=True, replace=True)
     assert "head" not in names(tmp_path)
 
     def fails():
