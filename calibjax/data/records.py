@@ -35,6 +35,8 @@ def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
         raise UserError(f"per_token: {rows.name}: expected server responses with choices, got {', '.join(columns)}.")
     elif is_samples:
         reads_texts = all(_option_of_text(row) is not None for row in rows)  # else targets are indices
+        if reads_texts and any(_contradicts(True, row) for row in rows):  # acc can be of indices that are texts as well
+            reads_texts = any(_contradicts(False, row) for row in rows)
         flatten = functools.partial(_options, reads_texts)
     else:
         return rows
@@ -152,6 +154,8 @@ def _read_choices(row: Row) -> list[_Choice]:
     parts = [part for item in messages for part in _records(item.get("content"))]
     if parts:  # OpenAI's Responses
         items = [item for part in parts for item in part.get("logprobs") or ()]
+        if any(part.get("text") and not part.get("logprobs") for part in parts):
+            raise UserError("a part of the response holds no log-probabilities, so those of the answer are unknown.")
         return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
     message = body.get("message") or {}
@@ -298,6 +302,14 @@ def _option_of_text(row: Row) -> int | None:
     pairs = requests if isinstance(requests, list) else []
     texts = [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
     return texts.index(target) if target in texts and len(set(texts)) > 1 else None  # else the prompts differ
+
+
+def _contradicts(reads_texts: bool, row: Row) -> bool:
+    """Whether `acc` of a sample, or the number of its options, contradicts this reading of the target."""
+    try:
+        return "label" not in _options(reads_texts, row)[0]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):  # also of a row that neither could read
+        return True
 
 
 def _options(reads_texts: bool, row: Row) -> list[Row]:
