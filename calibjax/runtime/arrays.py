@@ -63,13 +63,20 @@ def plain_array(value: Any) -> Any:
 
 
 def label_numbers(name: str, labels: Any, count: int) -> np.ndarray:
-    """The number of each of `count` labels, `[count]`, from 0 in sorted order. Raises `UserError` for a missing one."""
-    labels = as_array(labels)
+    """The number of each of `count` labels, `[count]`, from 0 in sorted order. Numbers beside texts are texts.
+
+    Raises `UserError` for a missing label.
+    """
+    is_list = isinstance(labels, list | tuple)  # NumPy would make the text "nan" of a missing label beside texts
+    labels = as_array(np.asarray(labels, object) if is_list else labels)
     if labels.shape != (count,):
         raise UserError(f"{name}: expected one label for each of {count} points, got {labels.shape}.")
     if any(label is None or label != label for label in labels.tolist()):
         raise UserError(f"{name}: expected a label for each point, got none (NaN or None); leave such points out.")
-    return np.unique(labels, return_inverse=True)[1]
+    try:
+        return np.unique(labels, return_inverse=True)[1]
+    except TypeError:
+        return np.unique(labels.astype(str), return_inverse=True)[1]
 
 
 def as_jax(values: Any) -> jax.Array:

@@ -114,6 +114,8 @@ def test_by_hand():
         assert decisions.selective_threshold(np.full(count, 0.5), np.ones(count), 0.1) == threshold
     pairs = confidence[:, None] * [1, -1] + [0, 1]
     assert decisions.decide(pairs, correct.astype(float)) == decisions.decide(pairs, correct)  # labels as floats
+    mixed = decisions.decide(confidence, correct, category=np.array(["a", 1, 2.5] * 3, object))
+    assert mixed == decisions.decide(confidence, correct, category=["a", "1", "2.5"] * 3)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_what_no_guarantee_holds_for_is_refused(confidence, correct, risk, messa
         decisions.decide(np.array(confidence), np.array(correct), risk)
     with pytest.raises(UserError, match="level: "):
         decisions.decide([0.5, 0.7], [1, 0], level=0.5, answer=[0, 1])
-    for labels in ([0], [np.nan, 1]):
+    for labels in ([0], [np.nan, 1], ["a", np.nan], ["a", None]):
         for name in ("answer", "category"):
             with pytest.raises(UserError, match=f"{name}: expected"):
                 decisions.decide([0.5, 0.7], [1, 0], **{name: labels})

@@ -86,7 +86,8 @@ def decide(
     rows = {"": np.arange(len(correct))}
     if category is not None:
         numbers = label_numbers("category", category, len(correct))
-        rows = {str(name): np.flatnonzero(numbers == number) for number, name in enumerate(np.unique(category))}
+        firsts = np.unique(numbers, return_index=True)[1]
+        rows = {str(as_array(category)[first]): np.flatnonzero(numbers == numbers[first]) for first in firsts}
     if answer is not None and level != _LEVEL:
         raise UserError("level: the guarantee on claims is on average over tables, without it; leave it out.")
     answer = None if answer is None else label_numbers("answer", answer, len(correct))
