@@ -196,6 +196,9 @@ def test_command(tmp_path, capsys):
     save_head(tmp_path / "kept", head, notes={"model": str(tmp_path / "model")})  # as `compare --save`
     assert main(["export", str(tmp_path / "kept"), "--out", str(tmp_path / "ats")]) == 0
     assert main(["export", str(tmp_path / "t"), "--out", str(tmp_path / "x")]) == 2  # names no model
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps({"run": {"model": "models/of/another/directory"}}))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "x")]) == 2
+    assert "relative to where the run was started, give --model" in capsys.readouterr().err
 
 
 @pytest.mark.slow

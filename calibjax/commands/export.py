@@ -95,7 +95,13 @@ def write_export(
     head, notes = load_head(options.run), head_notes(options.run)
     with about("--model"):
         base = _base_model(options, notes)
-        lm = load_model(base["model"], adapter=options.adapter or base.get("adapter"))
+        try:
+            lm = load_model(base["model"], adapter=options.adapter or base.get("adapter"))
+        except UserError as error:
+            if options.model is not None:
+                raise
+            hint = "If its path was relative to where the run was started, give --model its path from here"
+            raise UserError(f"{error} {options.run} names this model. {hint}.") from error
     more: dict[str, str | bytes] = {}
     if options.method == "temperature":
         temperature = notes.get("temperature")
