@@ -86,7 +86,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
     try:
         with signals.handled(report):
             code = work()
-            print(end="", flush=True)
+            sys.stdout.flush()
             return code
     except OSError as error:
         from calibjax.runtime.errors import storage_failure
@@ -97,7 +97,7 @@ def _until_stopped(work: Callable[[], int], resume: str) -> int:
             print(f"stopped: the output cannot be written ({error.strerror}).", file=sys.stderr, flush=True)
         for stream in (sys.stdout, sys.stderr):  # Python would try again at its end
             try:
-                print(end="", file=stream, flush=True)
+                stream.flush()
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 1
@@ -227,7 +227,10 @@ def _execute(options: Any, run: Run) -> int:
     except NonFiniteLossError as error:
         print(f"stopped: {_one_line(error, options)}", file=sys.stderr)
         return 1
-    except Exception as error:
+    except Exception as raised:
+        error = raised
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+            error = UserError("the current directory does not exist any more: change to another one.")
         failure = storage_failure(error)
         code = 2 if failure is None or failure.errno in DENIED else 1  # 2 also where a path must not be written
         if isinstance(error, UserError):
@@ -237,6 +240,8 @@ def _execute(options: Any, run: Run) -> int:
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other writes fail as well
             where = failure.filename or out
             reason = f"{failure.strerror} ({where})" if where else failure.strerror
+            if jax.process_count() == 1:
+                print(end="", flush=True)  # raises where it is the output that cannot be written
             hint = "What was complete before is unchanged; with the same options, a run resumes."
             print(f"stopped: {reason}. {hint}", file=sys.stderr)
         if jax.process_count() == 1:

@@ -241,17 +241,32 @@ def test_writes_that_never_began_are_not_reported(capsys):
     assert (ended.value.code, capsys.readouterr().out) == (0, f"calibjax {__version__}\n")
 
 
-@pytest.mark.parametrize("why", ["No space left on device", "Broken pipe"])
-def test_output_that_cannot_be_written(why):
-    """A full disk, and a pipe whose reader has ended, as that of `| head -1`."""
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("--version", "No space left on device"),
+        ("--version", "Broken pipe"),
+        ("plan --model gpt2 --topology v5e-4 --no-compile", "No space left on device"),
+    ],
+)
+def test_output_that_cannot_be_written(command, why):
+    """A full disk, and a pipe whose reader has ended, as that of `| head -1`; in a line of its own, of all commands."""
     reader, pipe = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "calibjax", "--version"]
+    command = [sys.executable, "-m", "calibjax", *command.split()]
     with open("/dev/full", "wb") as full:
         output = pipe if why == "Broken pipe" else full
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
     os.close(pipe)
     assert (done.returncode, done.stderr) == (1, f"stopped: the output cannot be written ({why}).\n")
+
+
+def test_a_current_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["export", str(tmp_path), "--out", "o"]) == 2
+    assert capsys.readouterr().err == "error: the current directory does not exist any more: change to another one.\n"
 
 
 def test_streams_that_are_closed(tmp_path):

@@ -20,8 +20,9 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, at most 200 characters; the name of its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    """The first line of an exception's message, its words up to 200 characters; the name of its type if it has none."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= 200 else f"{line[:200].rsplit(' ', 1)[0]} ..."
 
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}

@@ -19,7 +19,7 @@ from calibjax.heads import FittedHead
 from calibjax.models import load_model
 from calibjax.models.hub import Repository as Name
 from calibjax.models.hub import commit_of, repository_of, upload
-from calibjax.runtime.errors import UserError
+from calibjax.runtime.errors import UserError, first_line
 from calibjax.train.saved import export_head, load_head
 
 
@@ -97,6 +97,7 @@ def test_what_the_hub_refuses(hub, base, monkeypatch):
     }.items():
         with pytest.raises(UserError, match=reason):
             load_model(name)
+    assert first_line(OSError("set 'HF_HUB_OFFLINE=0', " * 9)).endswith(", set ...")  # a long reason ends with a word
     assert not any(request.path.endswith("model.bin") for request in hub.requests)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert load_model("org/private").fingerprint == load_model("org/gated").fingerprint
