@@ -11,7 +11,8 @@ import sys
 def main(args: list[str] | None = None) -> int:
     """Runs `calibjax.cli.main`; a signal before it ends with exit code 130 or 143 and one line.
 
-    After the command has ended, SIGTERM is ignored: all is written, and a signal in clean-up would make the code -15.
+    After the command has ended, all is written: SIGTERM is ignored, and Ctrl-C cuts the clean-up short, without a line
+    and with the command's exit code.
     """
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
@@ -20,10 +21,13 @@ def main(args: list[str] | None = None) -> int:
 
     keep_compiled_programs()
     leave_out_torch()
+    code = 128 + signal.SIGINT
     try:
-        return cli.main(args)
+        code = cli.main(args)
+        return code
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
 
 
 def _stop(number: int, frame: object) -> None:

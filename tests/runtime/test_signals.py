@@ -100,6 +100,17 @@ def test_interrupt_while_jax_is_imported(words, action):
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("code", [0, 130])
+def test_interrupt_in_clean_up(code):
+    """A second Ctrl-C adds no line and does not change the exit code, whatever it interrupts."""
+    ended = f"calibjax.cli.main = lambda args: print('the report') or {code}"
+    again = "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))"
+    imports = "import atexit, os, signal, sys, time, calibjax.cli, calibjax.__main__ as command"
+    with start(script=f"{imports}; {ended}; {again}; sys.exit(command.main([]))") as process:
+        assert process.communicate(timeout=60) == ("the report\n", "")
+    assert process.returncode == code
+
+
 def train_ats(folder, epochs):
     """A command that trains so long on files that it writes."""
     write_model(folder / "model")
