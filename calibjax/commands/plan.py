@@ -32,7 +32,7 @@ from calibjax.runtime.arrays import ceil_div
 from calibjax.runtime.chips import Topology, parse_topology
 from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
-from calibjax.runtime.errors import UserError, first_line
+from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
 from calibjax.runtime.flops import flops
 from calibjax.runtime.hlo import Collective, collectives
@@ -284,10 +284,7 @@ def compile_step(job: Job, topology: Topology) -> Compiled:
     if topology.chip.platform == "gpu":
         devices = compilers.gpu_devices(topology.name.partition(":")[0], topology.devices)
     else:
-        try:
-            devices = compilers.slice_devices(topology.name)
-        except Exception as error:  # of several kinds
-            raise UserError(f"--topology {topology.name}: libtpu has no such slice ({first_line(error)}).") from error
+        devices = compilers.slice_devices(topology.name)
     mesh = make_mesh(job.mesh, devices)
     program = build(job, mesh)
     with jax.set_mesh(mesh):

@@ -14,7 +14,6 @@ from calibjax.data.pipeline import eval_batches as eval_batches
 from calibjax.data.sequences import Sequences as Sequences
 from calibjax.data.sequences import check_context as check_context
 from calibjax.data.sequences import check_ids as check_ids
-from calibjax.data.sequences import check_in_vocabulary as check_in_vocabulary
 from calibjax.data.sequences import concatenate as concatenate
 from calibjax.data.sequences import count_repeats as count_repeats
 from calibjax.data.sequences import fold_indices as fold_indices

@@ -9,7 +9,8 @@ from jax import export
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from calibjax.data import Sequences, check_in_vocabulary
+from calibjax.data import Sequences
+from calibjax.data.sequences import check_in_vocabulary
 from calibjax.heads import FittedHead, HeadConfig
 from calibjax.models import decoder
 from calibjax.models.frozen import Config, batch_stats, frozen_arrays

@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from calibjax.data import Sequences, check_in_vocabulary, eval_batches
+from calibjax.data import Sequences, eval_batches
+from calibjax.data.sequences import check_in_vocabulary
 from calibjax.heads import FittedHead, HeadArrays, HeadConfig
 from calibjax.kernels.stats import first_equal
 from calibjax.models import decoder

@@ -426,14 +426,6 @@ def test_a_step_compiles_for_gpus(capsys):
 
 
 @needs_compiler
-def test_unknown_slices_are_the_users_mistake(capsys):
-    assert (
-        main(["plan", "--model", "gpt2", "--topology", "v5p:2x2x2000", "--batch-size", "8000", "--seq-len", "64"]) == 2
-    )
-    assert "libtpu has no such slice" in capsys.readouterr().err
-
-
-@needs_compiler
 @pytest.mark.slow
 def test_a_step_of_8b_compiles_for_v5e():
     """The step that fits a head to Llama-3.1-8B, over 16 chips: it fits, and no collective makes the unembedding whole.
