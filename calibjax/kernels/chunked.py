@@ -31,8 +31,7 @@ def choose_chunk_size(tokens: int, vocab_size: int) -> int:
     """Columns per chunk: a multiple of 128, at least 128, or the whole vocabulary.
 
     On CPU 1,152 columns, fewer where their float32 logits would take more than 64 MiB; with up to 64 tokens the whole
-    vocabulary if its logits take no more, so that no slice is copied. Elsewhere 8 times as many columns and bytes.
-    Decided while tracing, by `platforms.platform()`.
+    vocabulary if its logits take no more, which saves copies. Elsewhere 8 times as much (see `platforms.platform`).
     """
     factor = 1 if platform().name == "cpu" else _ACCELERATOR_FACTOR
     fitting = factor * _LOGITS_BYTES // (4 * max(tokens, 1))

@@ -170,12 +170,13 @@ def choose_block_size(tokens: int, vocab_size: int, bytes_per_logit: float = 4, 
 
 
 def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str]) -> tuple[Array, dict[str, Any]]:
-    """The reduced loss and its gradients in `wanted` for flat inputs, formed block by block."""
+    """The reduced loss and its gradients in `wanted` for flattened tokens, by name, formed block by block."""
     inputs, valid, bad_target = api.flat_inputs(arrays, scale, loss.ignore_index)
-    inputs, bad_target = operator.with_dtypes(inputs), bad_target.reshape(-1)
+    inputs = operator.with_dtypes(inputs)
+    bad_target = bad_target.reshape(-1)
     tokens = inputs.hidden.shape[0]
     vocab_size, width = inputs.unembedding.shape
-    weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)
+    weights = valid.reshape(-1).astype(jnp.float32) / loss.count(valid)  # [N]
     call = loss.dispatch.call()
     if "scale" in wanted:
         call = call._replace(statistics=call.statistics | {"expected_logit"})
@@ -187,7 +188,7 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
     if call.options.save_logits:
         size = tokens
     # Not in float16: dW would be rounded before the backward pass multiplies it by the scale of the loss.
-    one_block = 0 < tokens <= size and dtype != jnp.float16
+    is_one_block = 0 < tokens <= size and dtype != jnp.float16
 
     def step(carry: Any, start: Array | int, size: int, _: None) -> tuple[Any, None]:
         total, gradients, d_scale = carry
@@ -197,28 +198,30 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
 
         block = jax.tree.map(block_rows, inputs._replace(unembedding=None, bias=None))
         block = block._replace(unembedding=inputs.unembedding, bias=inputs.bias)
-        outputs, _rows, saved = operator.forward(call, block, call.statistics, save=True)
+        outputs, _, saved = operator.forward(call, block, call.statistics, save=True)
 
-        def reduced(outputs: dict[str, Array], s: Array) -> Array:
+        def block_loss(outputs: dict[str, Array], s: Array) -> Array:
             target_logit = jnp.where(block_rows(bad_target), jnp.nan, outputs["target_logit"])
             values = loss.per_token({**outputs, "target_logit": target_logit}, s)
             return jnp.sum(jnp.where(block.valid, block_rows(weights) * values, 0.0))
 
-        value, (g, d_s) = jax.value_and_grad(reduced, argnums=(0, 1))(outputs, block.scale)
-        residuals = operator.Residuals(block, outputs, None, saved, differentiated)
-        into = None if one_block else gradients._replace(hidden=None)
-        d_outputs = {name: x for name, x in g.items() if name != "expected_logit"}  # the loss does not read it
-        block_grads = operator.input_gradients(call, residuals, d_outputs, into)
+        value, (g, d_s) = jax.value_and_grad(block_loss, argnums=(0, 1))(outputs, block.scale)
         if d_scale is not None:
-            d_scale = chunked.update_rows(d_scale, d_s + g["log_normalizer"] * outputs["expected_logit"], start)
-        if not one_block:
-            block_grads = block_grads._replace(hidden=chunked.update_rows(gradients.hidden, block_grads.hidden, start))
-        return (total + value, block_grads, d_scale), None
+            d_s = d_s + g["log_normalizer"] * outputs["expected_logit"]
+            d_scale = chunked.update_rows(d_scale, d_s, start)
+        residuals = operator.Residuals(block, outputs, None, saved, differentiated)
+        g.pop("expected_logit", None)  # the loss does not read it
+        into = None if is_one_block else gradients._replace(hidden=None)
+        new = operator.input_gradients(call, residuals, g, into)
+        if not is_one_block:
+            new = new._replace(hidden=chunked.update_rows(gradients.hidden, new.hidden, start))
+        return (total + value, new, d_scale), None
 
     zeros = {name: jnp.zeros(getattr(inputs, name).shape, jnp.float32) for name in wanted}
     carry = (jnp.zeros(()), Gradients(*map(zeros.get, Gradients._fields)), zeros.get("scale"))
-    if one_block:  # nothing is added to dW, which has the dtype of W from the start
-        (value, gradients, d_scale), _ = step(carry, 0, tokens, None)
+    if is_one_block:  # nothing is added to dW, which has the dtype of W from the start
+        carry, _ = step(carry, 0, tokens, None)
     else:
-        (value, gradients, d_scale), _ = chunked.fold(step, carry, tokens, max(size, 1))
+        carry, _ = chunked.fold(step, carry, tokens, max(size, 1))
+    value, gradients, d_scale = carry
     return value, gradients._asdict() | {"scale": d_scale}

@@ -1,7 +1,7 @@
-"""A function of the scale from its value, slope and curvature at K nodes: quintic Hermite interpolation.
+"""Quintic Hermite interpolation: a function of the scale from its value, slope and curvature at K nodes.
 
-Between two nodes, h apart, the polynomial of degree five has the values, slopes and curvatures of f at both: it is C²
-everywhere. The errors of its value, its slope and its curvature are at most
+Between two neighbouring nodes, a distance h apart, the interpolant is the polynomial of degree five that has the value,
+slope and curvature of f at both nodes. It is C² everywhere. The errors of its value, slope and curvature are at most
 
     h⁶ M / 46080,   √5 h⁵ M / 30000,   h⁴ M / 1920,   M = max |f⁽⁶⁾| between the nodes
 
@@ -33,13 +33,12 @@ class Jet(NamedTuple):
 def interpolate(nodes: tuple[float, ...], jets: Jet, scale: Float[Array, "..."]) -> Jet:
     """Value, slope and curvature of the interpolant at `scale`, [...] each.
 
-    Differentiable in `scale`: the derivatives of value and slope are slope and curvature, to the last bit.
-
-    `nodes` are K ascending scales, `jets` are at the nodes, [..., K] each, and constants under differentiation.
+    Differentiable in `scale`: the derivative of the value is exactly the slope returned, and that of the slope exactly
+    the curvature. `nodes`: K ascending scales. `jets`: f at the nodes, [..., K] each, constant under differentiation.
     """
-    table = np.asarray(nodes, scale.dtype)
-    # The interval between the nodes `lower` and `lower` + 1; beyond the ends, the first or the last interval.
-    lower = jnp.searchsorted(table[1:-1], scale, side="right", method="compare_all")
+    table = np.asarray(nodes, scale.dtype)  # [K]
+    # The scale lies between the nodes `lower` and `lower` + 1; beyond the ends, take the first or the last interval.
+    lower = jnp.searchsorted(table[1:-1], scale, side="right", method="compare_all")  # [...]
     left = Jet(*(_take_last(x, lower) for x in jets))
     right = Jet(*(_take_last(x, lower + 1) for x in jets))
     start, end = jnp.asarray(table)[lower], jnp.asarray(table)[lower + 1]
@@ -64,7 +63,7 @@ def _interpolate_jvp(nodes: tuple[float, ...], primals: tuple[Jet, Array], tange
 
 
 def _take_last(x: Float[Array, "... K"], index: Array) -> Array:
-    """x[..., index], [...]. On TPUs by a masked sum, because a gather there is serial over tokens."""
+    """x[..., index] for an index [...] per token: by a masked sum on TPUs, where a gather is serial over tokens."""
     if platform().name == "tpu":
         column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
         return jnp.sum(jnp.where(column == index[..., None], x, 0.0), axis=-1)
@@ -72,7 +71,7 @@ def _take_last(x: Float[Array, "... K"], index: Array) -> Array:
 
 
 def _hermite(start: Array, left: Jet, end: Array, right: Jet, scale: Array) -> Jet:
-    """The polynomial of degree five with both jets, and its derivatives, at a scale from `start` to `end`."""
+    """The polynomial of degree five with the jet `left` at `start` and `right` at `end`; at a scale between the two."""
     h = end - start
     t = (scale - start) / h
     # Derivatives in t at both ends: first d, second e.
@@ -101,12 +100,11 @@ def _polynomial(t: Array, *coefficients: Array) -> Array:
 
 
 def extrapolate(jet: Jet, distance: Array) -> Jet:
-    """f at a signed distance δ from its first node (δ < 0) or its last node (δ > 0), with two derivatives; convex.
+    """f and two derivatives at a signed distance δ before the first node (δ < 0) or after the last one (δ > 0); convex.
 
-    Below the first node, the parabola with the value, slope and curvature of that node. Above the last,
-    f + f' (1 − exp(−g δ))/g with g = f''/−f', which is C² and exact where all logits but the largest are equal, as they
-    are in effect at large scales. This must stay above 0, the limit of log Σ exp(s·u) for one largest logit; where it
-    would not, g is −f'/f, and the curvature has a step at the node.
+    Before the first node it is the parabola f + f' δ + f'' δ²/2. After the last it is f + f' (1 − exp(−g δ))/g with
+    g = f''/−f': C², and exact where all logits but the largest are equal, which is nearly so at large scales. It must
+    stay above 0, the limit of log Σ exp(s·u) for one largest logit; else g is −f'/f, and the curvature has a step.
     """
     f, slope, curvature = jet
     is_falling = slope < 0.0
@@ -116,7 +114,8 @@ def extrapolate(jet: Jet, distance: Array) -> Jet:
     g_delta = jnp.maximum(g * distance, 1e-30)
     decay = jnp.exp(-g_delta)
     mean_decay = -jnp.expm1(-g_delta) / g_delta  # of exp(−g t) over t from 0 to δ
-    above = Jet(f + slope * distance * mean_decay, slope * decay, g * descent * decay)
+    exponential = f + slope * distance * mean_decay
+    above = Jet(exponential, slope * decay, g * descent * decay)
     parabola = f + distance * (slope + 0.5 * distance * curvature)
     below = Jet(parabola, slope + distance * curvature, curvature)
-    return jax.tree.map(lambda high, low: jnp.where(distance > 0.0, high, low), above, below)
+    return jax.tree.map(functools.partial(jnp.where, distance > 0.0), above, below)

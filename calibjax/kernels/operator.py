@@ -182,8 +182,8 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
 def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into: Gradients | None = None) -> Gradients:
-    """The gradients in hidden, unembedding and bias for cotangents g of the statistics."""
-    inputs, outputs, expected_row = residuals.inputs, residuals.outputs, residuals.expected_row
+    """The gradients in hidden, unembedding and bias, by the module's dz, for cotangents g [N] of the statistics."""
+    inputs, outputs = residuals.inputs, residuals.outputs
     scale = inputs.scale
     log_normalizer = outputs["log_normalizer"]
     if inputs.valid is not None:
@@ -194,6 +194,7 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
         softmax = g["expected_logit"] if softmax is None else softmax + g["expected_logit"]
         centred = scale * g["expected_logit"]
         centred = jnp.where(jnp.isinf(centred), 0.0, centred)  # at such a scale p is 0 or 1, and p (z − E) is 0
+    uniform = g["mean_logit"] / inputs.unembedding.shape[0] if "mean_logit" in g else None
     flags = zip(Gradients._fields, residuals.differentiated, strict=True)
     wanted = frozenset(name for name, flag in flags if flag is not None)
 
@@ -210,7 +211,7 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
             softmax=softmax,
             centred=centred,
             expected_logit=None if centred is None else outputs["expected_logit"],
-            uniform=g["mean_logit"] / inputs.unembedding.shape[0] if "mean_logit" in g else None,
+            uniform=uniform,
             one_hots=tuple(one_hots),
             expected_row=expected_row,
             saved=residuals.saved,
@@ -218,14 +219,14 @@ def input_gradients(call: Call, residuals: Residuals, g: dict[str, Array], into:
         return call.implementation.backward(call.options, wanted, inputs, cotangents, into)
 
     d_target = g.get("target_logit")
-    if expected_row is None:
+    if residuals.expected_row is None:
         return backward(d_target, wanted, None)
     d_target_of_hidden = d_target
     if inputs.targets is not None and softmax is not None:
         # `expected_row` leaves out the target: if the model is nearly certain, it would cancel against its one-hot.
         p = jnp.exp(jnp.minimum(scale * outputs["target_logit"] - log_normalizer, 0.0))
         d_target_of_hidden = softmax * p if d_target is None else softmax * p + d_target
-    d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), expected_row).hidden
+    d_hidden = backward(d_target_of_hidden, frozenset({"hidden"}), residuals.expected_row).hidden
     rest = wanted - {"hidden"}
     gradients = backward(d_target, rest, None) if rest else Gradients()
     return gradients._replace(hidden=d_hidden)

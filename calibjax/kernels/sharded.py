@@ -1,8 +1,7 @@
 """The operator over a mesh: every device takes its part of the tokens and of the vocabulary.
 
-Any implementation runs inside `jax.shard_map` on the shard of the unembedding that its device holds, with targets
-counted from the start of the shard. W never moves (but see `VocabSharding.width`). Communication between S vocabulary
-shards, for N local tokens:
+Any implementation runs inside `jax.shard_map` on its device's shard of the unembedding, with targets counted from the
+shard's start. W never moves (see `VocabSharding.width`). Communication between S vocabulary shards, for N local tokens:
 
 | pass | collective over the vocabulary axes | bytes a device receives |
 |---|---|---|
@@ -107,10 +106,9 @@ class VocabSharding:
         if vocab_size < shards:
             raise ValueError(f"sharding: V = {vocab_size} rows for {shards} shards over {self.vocab}: use fewer.")
         if width % columns:
-            raise ValueError(
-                f"sharding: D = {width} does not divide into the {columns} shards over {self.width}: pad D of hidden "
-                f"and unembedding with zeros, which change nothing, or store unembedding whole along D (width=())."
-            )
+            problem = f"D = {width} does not divide into the {columns} shards over {self.width}"
+            hint = "pad D of hidden and unembedding with zeros, which change nothing"
+            raise ValueError(f"sharding: {problem}: {hint}, or store unembedding whole along D (width=()).")
 
     def describe(self, tokens: int, vocab_size: int) -> str:
         """The line of `explain` on the sharding of N tokens and V logits."""
@@ -313,7 +311,6 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:
-    """x + y, where None stands for zeros."""
     if x is None:
         return y
     return x if y is None else x + y
@@ -387,14 +384,15 @@ class Sharded(Implementation):
         def over_tokens(x: Array | None) -> Array | None:
             return None if x is None else jax.lax.psum(x.astype(jnp.float32), sharding.tokens)
 
-        def stored(x: Array | None) -> Array | None:
-            """Sums [rows, D] over all tokens and returns the columns that this device stores."""
-            if x is None or not sharding.width:
-                return over_tokens(x)
-            mine = jax.lax.psum_scatter(x.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
-            return jax.lax.psum(mine, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
+        def stored_columns(dw: Array | None) -> Array | None:
+            """Sums dW of a piece, [rows, D], over the tokens, and returns the columns that this device stores."""
+            if dw is None or not sharding.width:
+                return over_tokens(dw)
+            columns = jax.lax.psum_scatter(dw.astype(jnp.float32), sharding.width, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(columns, tuple(axis for axis in sharding.tokens if axis not in sharding.width))
 
         def local(inputs: Inputs, tail: _Tail | None, cotangents: Cotangents, per_device: Any) -> tuple[Any, Gradients]:
+            """The gradients of this device's tokens and rows of W, dh summed over the vocabulary; those of the tail."""
             expected_row, (saved, saved_tail) = jax.tree.map(lambda x: x[0], per_device)
             softmax = cotangents.softmax
             if expected_row is not None:  # the softmax part of dh is softmax · expected_row, added below
@@ -402,36 +400,41 @@ class Sharded(Implementation):
 
             def gradients(part: Inputs, start: Array | int, saved: Any) -> Gradients:
                 one_hots = tuple((ids - start, g) for ids, g in cotangents.one_hots)
-                shifted = cotangents._replace(one_hots=one_hots, saved=saved)
-                return self.inner.backward(options, wanted, part, shifted, None)
+                part_cotangents = cotangents._replace(one_hots=one_hots, saved=saved)
+                return self.inner.backward(options, wanted, part, part_cotangents, None)
 
             def step(d_hidden: Array | None, part: Inputs, start: Array | int, saved: Any) -> tuple[Any, Any]:
                 new = gradients(part, start, saved)
-                return _add(d_hidden, new.hidden), (stored(new.unembedding), new.bias)
+                return _add(d_hidden, new.hidden), (stored_columns(new.unembedding), new.bias)
 
-            needs_zeros = sharding.width and "hidden" in wanted
+            needs_zeros = sharding.width and "hidden" in wanted  # as the carry of a scan
             zeros = jnp.zeros(inputs.hidden.shape, jnp.float32) if needs_zeros else None
             d_hidden, d_pieces = _over_pieces(sharding, inputs, step, zeros, saved)
             # [pieces, rows, ...] as [pieces · rows, ...]
             d_unembedding, d_bias = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_pieces)
             if expected_row is not None and softmax is not None:
-                summed = softmax[:, None] * expected_row.astype(jnp.float32)
+                softmax_part = softmax[:, None] * expected_row.astype(jnp.float32)  # [N, D]
                 if inputs.valid is not None:
-                    summed = jnp.where(inputs.valid[:, None], summed, 0.0)
-                d_hidden = _add(d_hidden, summed)
+                    softmax_part = jnp.where(inputs.valid[:, None], softmax_part, 0.0)
+                d_hidden = _add(d_hidden, softmax_part)
             if d_hidden is not None:
                 d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), sharding.vocab)
-            rest = Gradients()
-            if tail is not None:
-                rest = gradients(inputs._replace(**tail), tail_start, saved_tail)
-                d_hidden = _add(d_hidden, rest.hidden)
-                rest = Gradients(None, over_tokens(rest.unembedding), over_tokens(rest.bias))
-            return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), rest
+            tail_gradients = Gradients()
+            if tail is not None:  # every device has the tail: its part of dh is added once, after the sum over shards
+                tail_gradients = gradients(inputs._replace(**tail), tail_start, saved_tail)
+                d_hidden = _add(d_hidden, tail_gradients.hidden)
+                tail_gradients = Gradients(
+                    None, over_tokens(tail_gradients.unembedding), over_tokens(tail_gradients.bias)
+                )
+            return Gradients(d_hidden, d_unembedding, over_tokens(d_bias)), tail_gradients
 
         specs = _input_specs(sharding)
         one_per_device = P((*sharding.vocab, *sharding.tokens))
         in_specs = (specs, P(), P(sharding.tokens), one_per_device)
-        mapped = _shard_map(sharding, local, in_specs, (Gradients(*specs[:3]), P()))
-        whole, rest = mapped(main, tail, cotangents, per_device)
-        pairs = zip(whole, rest, strict=True)
-        return Gradients(*(x if x is None or y is None else jnp.concatenate([x, y]) for x, y in pairs))
+        out_specs = (Gradients(*specs[:3]), P())
+        mapped = _shard_map(sharding, local, in_specs, out_specs)
+        main_gradients, tail_gradients = mapped(main, tail, cotangents, per_device)
+        if tail is None:
+            return main_gradients
+        rows = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), main_gradients._replace(hidden=None), tail_gradients)
+        return rows._replace(hidden=main_gradients.hidden)

@@ -1,4 +1,4 @@
-"""Statistics of a token over the vocabulary, and the rule that merges the sums of two parts of it."""
+"""The statistics of a token over the vocabulary, and how sums over two parts of the vocabulary are merged."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Differences of logits are clipped here from below: their exponential is 0, and their square is still finite.
+# Lower limit of differences of logits: its exponential is 0, and its square is still finite.
 FLOOR = -1e15
 
 
@@ -17,7 +17,7 @@ def softcapped(x: Array, cap: float | None) -> Array:
 
 
 def times_slope(g: Array, z: Array, cap: float | None) -> Array:
-    """g·∂z/∂x = g·(1 − (z/cap)²)."""
+    """g·∂z/∂x = g·(1 − (z/cap)²), the cotangent of x from the cotangent g of z = softcapped(x)."""
     return g if cap is None else g * (1.0 - jnp.square(z / cap))
 
 
@@ -116,7 +116,7 @@ DEFAULT_STATISTICS = tuple(name for name in STATISTICS if name != "logit_varianc
 
 
 class Moments(NamedTuple):
-    """Sums over one piece of the vocabulary for N tokens, relative to its own largest logit m: nothing overflows.
+    """Sums over one piece of the vocabulary for N tokens, relative to the piece's largest logit m to avoid overflow.
 
     Float32 [N], or [N, K] with `Options.scales` for `weight`, `first` and `second`; a field that is not needed is None.
 
@@ -126,9 +126,9 @@ class Moments(NamedTuple):
         weight, first, second: Σ e, Σ e (z − m) and Σ e (z − m)² with e = exp(s (z − m)).
         total: Σ z.
         target: z_y where y lies in this piece, else 0.
-        expected_row: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, with the slope of
-            the soft-cap c_v = 1 − (z_v/cap)². It leaves out the target's row, so that no rounding cancels against the
-            target's one-hot where the model is nearly certain of it.
+        expected_row: [N, D], float32 or the dtype of the hidden states: Σ_{v≠y} e c_v W_v / weight, where
+            c_v = 1 − (z_v/cap)² is the slope of the soft-cap. The target's row is left out: where the model is nearly
+            certain of the target, it would cancel against the one-hot and leave only rounding errors.
     """
 
     max_logit: Array
@@ -141,7 +141,7 @@ class Moments(NamedTuple):
     expected_row: Array | None = None
 
     def cumulants(self) -> tuple[Array, Array | None, Array | None]:
-        """log Σ e, E_p[z] − m and Var_p[z]: the first cumulants of z − m; None if its sum is."""
+        """log Σ e, E_p[z] − m and Var_p[z], [N] or [N, K]; None where the sum that it needs is None."""
         shift = None if self.first is None else self.first / self.weight
         variance = None
         if self.second is not None and shift is not None:
@@ -162,17 +162,18 @@ def moments(
     """
     width = logits.shape[1]
     # Never −inf: a piece whose logits are all −inf has weight 0, not NaN.
-    largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)
-    shifted = jnp.maximum(logits - largest[:, None], FLOOR)
+    largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)  # [N]
+    shifted = jnp.maximum(logits - largest[:, None], FLOOR)  # [N, C]
     argmax = target = None
     if "argmax" in needed:
         argmax = start + first_equal(logits, largest)
     if "target" in needed:
         assert targets is not None
-        local = targets - start
-        inside = (local >= 0) & (local < width)
-        column = jnp.clip(local, 0, width - 1)[:, None]
-        target = jnp.where(inside, jnp.take_along_axis(logits, column, axis=1)[:, 0], 0.0)
+        column = targets - start
+        is_inside = (column >= 0) & (column < width)
+        column = jnp.clip(column, 0, width - 1)
+        target = jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0]
+        target = jnp.where(is_inside, target, 0.0)
     if isinstance(scale, tuple):
         weight, first, second = sums_at(scale, shifted)
     else:
@@ -194,7 +195,7 @@ def moments(
 def first_equal(x: Float[Array, "N C"], largest: Float[Array, " N"]) -> Int[Array, " N"]:
     """The first column of each row that is equal to `largest`, or the last column if none is equal.
 
-    With a row's maximum it equals `jnp.argmax`, whose reduction of two operands XLA does not vectorise on CPUs.
+    For the maximum of a row this is `jnp.argmax`, but faster on CPUs, where XLA does not vectorise argmax.
     """
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.min(jnp.where(x == largest[:, None], column, x.shape[1] - 1), axis=1)
@@ -213,13 +214,13 @@ def octaves(scales: tuple[float, ...]) -> int:
 def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Array, Array, Array]:
     """Σ e, Σ e u and Σ e u² with e = exp(s u) and u = `shifted`, float32 [N, K], for each s of the K `scales`.
 
-    If the scales are L `octaves`, K/L exponentials of each u are computed; the others are squares of these. Each square
-    doubles the relative error of an exponential and rounds it once more.
+    If the scales are L `octaves`, only the K/L exponentials of the lowest octave are computed; each of the others is
+    the square of the one an octave below. A square doubles the relative error of an exponential and rounds once more.
     """
     levels = octaves(scales)
-    lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)
+    lowest = jnp.asarray(scales[: len(scales) // levels], jnp.float32)  # [K/L]
 
-    def step(e: Array, following: Array) -> tuple[Array, Array]:
+    def step(e: Array, next_scale: Array) -> tuple[Array, Array]:
         terms = []
         power = e
         for _ in range(levels):
@@ -229,17 +230,17 @@ def sums_at(scales: tuple[float, ...], shifted: Float[Array, "N C"]) -> tuple[Ar
         # One reduction of all terms reads e and u once. As the loop's carry, e is computed once, not for each term.
         zeros = (jnp.zeros((), jnp.float32),) * len(terms)
         sums = jax.lax.reduce(tuple(terms), zeros, lambda x, y: tuple(map(jnp.add, x, y)), (1,))
-        return jnp.exp(following * shifted), jnp.stack(sums)
+        return jnp.exp(next_scale * shifted), jnp.stack(sums)
 
-    _, sums = jax.lax.scan(step, jnp.exp(lowest[0] * shifted), jnp.roll(lowest, -1))
+    _, sums = jax.lax.scan(step, jnp.exp(lowest[0] * shifted), jnp.roll(lowest, -1))  # [K/L, 3 L, N]
     by_level = sums.reshape(len(lowest), levels, 3, -1)
-    # The scales ascend by level, and within a level as `lowest` does.
-    weight, first, second = by_level.transpose(2, 3, 1, 0).reshape(3, shifted.shape[0], len(scales))
+    by_sum = by_level.transpose(2, 3, 1, 0)  # [3, N, L, K/L]: the scales ascend by octave, then as `lowest` does
+    weight, first, second = by_sum.reshape(3, shifted.shape[0], len(scales))
     return weight, first, second
 
 
 def clip_infinities(x: Array) -> Array:
-    """Replaces ±infinity by the largest finite numbers, so that 0 times it is 0; NaN stays."""
+    """`x` with ±infinity replaced by the largest finite numbers, so that 0 times it is 0; NaN stays."""
     largest = jnp.finfo(x.dtype).max
     return jnp.clip(x, -largest, largest)
 
@@ -250,8 +251,8 @@ def inverse_weight(weight: Float[Array, " N"]) -> Float[Array, " N"]:
 
 
 def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array, Array, Array]:
-    """log Σ exp(s·d), E[d] and Var[d] of the differences d from the largest logit."""
-    e = jnp.exp(jnp.broadcast_to(s, difference.shape[:-1])[..., None] * difference)
+    """log Σ exp(s·d), E[d] and Var[d] of the differences d of the logits from the largest one, [...] each."""
+    e = jnp.exp(jnp.broadcast_to(s, difference.shape[:-1])[..., None] * difference)  # [..., V]
     weight = jnp.sum(e, axis=-1)
     mean = jnp.sum(e * difference, axis=-1) / weight
     spread = jnp.square(difference - jax.lax.stop_gradient(mean)[..., None])
@@ -260,7 +261,7 @@ def dense_cumulants(difference: Float[Array, "... V"], s: Array) -> tuple[Array,
 
 
 def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[str, Array]:
-    """`sums`, some of Σe ("weight"), Σeu ("first") and Σeu² ("second"), for a reference that is higher by −`delta`.
+    """The sums Σe ("weight"), Σeu ("first") and Σeu² ("second") for another reference logit: the old one minus `delta`.
 
     Σe' = r Σe, Σe'u' = r (Σeu + δ Σe), Σe'u'² = r (Σeu² + 2δ Σeu + δ² Σe) with r = exp(s δ), `ratio`.
     """
@@ -277,18 +278,18 @@ def rebase_sums(sums: Mapping[str, Array], delta: Array, ratio: Array) -> dict[s
 def merge(a: Moments, b: Moments, scale: Float[Array, " N"] | Float[Array, "1 K"]) -> Moments:
     """The moments of two disjoint pieces of the vocabulary together; `scale` is what `Options.scales_of_sums` returns.
 
-    Associative and commutative. The sums of both move to the larger maximum; `expected_row` is averaged by weight.
+    Associative and commutative. Sums move to the larger maximum and are added; `expected_row` is averaged by weight.
     """
     largest = jnp.maximum(a.max_logit, b.max_logit)
 
     def terms(piece: Moments) -> dict[str, Array]:
         present = {name: x for name, x in piece._asdict().items() if x is not None}
         delta = jnp.maximum(piece.max_logit - largest, FLOOR)
-        delta = delta if scale.ndim == 1 else delta[:, None]
-        sums = rebase_sums(present, delta, jnp.exp(scale * delta))
+        delta = delta if scale.ndim == 1 else delta[:, None]  # [N], or [N, 1] beside [N, K]
+        terms = rebase_sums(present, delta, jnp.exp(scale * delta))
         if "expected_row" in present:
-            sums["expected_row"] = sums["weight"][:, None] * present["expected_row"]
-        return sums | {name: present[name] for name in ("total", "target") if name in present}
+            terms["expected_row"] = terms["weight"][:, None] * present["expected_row"]
+        return terms | {name: present[name] for name in ("total", "target") if name in present}
 
     argmax = None
     if a.argmax is not None and b.argmax is not None:

@@ -33,9 +33,8 @@ def top_logits(
 ) -> TopLogits:
     """The k largest of the logits z = softcap(h Wᵀ + b), with their indices in the vocabulary.
 
-    The indices come from one pass over chunks of the vocabulary, or of each device's part of it, that is not
-    differentiated. Then those k rows of the unembedding are gathered and their logits computed again: whatever V, the
-    gradient costs as much as the gradient of k·N logits.
+    The indices come from one pass over chunks of the vocabulary, or of each device's part, that is not differentiated.
+    Then the k rows of the unembedding are gathered and their logits computed again: the gradient is of k·N logits only.
 
     Args:
         hidden, unembedding, bias, softcap: as in `vocab_stats`.

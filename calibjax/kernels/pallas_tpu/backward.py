@@ -3,12 +3,10 @@
 The sums of dh [tokens, D] stay on chip while the vocabulary streams past, those of dW [columns, D] while the tokens do.
 Each kernel computes the logits again, or reads their saved exponentials, forms dz block by block in float32, rounds it
 to the inputs' dtype, and multiplies at once. Logits and dz are [columns, tokens]: per-token values lie along lanes, and
-dz is the left operand of dzᵀ·h and, after a transposition in registers, of dz·W. No sum is split between grid steps
-that could run in another order: results are the same from run to run.
+dz is the left operand of dzᵀ·h and, transposed in registers, of dz·W. The order of all sums is the same in every run.
 
 Saved exponentials (`Exponentials`) have the inputs' dtype. bfloat16 has the range of float32, and rounds by up to 2⁻⁸,
-as dz is rounded for its products once more. At a one-hot that is not enough: in p − 1 all digits of p can cancel. There
-dz is computed from the exact logit.
+as dz is for its products. At a one-hot, where all digits of p − 1 can cancel, dz is computed from the exact logit.
 """
 
 import functools
@@ -131,10 +129,12 @@ def write_dz(
     references: Any = None,
     unit: int = 0,
 ) -> None:
-    """Writes dz [columns, tokens] of transposed logits, and adds it to `bias_sums_ref` [columns, 128] if not None.
+    """Writes dz from transposed logits, both [columns, tokens]; adds it to `bias_sums_ref` [columns, 128], if given.
 
-    The first column has the index `start`; `counts` of columns and of tokens exist, and dz is 0 beyond them. With
-    `references`, of `unit` columns each, `z_ref` has `Exponentials.values`.
+    The first column has the index `start` in the vocabulary; `counts` of columns and tokens exist, and dz is 0 beyond.
+    With `references`, of `unit` columns each, `z_ref` holds `Exponentials.values` instead of logits.
+
+    The arithmetic is on tiles of 8 columns and 128 tokens, which are written in pairs: 16-bit tiles have 16 columns.
     """
     columns, tokens = counts
     sublane = jax.lax.broadcasted_iota(jnp.int32, (8, LANES), 0)
@@ -143,36 +143,43 @@ def write_dz(
     height = 16 if size % 16 == 0 else 8
     for group in range(0, min(tokens, width), LANES):
         lanes = pl.ds(group, LANES)
+        per_token = _tiles_of_values(places, tokens_ref, lanes, sublane)
+        dz_of_saved = None
+        for top in range(0, size, height):
+            if references is not None and top % unit == 0:
+                row = top // unit * 8
+                dz_of_saved = dz_of_unit(options, references[row : row + 8, lanes], per_token)
+            rows = z_ref[top : top + height, lanes].astype(jnp.float32)
+            tiles = []
+            for column in range(top, top + height, 8):
 
-        def value(name: str, lanes=lanes) -> Array:
-            row = places[name]
-            x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
-            return x.astype(jnp.int32) - sublane if name.startswith("ids") else x
+                def hit(k: int, column=column, per_token=per_token) -> Array:
+                    return per_token[f"ids{k}"] - start == column
 
-        per_token = {name: value(name) for name in places if name != "valid"}
-        dz_of = None
-        for k in range(0, size, height):
-            pieces = []
-            if references is not None and k % unit == 0:
-                row = k // unit * 8
-                dz_of = dz_of_unit(options, references[row : row + 8, lanes], per_token)
-            rows = z_ref[k : k + height, lanes].astype(jnp.float32)
-            for half in range(k, k + height, 8):
-
-                def hit(index: int, place=half, per_token=per_token) -> Array:
-                    return per_token[f"ids{index}"] - start == place
-
-                z = rows[half - k : half - k + 8]
-                if dz_of is None:
+                z = rows[column - top : column - top + 8]
+                if dz_of_saved is None:
                     dz = dz_of_logits(options, common.softcap_in_units(options, z), per_token.get, hit)
                 else:
-                    dz = dz_of(z, hit)
-                dz = dz if tokens - group >= LANES else jnp.where(lane < tokens - group, dz, 0.0)
-                dz = dz if columns - half >= 8 else jnp.where(sublane < columns - half, dz, 0.0)
+                    dz = dz_of_saved(z, hit)
+                if tokens - group < LANES:
+                    dz = jnp.where(lane < tokens - group, dz, 0.0)
+                if columns - column < 8:
+                    dz = jnp.where(sublane < columns - column, dz, 0.0)
                 if bias_sums_ref is not None:
-                    bias_sums_ref[half : half + 8, :] += dz
-                pieces.append(dz)
-            dz_ref[k : k + height, lanes] = jnp.concatenate(pieces, axis=0).astype(dz_ref.dtype)
+                    bias_sums_ref[column : column + 8, :] += dz
+                tiles.append(dz)
+            dz_ref[top : top + height, lanes] = jnp.concatenate(tiles, axis=0).astype(dz_ref.dtype)
+
+
+def _tiles_of_values(places: Places, tokens_ref: Any, lanes: Any, sublane: Array) -> dict[str, Array]:
+    """The per-token values of 128 tokens, [8, 128] each; ids are relative to the `sublane`."""
+    values = {}
+    for name, row in places.items():
+        if name == "valid":
+            continue
+        x = jnp.broadcast_to(tokens_ref[row : row + 1, lanes], (8, LANES))
+        values[name] = x.astype(jnp.int32) - sublane if name.startswith("ids") else x
+    return values
 
 
 def _begin(refs: Refs, sums: Any) -> None:
@@ -214,7 +221,6 @@ def _kernel(
         pl.when(refs.clears[step] > 0)(lambda: _clear(refs, places))
 
     def unit_at(c: int) -> tuple[Any, Any]:
-        """The columns and the tokens of a unit."""
         part = pl.ds(c * unit, unit)
         return (part, slice(None)) if for_hidden else (slice(None), part)
 

@@ -155,9 +155,8 @@ def choose(
 ) -> Blocks:
     """The first preference that fits, no taller than the tokens need; for float32 at most 512 tokens and columns.
 
-    `sizes`: N, D and the bytes of an entry; `saved`, `count`: as in `vmem_bytes`. A float32 product takes six passes
-    of the matrix units: small blocks keep them as busy, and large ones take minutes to compile. Raises
-    NotImplementedError where none fits.
+    `sizes`: N, D and the bytes of an entry; `saved`, `count`: as in `vmem_bytes`. A float32 product takes six passes:
+    small blocks keep the matrix units as busy and compile sooner. Raises NotImplementedError where none fits.
     """
     tokens, width, itemsize = sizes
     tried_first = preferences.get(f"{kernel}, saved", ()) if saved else ()

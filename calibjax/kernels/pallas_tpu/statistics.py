@@ -1,14 +1,12 @@
 """TPU kernels of the statistics with the vocabulary along sublanes and tokens along lanes.
 
 A running value [8, tokens] takes eight rows of logits [columns, tokens] at a time by elementwise operations, and only
-at the end are its eight sublanes merged, by `stats.merge`'s rule. `expected_row` uses the functions from `running` to
-`add_pieces` for its running values [tokens, 128].
+at the end are its eight sublanes merged, as by `stats.merge`. `expected_row` shares `running` to `add_pieces`.
 
 `at_scales` sums at K scales that all tokens have: three sums per scale, of one logit each. The vector unit is the
 limit: six operations for a logit and scale, 97% of its slots on v6e. A loop over groups of tokens forms the logits of
 one block of the vocabulary and, in the same code, the sums of the block before. With scales in octaves
-(`stats.octaves`) an exponential is the square of the one an octave below, and the sums of one chain of octaves stay in
-registers while the columns of the block pass.
+(`stats.octaves`) an exponential is the square of the one an octave below, and the sums of a chain stay in registers.
 """
 
 import functools
@@ -164,7 +162,6 @@ def kernel(refs: Refs, *, options: Options, vocab_size: int, blocks: Blocks) -> 
                 _save(options, refs.saved.at[pl.ds(offset, unit), lanes], pieces, weights)
 
     def absorb_last(count: int):
-        """The last unit of a block with `count` columns."""
         last = pl.cdiv(count, unit) - 1
         absorb(last % 2, last * unit, count - last * unit)
 
