@@ -105,7 +105,7 @@ TABLE = {
     "losses/per_token.py": [
         ("jnp.maximum(-jnp.expm1(log_prob), 1e-12)", "-jnp.expm1(log_prob)", "losses/test_per_token.py -k certainty"),
         ("jnp.where(right, 0.0, stats", "(stats", "losses/test_per_token.py -k removed_entries"),
-        ("n_known - n_right)", "n_known)", "losses/test_per_token.py -k selective"),
+        (".astype(jnp.float32) - n_right", ".astype(jnp.float32)", "losses/test_per_token.py -k selective"),
     ],
     "losses/bounds.py": [("math.log(gap) + log_one", "math.log(gap) - log_one", "losses/test_bounds.py")],
     "losses/long_horizon.py": [
@@ -121,9 +121,9 @@ TABLE = {
         ("(high - (total - added)) + (x - added)", "0.0 * low", "metrics/test_bootstrap.py -k digits"),
     ],
     "metrics/errors.py": [("/ (several - 1)", "/ several", "metrics/test_laws.py -k formulas")],
-    "metrics/ranking.py": [("b.value_before + b.value / 2", "b.value_before + b.value", LAWS)],
+    "metrics/ranking.py": [("blocks.value_before + blocks.value / 2", "blocks.value_before + blocks.value", LAWS)],
     "metrics/local.py": [("/ jnp.maximum(n_b - 2, 1.0)", "/ jnp.maximum(n_b - 1, 1.0)", f"{LAWS} or grouping")],
-    "metrics/_points.py": [("~some_unknown", "~jnp.any(~known)", LAWS)],
+    "metrics/_points.py": [("~some_invalid", "~jnp.any(~is_valid)", LAWS)],
     "metrics/intervals.py": [
         ("(groups / max(groups - 1, 1))", "1.0", "metrics/test_intervals.py -k folded_normal"),
         ("(below + ties / 2) /", "(below + ties) /", "metrics/test_bootstrap.py -k comparison"),
@@ -241,7 +241,7 @@ TABLE = {
             "data/test_table.py -k server-chat",
         ),
         ('if item["rank"] <= len(listed)', 'if item["rank"]', "data/test_table.py -k unlikely"),
-        ("joined.lstrip().startswith(text)", "place == 0", "data/test_table.py -k reasoning"),
+        ("readable.lstrip().startswith(answer)", "place == 0", "data/test_table.py -k reasoning"),
         ("not _UNKNOWN_LOG_PROB < value", "not _UNKNOWN_LOG_PROB <= value", "data/test_table.py -k sentinel"),
     ],
     "data/formats.py": [

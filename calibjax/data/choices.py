@@ -13,12 +13,20 @@ from calibjax.data.sequences import Sequences, make_sequences
 from calibjax.data.source import Row, Rows, Skipped, is_text, with_names
 from calibjax.runtime.errors import UserError
 
-# Text before the letter. The first cue after which every letter is a single token is used.
+# Texts before the letter: the first one after which every letter is a single token is used.
 _CUES = ("Answer: ", "Answer:", "Answer ", "Answer")
 _LETTERS = string.ascii_uppercase
 _CONTEXT = ("context", "passage", "article")
 _QUESTION = ("question", "question_stem")
 _COLUMNS = (*_QUESTION, *_CONTEXT, "choices", "options", "answer", "answerKey", "answer_idx", "subject", *_LETTERS)
+
+
+class _Question(NamedTuple):
+    place: str  # of the row, for messages
+    text: str  # up to the cue
+    answer: int  # index of the right choice
+    choices: int  # number of choices
+    subject: str
 
 
 class Choices(NamedTuple):
@@ -46,35 +54,34 @@ def choice_sequences(
     """Renders questions without few-shot examples, and samples from those that fit the model's context.
 
     A question is `"{question}\\nA. {choice}\\nB. {choice}\\n...\\nAnswer: "` and a letter, the common format of MMLU
-    (Hendrycks et al. 2021, arXiv 2009.03300); without space, colon or both where some letter is not a single token.
+    (Hendrycks et al. 2021, arXiv 2009.03300). Where a letter is not a single token, space, colon or both are left out.
 
     Args:
-        rows: with the columns question (or question_stem), choices (or options), equally many in each row, and answer,
-            and optionally subject and context (or passage, article), which is written before the question. Choices are
-            a list, or ARC's {"text": [...], "label": [...]}, or columns A, B, ...; the answer (or answerKey) is the
-            index of the right one, from 0, or its label: A, B, ..., or ARC's.
+        rows: with the columns question (or question_stem), choices (or options) and answer (or answerKey), and
+            optionally subject and context (or passage, article), which is written before the question. Choices are a
+            list, or ARC's {"text": [...], "label": [...]}, or columns A, B, ...; every row has the same number of them.
+            The answer is the index of the right choice, from 0, or its label: A, B, ..., or ARC's.
         max_tokens: largest number of inputs of the model; longer questions are dropped.
         limit: number of questions to draw at random by `seed`, in the order of the rows; by default all.
 
     Raises:
         UserError: a row is not a question, a letter is never a single token, or no question is short enough.
     """
-    questions, subjects, skipped, count = [], [], Skipped(), 0
+    questions: list[_Question] = []
+    skipped = Skipped()
     for place, named in rows.placed(skipped):
         row = with_names(named, _COLUMNS)
+        count = questions[0].choices if questions else 0
         try:
-            text, answer, count = _question(row, place, count)
+            questions.append(_question(row, place, count))
         except UserError as error:
             if not rows.skip_broken:
                 raise
             skipped.add(error)
-            continue
-        questions.append((place, text, answer))
-        subjects.append(str(row.get("subject", "")))
     if not questions:
         raise UserError(f"{rows.name}: no row can be read; the first: {skipped.first}")
-    cue, letters = _letter_ids(tokenizer, count)
-    texts = [text + cue + _LETTERS[answer] for _, text, answer in questions]
+    cue, letters = _letter_ids(tokenizer, questions[0].choices)
+    texts = [question.text + cue + _LETTERS[question.answer] for question in questions]
     encoded: Any = tokenizer(texts, verbose=False)
     ids = [np.asarray(tokens, np.int32) for tokens in encoded["input_ids"]]
     short = np.flatnonzero([len(tokens) - 1 <= max_tokens for tokens in ids])
@@ -88,24 +95,31 @@ def choice_sequences(
     examples = []
     for number in chosen:
         tokens = ids[number]
-        place, _, answer = questions[number]
-        if tokens[-1] != letters[answer]:
-            raise UserError(f"{place}: the last token of the question is not the letter.")
+        if tokens[-1] != letters[questions[number].answer]:
+            raise UserError(f"{questions[number].place}: the last token of the question is not the letter.")
         is_last = np.arange(len(tokens)) == len(tokens) - 1
         examples.append(Example(tokens, is_last, int(number)))
     sequences = make_sequences(examples, max(len(example.tokens) for example in examples), layout="pad")
-    chosen_subjects = tuple(subjects[number] for number in chosen)
-    return Choices(sequences, letters, cue, chosen_subjects, len(ids) - len(short), len(ids), skipped)
+    subjects = tuple(questions[number].subject for number in chosen)
+    too_long = len(ids) - len(short)
+    return Choices(sequences, letters, cue, subjects, too_long, read=len(ids), skipped=skipped)
 
 
-def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
-    """The text up to the cue, the index of the right choice and the number of choices: `count`, unless it is 0."""
+def _labelled_choices(row: Row) -> tuple[Any, list[str]]:
+    """The choices of a row, unchecked, and the labels by which its answer may name them."""
     columns = itertools.takewhile(lambda letter: row.get(letter) not in (None, ""), _LETTERS)
-    choices: Any = row.get("choices", row.get("options", [row[letter] for letter in columns]))
-    labels, answer = list(_LETTERS), row.get("answer_idx", row.get("answer", row.get("answerKey")))
-    if isinstance(choices, Mapping):  # ARC's, or MedQA's, which are named by their labels
-        labels = [str(label) for label in choices.get("label") or (_LETTERS if "text" in choices else choices)]
-        choices = choices.get("text") or list(choices.values())
+    choices = row.get("choices", row.get("options", [row[letter] for letter in columns]))
+    if not isinstance(choices, Mapping):
+        return choices, list(_LETTERS)
+    default_labels = _LETTERS if "text" in choices else choices  # ARC's are lists; in MedQA's, labels are the keys
+    labels = [str(label) for label in choices.get("label") or default_labels]
+    return choices.get("text") or list(choices.values()), labels
+
+
+def _question(row: Row, place: str, count: int) -> _Question:
+    """The question of a row, which must have `count` choices, unless that is 0."""
+    choices, labels = _labelled_choices(row)
+    answer = row.get("answer_idx", row.get("answer", row.get("answerKey")))
     if str(answer) in labels:
         answer = labels.index(str(answer))
     elif isinstance(answer, str) and answer.isdecimal():
@@ -121,7 +135,8 @@ def _question(row: Row, place: str, count: int) -> tuple[str, int, int]:
     if not all(isinstance(part, str | int | float) and is_text(str(part)) for part in parts):
         raise UserError(f"{place}: expected Unicode text in question, context and choices, got {ascii(parts)[:60]}.")
     lines = [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False)]
-    return "\n".join([*map(str, question), *lines, ""]), answer, count
+    text = "\n".join([*map(str, question), *lines, ""])
+    return _Question(place, text, answer, count, subject=str(row.get("subject", "")))
 
 
 def _letter_ids(tokenizer: Tokenizer, count: int) -> tuple[str, tuple[int, ...]]:

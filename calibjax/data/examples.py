@@ -171,7 +171,6 @@ def _encode_long(
 
 
 def _special_tokens(encode: Callable[..., np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that the tokenizer adds before and after any text."""
     plain, whole = encode("a"), encode("a", True)
     for start in range(len(whole) - len(plain) + 1):
         if np.array_equal(whole[start : start + len(plain)], plain):

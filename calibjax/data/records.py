@@ -1,8 +1,8 @@
 """Records of other tools as rows of a table: responses of servers with log-probabilities, and samples of lm-eval.
 
-Each choice in a response of OpenAI, vLLM, SGLang, llama.cpp or Ollama is a row: `answer`, its number of `tokens`, and a
-confidence by every aggregation of the tokens' probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), `confidence`
-(the same), `arithmetic_mean`, `product` and `minimum`. `correct` is a list where a response has several choices.
+Each choice in a response of OpenAI, vLLM, SGLang, llama.cpp or Ollama becomes a row: `answer`, its number of `tokens`,
+and aggregations of their probabilities p_1 ... p_n: `length_normalised` (Π p)^(1/n), `confidence` (the same),
+`arithmetic_mean`, `product` and `minimum`. Where a response has several choices, its `correct` is a list.
 
 With `per_token`, each token of a text that the server scored is a row: `logits` are the log-probabilities of the K most
 likely tokens and of all others together as one more outcome; `label` is the place of the text's token. Temperature
@@ -19,33 +19,35 @@ from calibjax.data.source import Placed, Row, Rows
 from calibjax.runtime.errors import UserError
 
 _UNKNOWN_LOG_PROB = -9999.0  # what OpenAI writes in place of a log-probability that is not known
+_PARTS = ("choices", "output", "logprobs", "completion_probabilities")  # lists in a response
+_SERVER_KEYS = {"message", "logprobs", "logprob", "type", "probs"}  # of their entries, unlike the options of a question
 
 
 def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
     """The rows of a table. Records are flattened, with `per_token` to one row per token; other rows are unchanged."""
-    columns = next((row for row in rows if not _body(row).get("error")), rows.first)
-    body = _body(columns)
-    names = ("choices", "output", "logprobs", "completion_probabilities")
-    parts = [part for name in names for part in _records(body.get(name))[:1]]
-    server_keys = {"message", "logprobs", "logprob", "type", "probs"}  # unlike the options of a question
-    is_samples = {"doc_id", "filtered_resps"} <= columns.keys()
-    if parts and ("confidence" not in columns or any(server_keys & part.keys() for part in parts)):
+    first_row = next((row for row in rows if not _body(row).get("error")), rows.first)
+    first_parts: list[Row] = []
+    for name in _PARTS:
+        first_parts += _records(_body(first_row).get(name))[:1]
+    has_server_keys = any(_SERVER_KEYS & part.keys() for part in first_parts)
+    is_sample = {"doc_id", "filtered_resps"} <= first_row.keys()
+    if first_parts and ("confidence" not in first_row or has_server_keys):
         flatten: Callable[[Row], list[Row]] = _scored_tokens if per_token else _answers
     elif per_token:
-        raise UserError(f"per_token: {rows.name}: expected server responses with choices, got {', '.join(columns)}.")
-    elif is_samples:
+        raise UserError(f"per_token: {rows.name}: expected server responses with choices, got {', '.join(first_row)}.")
+    elif is_sample:
         reads_texts = all(_option_of_text(row) is not None for row in rows)  # else targets are indices
         if reads_texts and any(_contradicts(True, row) for row in rows):  # acc can be of indices that are texts as well
             reads_texts = any(_contradicts(False, row) for row in rows)
         flatten = functools.partial(_options, reads_texts)
     else:
         return rows
-    several = (len(_records(_body(row).get("choices"))) > 1 for row in rows)
-    has_groups = per_token or (flatten is _answers and any(several))
+    has_several_choices = (len(_records(_body(row).get("choices"))) > 1 for row in rows)
+    has_groups = per_token or (flatten is _answers and any(has_several_choices))
 
     def read() -> Iterator[Placed]:
-        filters: dict[str, Any] = {}  # of each question of lm-eval, whose samples hold it once for each filter
-        streamed = set()  # ids of responses of which a part was read: the last one looks like a whole response
+        filters: dict[str, Any] = {}  # question of lm-eval -> the filter of its first row
+        streamed: set[str] = set()  # ids of responses of which a part was read: the last part looks like a response
         for number, (place, row) in enumerate(rows.every()):
             if isinstance(row, UserError):
                 yield place, row
@@ -55,8 +57,8 @@ def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
                 if name in streamed or _is_part(row):
                     streamed.add(name)
                     raise UserError("a part of a streamed response; save whole responses (stream=false).")
-                flat = flatten(row)
-                if is_samples:
+                records = flatten(row)
+                if is_sample:
                     question, filter = row["doc_id"], row.get("filter")
                     first = filters.setdefault(f"{question} {row.get('doc_hash')}", filter)
                     if first != filter:
@@ -67,8 +69,8 @@ def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 yield place, UserError(f"{place}: not a record as in the first row ({type(error).__name__}: {error}).")
             else:
-                group = str(row.get("custom_id") or _body(row).get("id") or number)
-                for record in flat:
+                group = str(row.get("custom_id") or name)
+                for record in records:
                     yield place, {"group": group, **record} if has_groups else record
 
     return Rows(read, name=rows.name, skip_broken=rows.skip_broken)
@@ -77,8 +79,8 @@ def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
 def with_truth(rows: Rows, truth: Rows) -> Rows:
     """Rows with the columns of a second file, such as `correct`.
 
-    Rows belong together if they have the same `custom_id` or `id`, which may be in the response; if `truth` has neither
-    column, by their order. Raises `UserError` for a repeated id, a row that `truth` lacks, and a column that both have.
+    Rows are matched by `custom_id` or `id`, which may be in the response; if `truth` has neither column, by their
+    order. Raises `UserError` for a repeated id, a row that `truth` lacks, and a column that both have.
     """
     name = next((name for name in ("custom_id", "id") if name in truth.first), None)
     if name is None and {"custom_id", "id"} & {column.casefold() for column in truth.first}:
@@ -95,8 +97,8 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
         more = {column: value for column, value in known.get(key, {}).items() if column != name}
         if not more:
             return UserError(f"{place}: {truth.name} has no row for it ({name or 'row'} {key}); add one.")
-        if both := more.keys() & row.keys():
-            return UserError(f"{place}: the column {min(both)} is in {truth.name} too; remove one of them.")
+        if in_both := more.keys() & row.keys():
+            return UserError(f"{place}: the column {min(in_both)} is in {truth.name} too; remove one of them.")
         return {**row, **more}
 
     def read() -> Iterator[Placed]:
@@ -110,7 +112,7 @@ def with_truth(rows: Rows, truth: Rows) -> Rows:
 
 
 class _Choice(NamedTuple):
-    """An answer of a server with the `reasoning` before it, or a text that it scored, whose first log_prob is None."""
+    """An answer of a server with the reasoning before it, or a text that it scored, whose first log_prob is None."""
 
     text: str | None
     reasoning: str
@@ -120,10 +122,11 @@ class _Choice(NamedTuple):
 
 
 def _body(row: Row) -> Row:
-    """The response: the row itself, or what batches and logs put around it."""
+    """The response: the row itself, or what is inside the entries that batches and logs put around it."""
     for name in ("response", "body"):
         inner = row.get(name)
-        row = inner if isinstance(inner, Mapping) else row
+        if isinstance(inner, Mapping):
+            row = inner
     return row
 
 
@@ -138,9 +141,10 @@ def _scalars(row: Row) -> dict[str, Any]:
 def _is_part(row: Row) -> bool:
     """Whether a row is a part of a streamed response, not the last one, of OpenAI, llama.cpp or Ollama."""
     body = _body(row)
-    ends = [choice.get("finish_reason", "") for choice in _records(body.get("choices")) if "text" in choice]
-    has_delta = any("delta" in part for part in (body, *_records(body.get("choices"))))
-    return has_delta or None in ends or body.get("stop") is False or body.get("done") is False
+    choices = _records(body.get("choices"))
+    has_delta = any("delta" in part for part in (body, *choices))
+    is_unfinished = any("text" in choice and choice.get("finish_reason", "") is None for choice in choices)
+    return has_delta or is_unfinished or body.get("stop") is False or body.get("done") is False
 
 
 def _read_choices(row: Row) -> list[_Choice]:
@@ -180,10 +184,14 @@ def _from_items(items: list[Row], text: str | None, reasoning: str) -> _Choice:
     if not items:
         ask = "ask the server for them (logprobs=true, or =5); a refusal and a tool call may have none"
         raise UserError(f"the response holds no log-probabilities; {ask}.")
-    # The text of a token that holds a part of a character is a substitute; its bytes are not.
-    given = [(item["token"], item.get("bytes")) for item in items]
-    tokens = [token if part is None else bytes(part).decode(errors="surrogateescape") for token, part in given]
-    return _Choice(text, reasoning, tokens, [item["logprob"] for item in items], [])
+    tokens = []
+    for item in items:
+        token = item["token"]
+        if item.get("bytes") is not None:  # exact also where a token is a part of a character, which "token" replaces
+            token = bytes(item["bytes"]).decode(errors="surrogateescape")
+        tokens.append(token)
+    log_probs = [item["logprob"] for item in items]
+    return _Choice(text, reasoning, tokens, log_probs, [])
 
 
 def _answers(row: Row) -> list[Row]:
@@ -200,7 +208,9 @@ def _answers(row: Row) -> list[Row]:
         if not log_probs:
             raise UserError("expected an answer of at least one token, got none; remove the row or give --skip-broken.")
         answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs), **_scalars(row)}
-        flat.append({**answer, "correct": correct[number]} if isinstance(correct, list) else answer)
+        if isinstance(correct, list):
+            answer["correct"] = correct[number]
+        flat.append(answer)
     return flat
 
 
@@ -213,15 +223,16 @@ def _checked_log_prob(value: float | None, place: int) -> float:
 def _reasoning_tokens(choice: _Choice) -> int:
     """The number of tokens before the answer, if the server counts those of the reasoning."""
     # Servers without a parser of reasoning leave it in the text.
-    _, end, text = (choice.text or "").strip().rpartition("</think>")
-    is_cut = text.startswith("<think>")
+    _, end, answer = (choice.text or "").strip().rpartition("</think>")
+    is_cut = answer.startswith("<think>")  # the reasoning was not finished
     if not (choice.reasoning or end or is_cut):
         return 0
-    after, text = "", "" if is_cut else text.strip()
+    answer = "" if is_cut else answer.strip()
+    tail = ""
     for place in reversed(range(len(choice.tokens))):
-        after = choice.tokens[place] + after
-        joined = after.encode(errors="surrogateescape").decode(errors="replace")
-        if text and joined.lstrip().startswith(text):
+        tail = choice.tokens[place] + tail
+        readable = tail.encode(errors="surrogateescape").decode(errors="replace")
+        if answer and readable.lstrip().startswith(answer):
             return place
     raise UserError("the tokens do not hold the answer, so its tokens cannot be told from those of the reasoning.")
 
@@ -284,24 +295,29 @@ def _token_rows(text: _Choice, end: int) -> Iterator[Row]:
     """A row for each token but the first, up to `end`, where the answer begins."""
     fewest = min(len(top or ()) for top in text.top[1:end])
     for place in range(1, end):
-        # A server lists the text's own token beside the K most likely ones: it belongs to the others.
+        # A server may list the text's own token beyond the K most likely ones: there it belongs to the others.
         ranked = sorted((text.top[place] or {}).items(), key=lambda item: -item[1])[:fewest]
         names = [name for name, _ in ranked]
         logits = [float(value) for _, value in ranked]
-        others = 1.0 - math.fsum(map(math.exp, logits))
+        others = 1.0 - math.fsum(map(math.exp, logits))  # their probability
+        logits.append(math.log(max(others, 1e-12)))
         token = text.tokens[place]
         label = names.index(token) if token in names else len(names)
-        yield {"token": token, "logits": [*logits, math.log(max(others, 1e-12))], "label": label}
+        yield {"token": token, "logits": logits, "label": label}
 
 
 def _option_of_text(row: Row) -> int | None:
-    """The option whose text is the target of a sample of lm-eval, by its requests: (prompt, option) in `arguments`."""
-    requests, target = row.get("arguments"), str(row.get("target", "")).strip()
-    if isinstance(requests, Mapping):
-        requests = [[*pair.values()] for pair in requests.values() if isinstance(pair, Mapping)]
-    pairs = requests if isinstance(requests, list) else []
-    texts = [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
-    return texts.index(target) if target in texts and len(set(texts)) > 1 else None  # else the prompts differ
+    """The index of the option that is the target of a sample of lm-eval; `arguments` holds pairs (prompt, option)."""
+    pairs = row.get("arguments")
+    if isinstance(pairs, Mapping):
+        pairs = [list(pair.values()) for pair in pairs.values() if isinstance(pair, Mapping)]
+    if not isinstance(pairs, list):
+        return None
+    options = [str(pair[1]).strip() for pair in pairs if isinstance(pair, list) and len(pair) > 1]
+    target = str(row.get("target", "")).strip()
+    if len(set(options)) < 2 or target not in options:  # with equal options the prompts differ
+        return None
+    return options.index(target)
 
 
 def _contradicts(reads_texts: bool, row: Row) -> bool:
@@ -313,9 +329,9 @@ def _contradicts(reads_texts: bool, row: Row) -> bool:
 
 
 def _options(reads_texts: bool, row: Row) -> list[Row]:
-    """A sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one.
+    """A row from a sample of lm-eval, whose numbers may be text: log-likelihoods of the options, and the right one.
 
-    `reads_texts`: the target is the text of an option, not its index.
+    `reads_texts`: whether the target is the text of an option, not its index.
     """
     answers = row["filtered_resps"]
     if len(answers) < 2 or not all(isinstance(answer, list) and len(answer) == 2 for answer in answers):
@@ -325,12 +341,17 @@ def _options(reads_texts: bool, row: Row) -> list[Row]:
     logits = [float(log_likelihood) for log_likelihood, _ in answers]
     largest = max(logits)
     chosen = logits.index(largest)
-    flat = {"confidence": 1 / math.fsum(math.exp(value - largest) for value in logits), "logits": logits}
-    target = str(row.get("target", "")).strip()
+    confidence = 1 / math.fsum(math.exp(value - largest) for value in logits)
+    flat = {"confidence": confidence, "logits": logits}
     correct = row.get("acc")
     if correct is not None:
         flat["correct"] = float(correct)
-    label = _option_of_text(row) if reads_texts else int(target) if target.isdecimal() else None
+    target = str(row.get("target", "")).strip()
+    label = None
+    if reads_texts:
+        label = _option_of_text(row)
+    elif target.isdecimal():
+        label = int(target)
     if label is not None and label < len(logits):
         if correct is not None and (label == chosen) != float(correct):
             raise UserError(f"target {target} and acc {correct} disagree: is acc of another choice?")

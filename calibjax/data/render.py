@@ -23,8 +23,7 @@ class Rendered(NamedTuple):
 def render_row(row: Row, format: Format, tokenizer: Tokenizer, place: str) -> Rendered:
     """Renders a row; its `place`, such as "line 7", is named in errors.
 
-    Prompts and conversations are rendered with the prompt template that is given, or the tokenizer's chat template;
-    without one, messages are joined by blank lines.
+    Prompts and conversations take the given template, or the tokenizer's; without one, blank lines join messages.
     """
     row = with_names(row, format.columns if format.is_plain else COLUMNS)
     if format.is_plain:

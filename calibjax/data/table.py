@@ -98,8 +98,7 @@ def read_table(
             Or records of servers and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
-            precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
-            the confidence where the table has no other.
+            precedence over a confidence that is not named. "confidences" -> names; the first may be the confidence.
         skip_broken: leave out rows that cannot be read; a note counts them.
         per_token: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
@@ -437,9 +436,8 @@ class _Columns:
         if per_row:
             self._require(name, good, "finite numbers of float32")
         elif not good.all():
-            raise UserError(
-                f"{self._path}: {name}: expected finite numbers of float32, row {good.argmin()} has others."
-            )
+            expected = f"finite numbers of float32, row {good.argmin()} has others"
+            raise UserError(f"{self._path}: {name}: expected {expected}.")
         return values.astype(np.float32)
 
     def class_scores(self, names: Mapping[str, str]) -> tuple[np.ndarray | None, np.ndarray | None]:

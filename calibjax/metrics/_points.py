@@ -55,18 +55,19 @@ def weights_of(where: Any, shape: tuple[int, ...]) -> Array:
 
 def points(confidence, correct, where, counts: bool = False) -> Points:
     """Makes `Points`. `where` is None, bool, or weights >= 0, which are whole numbers if `counts`."""
-    confidence, correct = (jnp.asarray(x).astype(jnp.float32) for x in (confidence, correct))
+    confidence = jnp.asarray(confidence).astype(jnp.float32)
+    correct = jnp.asarray(correct).astype(jnp.float32)
     weight = weights_of(where, confidence.shape)
-    known = _inside(confidence) & _inside(correct)
+    is_valid = _inside(confidence) & _inside(correct)
+    some_invalid = jnp.any((weight > 0) & ~is_valid)
+    usable = jnp.any(weight > 0) & jnp.all(_allowed(weight, counts)) & ~some_invalid
 
-    # Selection does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
-    confidence, correct = (jnp.where(known, x, 0.0) for x in (confidence, correct))
-    # At 0 and 1 the gradient passes whole, of which `jnp.clip` takes half.
-    confidence, correct = (jnp.where(x > 1, 1.0, jnp.where(x < 0, 0.0, x)) for x in (confidence, correct))
-    weights_are_valid = jnp.all(_allowed(weight, counts))
-    some_unknown = jnp.any((weight > 0) & ~known)
-    usable = jnp.any(weight > 0) & weights_are_valid & ~some_unknown
-    return Points(confidence, correct, weight, usable)
+    def clipped(x: Array) -> Array:
+        # This does not depend on the weights, so a bootstrap that is mapped over weights sorts only once.
+        x = jnp.where(is_valid, x, 0.0)
+        return jnp.where(x > 1, 1.0, jnp.where(x < 0, 0.0, x))  # at 0 and 1, `jnp.clip` would halve the gradient
+
+    return Points(clipped(confidence), clipped(correct), weight, usable)
 
 
 def _allowed(weight: Any, counts: bool) -> Any:
@@ -101,10 +102,10 @@ def metric(
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
-            bound = signature.bind(*args, **kwargs).arguments
-            values = {name: plain_array(value) for name, value in bound.items()}
+            arguments = signature.bind(*args, **kwargs).arguments
+            values = {name: plain_array(value) for name, value in arguments.items()}
             first, second, *_ = signature.parameters
-            check({name: values[name] for name in (first, second)}, values.get("where"), rank, counts)
+            check({first: values[first], second: values[second]}, values.get("where"), rank, counts)
             bandwidth = values.get("bandwidth")
             if bandwidth is not None and is_known(bandwidth) and not bandwidth > 0:
                 raise ValueError(f"bandwidth: expected a number above 0, got {bandwidth}.")
@@ -119,42 +120,44 @@ def metric(
 def check(arrays: Mapping[str, Any], where: Any = None, rank: int | None = 1, counts: bool = False) -> None:
     """Raises ValueError if shapes differ or, outside jit, if a weight or a point of positive weight is invalid.
 
-    `rank`: number of axes, of which the first counts points; None: all do, whatever their number.
+    `rank`: number of axes, the first of which is over points; None for any number of axes, all over points.
     """
-    arrays, where = {name: plain_array(array) for name, array in arrays.items()}, plain_array(where)
+    arrays = {name: plain_array(array) for name, array in arrays.items()}
+    where = plain_array(where)
     shapes = [np.shape(array) for array in arrays.values()]
     if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
         raise ValueError(f"{' and '.join(arrays)}: expected the same shape with {rank or 'any'} axes, got {shapes}.")
     shape = shapes[0] if rank is None else shapes[0][:1]
     if where is not None and np.shape(where) != shape:
         raise ValueError(f"where: expected one entry for each of {shape[0]} points, got shape {np.shape(where)}.")
-    for name, array in (*arrays.items(), ("where", np.True_ if where is None else where)):
+    given = arrays if where is None else {**arrays, "where": where}
+    for name, array in given.items():
         if np.dtype(array.dtype).kind in "cOSU":
             raise ValueError(f"{name}: expected real numbers, got {array.dtype}.")
-    if not all(map(is_known, (*arrays.values(), where))):
+    if not all(is_known(array) for array in given.values()):
         return
     weights = np.ones(shape) if where is None else np.asarray(where).astype(np.float64)
     float32 = np.finfo(np.float32)
-    overflows = weights > float32.max / max(weights.size, 1)  # their sum may
+    sum_may_overflow = weights > float32.max / max(weights.size, 1)
     underflows = (weights > 0) & (weights < float32.tiny)
-    bad = ~_allowed(weights, counts) | overflows | underflows
+    bad = ~_allowed(weights, counts) | sum_may_overflow | underflows
     if bad.any():
         kind = "whole numbers >= 0, how often each point counts" if counts else "finite weights >= 0, sums in float32"
         reason = " This metric depends on the number of points." if counts else ""
         raise ValueError(f"where: expected {kind}, got {_first(weights, bad)} ({bad.sum()} such points).{reason}")
     for name, array in arrays.items():
         values = np.asarray(array)
-        bad = (weights > 0) & ~_inside(values).all(axis=tuple(range(weights.ndim, values.ndim)))
+        axes_within_point = tuple(range(weights.ndim, values.ndim))
+        bad = (weights > 0) & ~_inside(values).all(axis=axes_within_point)
         if bad.any():
-            raise ValueError(
-                f"{name}: expected numbers in [0, 1], got {_first(values, bad)} ({bad.sum()} such points); "
-                "use where= to mask points that do not count."
-            )
+            hint = "use where= to mask points that do not count"
+            got = f"{_first(values, bad)} ({bad.sum()} such points)"
+            raise ValueError(f"{name}: expected numbers in [0, 1], got {got}; {hint}.")
 
 
 def _first(values: np.ndarray, bad: np.ndarray) -> str:
-    at = np.unravel_index(np.argmax(bad), bad.shape)
-    return f"{values[at]} at {', '.join(map(str, at))}"
+    place = np.unravel_index(np.argmax(bad), bad.shape)
+    return f"{values[place]} at {', '.join(map(str, place))}"
 
 
 def is_known(array: Any) -> bool:

@@ -6,8 +6,7 @@ equal size, and whole pools are drawn: the spread is the same, with a relative e
 resamples have 2.2%), and time and memory no longer grow with resamples × points.
 
 Intervals are percentiles, except for binned calibration errors, which are biased: `intervals` computes these. Draws
-depend only on the seed and the number of groups. Two metrics with the same seed and groups are therefore resampled
-together, which makes a comparison paired.
+depend only on the seed and the number of groups, so comparisons of two metrics with the same of both are paired.
 """
 
 import functools
@@ -81,8 +80,7 @@ def resample_sums(
 
     Args:
         sums: leading axis `[G]` of groups; or `[G, M]`, for M models on the same draws.
-        statistic: function of `CalibrationSums` `[R, bins]` (`[R, M, bins]` for M models; float64, numpy) that returns
-            `[R]`, or `[R, k]` for k values.
+        statistic: maps `CalibrationSums` `[R, bins]` (`[R, M, bins]` for M models; numpy float64) to `[R]` or `[R, k]`.
         resamples: number of bootstrap samples >= 1 (ValueError for fewer, or for no group).
         seed: of the draws.
     """

@@ -1,14 +1,12 @@
 """Intervals of binned calibration errors (ECE, RMSCE, MCE), whose plug-in estimates are biased upwards.
 
-Each resample adds this bias again, so a percentile interval may lie above the population's error and above the
-estimate. The intervals here invert a test instead:
+Each resample adds this bias again: percentile intervals may lie above the error and the estimate. Ours invert a test:
 
 1. The gap of bin b, g_b = Σ (confidence − correctness)/n, has approximately normal noise. Its covariance over bins (and
    models) is that of sums of independent groups, C = G/(G − 1) Σ_i u_i u_iᵀ/n², u_i = D_i − g n_i, where D_i sums
    confidence − correctness over group i and n_i is its number of points.
 2. Candidate gaps form one family that contains the observed gaps: |g_b| max(0, 1 − (λ s_b/g_b)²) for λ >= 0 (the
-   non-negative garrote, Breiman 1995: gaps within their noise shrink to 0 first) and |g_b| − λ s_b for λ < 0, with
-   s_b = C_bb^½.
+   non-negative garrote, Breiman 1995: gaps within their noise shrink to 0 first), |g_b| − λ s_b below; s_b² = C_bb.
 3. A candidate γ with error θ is accepted if the observed estimate lies between the 2.5% and the 97.5% quantile of the
    error of γ + noise (hybrid resampling, Chuang and Lai 2000). The accepted θ form the interval, which is extended to
    the estimate if it ends below it. The debiased estimate is the θ whose median estimate equals the observed one.
@@ -233,7 +231,6 @@ class _Observed(NamedTuple):
         return float((np.abs(self.centre[moves]) / self.noise_size[moves]).max(initial=0.0)) * (1 + 1e-9)
 
     def select(self, models: Bool[np.ndarray, " M"]) -> "_Observed":
-        """Some models, with positive weights."""
         fields = {name: getattr(self, name)[models] for name in ("gaps", "noise_size", "fraction", "centre")}
         return self._replace(**fields, noise=self.noise[:, models], weights=np.abs(self.weights[models]))
 
@@ -265,7 +262,6 @@ class _Observed(NamedTuple):
         return sign * np.where(step > 0, shrunk, size - step)
 
     def noisy_statistics(self, levels: _Levels) -> Float[np.ndarray, "K R"]:
-        """Statistic of each candidate plus noise."""
         return self._statistic(self.candidates(levels)[:, None] + self.noise)
 
     def solve(self, tails: Sequence[float], starts: _Levels, directions: _Direction, bounds: _Bounds) -> np.ndarray:

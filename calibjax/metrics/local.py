@@ -26,9 +26,9 @@ def local_calibration_error(
 ) -> Float[Array, ""]:
     """Local calibration error (LCE, Luo et al. 2022): the calibration gap among similar answers.
 
-    The mean over points i of LCE_i = |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij over the j in the bin of i,
-    with the kernel k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). With a large bandwidth, LCE_i is the
-    gap of the bin, and the mean is the ECE; with a small one, LCE_i is |confidence_i − correctness_i|.
+    It is the mean over points i of |Σ_j k_ij (confidence_j − correctness_j)| / Σ_j k_ij, where j runs over the points
+    in the bin of i and k_ij = exp(−mean_f |features_if − features_jf| / bandwidth). In the limit of a large bandwidth
+    it is the ECE, in that of a small one the mean of |confidence_i − correctness_i|.
 
     It takes O(N² F) time and O(N F) memory: subsample large sets.
 
@@ -39,17 +39,18 @@ def local_calibration_error(
     """
     data = points(confidence, correct, where)
     x = _features(features, data)
-    index = bin_index(data.confidence, bins)
+    index = bin_index(data.confidence, bins)  # [N]
     residual = data.confidence - data.correct
 
     def gap(point):
-        features, bin_ = point
-        distance = jnp.mean(jnp.abs(x - features[None, :]), axis=-1)
-        similar = jnp.where(index == bin_, data.weight * jnp.exp(-distance / bandwidth), 0.0)
-        return jnp.abs(jnp.sum(similar * residual)) / jnp.sum(similar)
+        point_features, point_bin = point
+        distance = jnp.mean(jnp.abs(x - point_features[None, :]), axis=-1)  # [N], to every point
+        kernel = data.weight * jnp.exp(-distance / bandwidth)
+        kernel = jnp.where(index == point_bin, kernel, 0.0)
+        return jnp.abs(jnp.sum(kernel * residual)) / jnp.sum(kernel)
 
-    gaps = jnp.where(data.weight > 0, jax.lax.map(gap, (x, index), batch_size=16), 0.0)
-    return data.mean(gaps)
+    gaps = jax.lax.map(gap, (x, index), batch_size=16)
+    return data.mean(jnp.where(data.weight > 0, gaps, 0.0))
 
 
 @metric("bins", counts=True)
@@ -61,12 +62,12 @@ def grouping_loss(
     bins: int = 15,
     where: AnyArray | None = None,
 ) -> Float[Array, ""]:
-    """Grouping loss, a lower bound: the variance of the probability of being right at equal confidence.
+    """Lower bound of the grouping loss: the variance of the probability of being right at equal confidence.
 
-    A hyperplane splits each bin into two regions. It goes through the mean feature of the bin and is orthogonal to the
-    line between the mean features of wrong and of right answers. The split is fitted on every second point that counts
-    and evaluated on the others, and vice versa; the estimates (Perez-Lebel et al. 2023) are averaged. A perfectly
-    calibrated model can have a large grouping loss. The order of the points should be random.
+    A perfectly calibrated model can have a large grouping loss. The estimate (Perez-Lebel et al. 2023) splits each bin
+    into two regions by a hyperplane through the bin's mean feature, orthogonal to the line between the mean features of
+    wrong and of right answers. The hyperplanes are fitted on every second point that counts and evaluated on the
+    others, then the reverse, and the two estimates are averaged. The points should be in random order.
 
     Args:
         confidence, correct, bins: as in `expected_calibration_error`.
@@ -80,70 +81,71 @@ def grouping_loss(
     data = points(confidence, correct, where, counts=True)
     x = _features(features, data)
     data = data._replace(usable=data.usable & jnp.all(jnp.isfinite(x)))  # else NaN would fall on one side of the split
-    member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)
-    second = jnp.cumsum(data.weight > 0) % 2 == 1
+    member = jax.nn.one_hot(bin_index(data.confidence, bins), bins, dtype=jnp.float32)  # [N, bins]
+    every_second = jnp.cumsum(data.weight > 0) % 2 == 1
 
-    def fitted_on(half):
-        def class_mean(fraction):
-            """Mean features [bins, F] of the class that takes a fraction of each point, and its size [bins]."""
-            weight = member * jnp.where(half, data.weight * fraction, 0.0)[:, None]
-            size = jnp.sum(weight, axis=0)
-            return jnp.dot(weight.T, x, precision="highest") / jnp.maximum(size, 1e-9)[:, None], size
+    def class_mean(weight):
+        """Mean features [bins, F] of points with these weights [N], and their total weight [bins]."""
+        in_bins = member * weight[:, None]  # [N, bins]
+        size = jnp.sum(in_bins, axis=0)
+        mean = jnp.dot(in_bins.T, x, precision="highest") / jnp.maximum(size, 1e-9)[:, None]
+        return mean, size
 
-        right, n_right = class_mean(data.correct)
-        wrong, n_wrong = class_mean(1 - data.correct)
-        both = (n_right > 0) & (n_wrong > 0)
-        normal = jnp.where(both[:, None], right - wrong, 0.0)  # of the hyperplane in each bin
-        fraction = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
-        mean = fraction * right + (1 - fraction) * wrong
+    def estimate(is_fitted_on):
+        """The estimate from the other points; a fraction `correct` of a point belongs to the class of right answers."""
+        right, n_right = class_mean(jnp.where(is_fitted_on, data.weight * data.correct, 0.0))
+        wrong, n_wrong = class_mean(jnp.where(is_fitted_on, data.weight * (1 - data.correct), 0.0))
+        has_both = (n_right > 0) & (n_wrong > 0)
+        normal = jnp.where(has_both[:, None], right - wrong, 0.0)  # of each bin's hyperplane, [bins, F]
+        fraction_right = (n_right / jnp.maximum(n_right + n_wrong, 1e-9))[:, None]
+        mean = fraction_right * right + (1 - fraction_right) * wrong
         threshold = jnp.sum(normal * mean, axis=-1)
         is_above = jnp.dot(x, normal.T, precision="highest") > threshold[None, :]  # [N, bins]
-        region = jnp.sum(jnp.where(member > 0, is_above, False), axis=-1)  # 0 or 1 in the point's own bin
-        weight = jnp.where(half, 0.0, data.weight)
+        region = jnp.sum(jnp.where(member > 0, is_above, False), axis=-1)  # [N], 0 or 1: the side in the point's bin
+        weight = jnp.where(is_fitted_on, 0.0, data.weight)
         explained, bias, induced = grouping_parts(data._replace(weight=weight), region, 2, bins)
         return jnp.where(jnp.any(weight > 0), explained - bias - induced, jnp.nan)
 
-    return data.nan_unless_usable((fitted_on(second) + fitted_on(~second)) / 2)
+    return data.nan_unless_usable((estimate(every_second) + estimate(~every_second)) / 2)
 
 
 def grouping_parts(
     data: Points, regions: Int[Array, " N"], number: int, bins: int
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Explained variance, bias and induced part of the grouping loss, which is the first minus the others.
+    """Explained variance, bias and induced part: the estimate of the grouping loss is the first minus the other two.
 
     With accuracy μ_br and size n_br of region r (of `number`) in bin b, where regions of one point are ignored:
     explained = Σ_b (n_b/n) Σ_r (n_br/n_b) (μ_br − μ_b)²;
     bias = Σ_b (n_b/n) [Σ_r (n_br/n_b) s²_br/n_br − s²_b/n_b] with s² the sample variance of correctness;
-    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is linear within each bin (least squares,
-    minus the variance due to its noise; the authors' package smooths with nearest neighbours instead).
+    induced = Σ_b (n_b/n) Var_b(ĉ(confidence)), where the calibration curve ĉ is a least-squares line in each bin, and
+    the variance expected by chance is subtracted (the authors' package smooths with nearest neighbours instead).
     """
     index = bin_index(data.confidence, bins)
     cell = jax.nn.one_hot(index * number + regions, bins * number, dtype=jnp.float32)
 
-    def per_cell(value):
+    def sum_in_regions(value):
         return jnp.sum(cell * (data.weight * value)[:, None], axis=0).reshape(bins, number)
 
-    # Centred on the bin, so that the variance of confidence suffers no cancellation.
-    offset = data.confidence - (index.astype(jnp.float32) + 0.5) / bins
     y = data.correct
-    values = (jnp.ones_like(y), y, y * y, offset, offset * offset, offset * y)
-    sums = jnp.stack([per_cell(value) for value in values])
-    sums = jnp.where(sums[:1] > 1, sums, 0.0)  # regions of one point are ignored
+    # Confidence is relative to the centre of its bin, so that its variance suffers no cancellation.
+    c = data.confidence - (index.astype(jnp.float32) + 0.5) / bins
+    sums = jnp.stack([sum_in_regions(value) for value in (jnp.ones_like(y), y, y * y, c, c * c, c * y)])
+    sums = jnp.where(sums[:1] > 1, sums, 0.0)  # [6, bins, number]; regions of one point are ignored
     n_r, y_r, yy_r = sums[:3]  # [bins, number] each
-    whole = jnp.sum(sums, axis=-1)
-    n_b = whole[0]
-    _, y_b, yy_b, c_b, cc_b, cy_b = whole / jnp.maximum(whole[:1], 1.0)  # means over the bin, [bins] each
-    mean_r = y_r / jnp.maximum(n_r, 1.0)
+    bin_sums = jnp.sum(sums, axis=-1)  # [6, bins]
+    n_b = bin_sums[0]
+    _, y_mean, yy_mean, c_mean, cc_mean, cy_mean = bin_sums / jnp.maximum(bin_sums[:1], 1.0)
+    region_mean = y_r / jnp.maximum(n_r, 1.0)
     all_points = jnp.maximum(jnp.sum(n_b), 1.0)
-    explained = jnp.sum(n_r * jnp.square(mean_r - y_b[:, None])) / all_points
+    explained = jnp.sum(n_r * jnp.square(region_mean - y_mean[:, None])) / all_points
     noise_of_regions = jnp.sum(n_r * variance_of_mean(n_r, y_r, yy_r))
-    noise_of_bins = jnp.sum(n_b * variance_of_mean(*whole[:3]))
+    noise_of_bins = jnp.sum(n_b * variance_of_mean(*bin_sums[:3]))
     bias = (noise_of_regions - noise_of_bins) / all_points
 
     # Variance of the line that is fitted to (confidence, correctness) in each bin, minus its expectation by chance.
-    c_variance = cc_b - c_b * c_b
-    covariance = cy_b - c_b * y_b
-    y_variance = yy_b - y_b * y_b
+    c_variance = cc_mean - c_mean * c_mean
+    y_variance = yy_mean - y_mean * y_mean
+    covariance = cy_mean - c_mean * y_mean
     has_slope = (c_variance > 1e-12) & (n_b > 2)
     fitted = jnp.where(has_slope, jnp.square(covariance) / jnp.where(has_slope, c_variance, 1.0), 0.0)
     chance = jnp.where(has_slope, (y_variance - fitted) / jnp.maximum(n_b - 2, 1.0), 0.0)

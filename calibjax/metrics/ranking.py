@@ -1,7 +1,7 @@
 """Ranking metrics: how well confidence separates right from wrong answers. AUROC and risk-coverage curves.
 
-They do not depend on calibration. Each sorts once. Points of equal confidence form a block, and a metric is the
-expectation over orders within blocks, whatever the order of the points. A point that counts w times equals w points.
+They depend on the order of the confidences only, not on calibration. Points of equal confidence form a block; a metric
+is its expectation over random orders within blocks. A point that counts w times equals w points. Each sorts once.
 """
 
 from typing import NamedTuple
@@ -14,23 +14,23 @@ from calibjax.metrics._points import Points, metric, points
 
 
 class _Blocks(NamedTuple):
-    """Blocks of equal score, best first. Entries that do not end a block have `weight` and `value` 0."""
+    """Sums over blocks of equal score, best first, at the last point of a block; `weight` and `value` else hold 0."""
 
-    weight: Float[Array, " N"]  # in the block
-    value: Float[Array, " N"]  # Σ value in the block
-    weight_before: Float[Array, " N"]  # in all better blocks
+    weight: Float[Array, " N"]  # Σ weight over the block
+    value: Float[Array, " N"]  # Σ weight·value over the block
+    weight_before: Float[Array, " N"]  # the same two over all better blocks
     value_before: Float[Array, " N"]
 
 
 def _blocks(score: Float[Array, " N"], value: Float[Array, " N"], weight: Float[Array, " N"]) -> _Blocks:
     order = jnp.argsort(-score)
     score, weight = score[order], weight[order]
-    ends = jnp.append(score[1:] != score[:-1], True)
+    is_last = jnp.append(score[1:] != score[:-1], True)  # [N], the last point of its block
 
-    def block_sums(sums):
-        latest = jax.lax.cummax(jnp.where(ends, sums, 0.0))  # the sum at the last end so far: sums never decrease
-        before = jnp.concatenate([jnp.zeros(1, jnp.float32), latest[:-1]])
-        return jnp.where(ends, sums - before, 0.0), before
+    def block_sums(cumulative):
+        so_far = jax.lax.cummax(jnp.where(is_last, cumulative, 0.0))  # up to the latest end: sums never decrease
+        before = jnp.concatenate([jnp.zeros(1, jnp.float32), so_far[:-1]])
+        return jnp.where(is_last, cumulative - before, 0.0), before
 
     weights, weights_before = block_sums(jnp.cumsum(weight))
     values, values_before = block_sums(jnp.cumsum(weight * value[order]))
@@ -45,37 +45,40 @@ def auroc(confidence, correct, *, where=None):
     are right, or none. For the arguments see `expected_calibration_error`.
     """
     data = points(confidence, correct, where)
-    b = _blocks(data.confidence, data.correct, data.weight)
-    wrong_in_block = b.weight - b.value
-    right, wrong = jnp.sum(b.value), jnp.sum(wrong_in_block)
-    right_above = b.value_before + b.value / 2
+    blocks = _blocks(data.confidence, data.correct, data.weight)
+    wrong_in_block = blocks.weight - blocks.value
+    right, wrong = jnp.sum(blocks.value), jnp.sum(wrong_in_block)
+    right_above = blocks.value_before + blocks.value / 2  # right answers above each wrong one, ties as one half
     area = jnp.sum(wrong_in_block / wrong * right_above / right)
     return data.nan_unless_usable(area)
 
 
-def _harmonic(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
-    """H(start + length) − H(start) of the harmonic numbers, without the cancellation of a difference.
+def _harmonic_difference(start: Float[Array, " N"], length: Float[Array, " N"]) -> Float[Array, " N"]:
+    """H(start + length) − H(start) = Σ_{k >= 1} [1/(start + k) − 1/(start + length + k)], with harmonic numbers H.
 
-    Eight terms are summed directly. The rest uses the asymptotic series H(x − ½) = log x + γ + 1/(24 x²) − ..., whose
-    next term is below 2e-6 of the sum there.
+    To avoid cancellation, eight terms are summed directly. The rest uses the asymptotic series
+    H(x − ½) = log x + γ + 1/(24 x²) − ..., whose next term is below 2e-6 of the sum there.
     """
-    near = start[:, None] + jnp.arange(1, 9, dtype=jnp.float32)[None, :]
-    direct = jnp.sum(length[:, None] / (near * (near + length[:, None])), axis=-1)
+    k = jnp.arange(1, 9, dtype=jnp.float32)
+    n = start[:, None] + k[None, :]  # [N, 8]
+    first_terms = jnp.sum(length[:, None] / (n * (n + length[:, None])), axis=-1)
     low, high = start + 8.5, start + length + 8.5
-    second_term = length * (low + high) / (24 * jnp.square(low * high))
-    return direct + (jnp.log1p(length / low) - second_term)
+    correction = length * (low + high) / (24 * jnp.square(low * high))
+    rest = jnp.log1p(length / low) - correction
+    return first_terms + rest
 
 
 def _area(data: Points, score: Float[Array, " N"], loss: Float[Array, " N"]) -> Array:
-    """(1/n) Σ_k (mean loss of the k points of highest score), in expectation over the order within blocks.
+    """Area under the risk-coverage curve: (1/n) Σ_k (mean loss of the k points of highest score).
 
-    Take a block of W points with mean loss e that follows a points with total loss E. After j of its points, the risk
-    is (E + j e)/(a + j) = e + (E − a e)/(a + j), so the block adds W e + (E − a e) (H(a + W) − H(a)).
+    Take a block of W points with mean loss e that follows a points with total loss E. After j of its points, the
+    expected risk is (E + j e)/(a + j) = e + (E − a e)/(a + j), so the block adds W e + (E − a e) (H(a + W) − H(a)).
     """
-    b = _blocks(score, loss, data.weight)
-    mean = b.value / jnp.maximum(b.weight, 1.0)
-    added = b.value + (b.value_before - b.weight_before * mean) * _harmonic(b.weight_before, b.weight)
-    return jnp.sum(added) / jnp.sum(b.weight)
+    blocks = _blocks(score, loss, data.weight)
+    mean = blocks.value / jnp.maximum(blocks.weight, 1.0)
+    excess_before = blocks.value_before - blocks.weight_before * mean  # E − a e
+    added = blocks.value + excess_before * _harmonic_difference(blocks.weight_before, blocks.weight)
+    return jnp.sum(added) / jnp.sum(blocks.weight)
 
 
 @metric(counts=True)
@@ -99,4 +102,6 @@ def excess_aurc(confidence, correct, *, where=None):
     """
     data = points(confidence, correct, where, counts=True)
     loss = 1 - data.correct
-    return data.nan_unless_usable(_area(data, data.confidence, loss) - _area(data, -loss, loss))
+    area = _area(data, data.confidence, loss)
+    least_area = _area(data, -loss, loss)
+    return data.nan_unless_usable(area - least_area)

@@ -207,9 +207,8 @@ def _check_values(arrays: Mapping[str, np.ndarray], rows: np.ndarray, classes: i
             expected = "0 to K - 1" if field == "labels" else f"0 to {largest[field]}"
         if bad.any():
             row = rows[np.argwhere(bad)[0, 0]]
-            raise UserError(
-                f"{field}: row {row} holds {value[bad][0]}, expected {expected}; correct it or leave it out."
-            )
+            problem = f"row {row} holds {value[bad][0]}, expected {expected}"
+            raise UserError(f"{field}: {problem}; correct it or leave it out.")
 
 
 def log_probs_of(scores: Float[Array, "N K"]) -> Float[Array, "N K"]:
