@@ -34,8 +34,7 @@ from calibjax.runtime.compilers import DoesNotCompile
 from calibjax.runtime.context import Log
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import read_json
-from calibjax.runtime.flops import flops
-from calibjax.runtime.hlo import Collective, collectives
+from calibjax.runtime.hlo import Collective, collectives, flops
 from calibjax.runtime.options import Count, Range, flag_of
 from calibjax.runtime.sharding import AXES, batch_sharding, check_batch, make_mesh, mesh_shape, param_shardings
 from calibjax.train.curves import frozen_batch, stored_features
@@ -315,9 +314,8 @@ def needed_bytes(message: str) -> int | None:
 def plan_job(job: Job, topology: Topology, *, compiles: bool, tokens: int | None = None) -> dict[str, Any]:
     """Plans a checked job, and the run over `tokens`; without `compiles` only what follows from the shapes is known.
 
-    Returns what `--json` prints of one mesh; docs/plan.md describes it. `fits` is None where only the compiler could
-    tell, and `likely_fits` then goes by an estimate of the temporaries; `margin_bytes` is None where the compiler did
-    not report by how much the step is too large.
+    Returns what `--json` prints of one mesh (docs/plan.md). `fits` is None where only the compiler could tell;
+    `likely_fits` then estimates the temporaries. `margin_bytes` is None where the compiler did not report the excess.
     """
     memory = _memory(job, topology, compiles=compiles)
     roofline = _roofline(job, topology, memory)

@@ -21,7 +21,7 @@ from calibjax.models.decoder import Decoder, abstract_params, hidden_states
 from calibjax.nn import attention
 from calibjax.nn.attention import AttentionMask
 from calibjax.runtime.compilers import with_compiler
-from calibjax.runtime.flops import flops
+from calibjax.runtime.hlo import flops
 from calibjax.runtime.sharding import AXES, make_mesh
 
 TIME = 256  # two blocks of 128
