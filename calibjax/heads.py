@@ -329,8 +329,7 @@ class HeadConfig:
 def logit_covariance(unembedding: Float[Array, "V D"], bias: Float[Array, " V"] | None = None) -> Float[Array, "E E"]:
     """Covariance of the rows of [W b] over the vocabulary (divisor V − 1), float32, E = D + 1.
 
-    The variance of the raw logits of h is h̃ᵀ C h̃ with h̃ = [h, 1], so that no logits are needed: the feature
-    `log_std_logits` is half the log of this variance.
+    The variance of h's raw logits is h̃ᵀ C h̃ with h̃ = [h, 1]; the feature `log_std_logits` is half its log.
     """
     last = jnp.zeros(len(unembedding)) if bias is None else bias
     rows = jnp.column_stack([unembedding.astype(jnp.float32), last.astype(jnp.float32)])

@@ -255,7 +255,6 @@ def _method_colour(method: str) -> str:
 
 
 def _row(results: Any, method: str | None, figure: str) -> tuple[str, Figures]:
-    """(name, row) of a method that has the figure."""
     results = _set(results)
     if not isinstance(results, Mapping):
         raise UserError("expected confidence and correct, or results (of calibjax.evaluate, or of a metrics.json).")
@@ -280,7 +279,6 @@ def _points(confidence: Any, correct: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _from_points(confidence: Any, correct: Any, bins: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Bins with Wilson's intervals, and the curve."""
     from calibjax import metrics
     from calibjax.metrics.intervals import wilson_interval
 

@@ -129,8 +129,7 @@ def analogy_questions(
 ) -> list[AnalogyQuestion]:
     """`count` questions drawn without replacement, or all, in a random order.
 
-    The wrong choices are fourth words of the same category other than the question's own four words. Questions of
-    a category with too few of them are left out.
+    Wrong choices are other fourth words of the category; questions of categories with too few are left out.
     """
     fourth: dict[str, set[str]] = {}
     for row in rows:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 
 from calibjax import metrics
 from calibjax.data import Sequences, eval_batches
+from calibjax.data.chat_template import Tokenizer
 from calibjax.data.load import Source, as_sequences
 from calibjax.data.pipeline import even_batch_size
 from calibjax.data.sequences import check_resamples
@@ -28,9 +29,6 @@ from calibjax.runtime.context import RunContext
 from calibjax.runtime.distributed import to_host
 from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import batch_shards, context_mesh
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TEMPERATURE_EDGES = np.geomspace(0.1, 20.0, 61)
 """Edges of the histogram of temperatures. Those of a head lie in [0.1, 20] by default, before a refitted factor."""
@@ -67,7 +65,7 @@ _CPU_BLOCK, _BLOCK = 128, 1024  # tokens of a product with the vocabulary; on a 
 
 @jax.jit(static_argnums=(0, 1, 2, 3, 4), static_argnames="scored_only")
 def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays, frozen, batch, scored_only=False):
-    """For each method on one batch: `CalibrationSums` and `TokenOutputs`, which tokens count, and `metrics.grid_sums`.
+    """For each method: `CalibrationSums`, `TokenOutputs`, bool `[S, T]` of the tokens that count, `metrics.grid_sums`.
 
     All methods share the frozen forward pass, and the base model's statistics where heads have features of them. The
     arguments before `head_arrays` and `scored_only` are static: a program is compiled for each of their values.
@@ -77,30 +75,27 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
         dtype: that of the forward pass.
         bins, closed: number and edges of the bins of confidence.
         head_arrays: `FittedHead.arrays` for each method; those of the base model are not read.
-        frozen: the model's arrays, by `frozen_arrays`.
-        batch: the arrays of some sequences, by `eval_batches`.
-        scored_only: only tokens with `where` are multiplied by the vocabulary, and on CPUs one product serves all
-            methods; not for tokens that several devices hold.
+        frozen: the model's arrays, from `frozen_arrays`.
+        batch: the arrays of S sequences of T tokens, from `eval_batches`.
+        scored_only: multiply only the tokens with `where` by the vocabulary, on CPUs once for all methods; not for
+            tokens that are divided over devices.
     """
-    hidden = batch_hidden(model_config, frozen, batch, dtype)
-    shared = {**{name: batch[name] for name in ("targets", "where", "segment_ids")}, "hidden": hidden}
-    pairs = zip(head_configs, head_arrays, strict=True)
-    heads = [None if config is None else (config, arrays) for config, arrays in pairs]
+    shared = {name: batch[name] for name in ("targets", "where", "segment_ids")}
+    shared["hidden"] = batch_hidden(model_config, frozen, batch, dtype)  # [S, T, D]
+    methods = list(zip(head_configs, head_arrays, strict=True))
     needed_statistics = {statistic for config in head_configs if config for statistic in config.statistics}
 
-    def log_scale_of(head, tokens, base=None):
-        config, arrays = head
+    def log_scale_of(config, arrays, tokens, base=None):
         return batch_log_scale(model_config, config, arrays, frozen, tokens, dtype=dtype, stats=base)
 
     # Heads that read other tokens compute their log scales from all tokens, before these are divided into blocks.
     known_log_scales = []
-    for head in heads:
-        reads_others = head and (head[0].attends or head[0].pooling == "sequence")
-        known_log_scales.append(log_scale_of(head, shared) if reads_others else None)
+    for config, arrays in methods:
+        reads_others = config and (config.attends or config.pooling == "sequence")
+        known_log_scales.append(log_scale_of(config, arrays, shared) if reads_others else None)
 
-    def method_outputs(block):
-        """The outputs of every method by name, for tokens and their log scales, None where not yet known."""
-        tokens, log_scales = block
+    def outputs_of_methods(tokens, log_scales):
+        """For each method its outputs per token by name; `log_scales` has None for those to be computed here."""
         if scored_only and platform().name == "cpu":
             unembedding = frozen.unembedding.astype(dtype)
             layer = {"bias": frozen.bias, "softcap": model_config.logit_softcap, "where": tokens["where"]}
@@ -109,18 +104,20 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
             stats_of = functools.partial(stats_at, model_config, frozen, tokens, dtype=dtype)
         zeros = jnp.zeros(tokens["where"].shape, jnp.float32)
         base: Any = None
-        if needed_statistics or None in heads:
+        if needed_statistics or None in head_configs:
             base = stats_of(zeros, statistics=tuple(sorted({*_STATISTICS, *needed_statistics})))
-        per_method = []
-        for head, known_log_scale in zip(heads, log_scales, strict=True):
-            if head is None:
+        results = []
+        for (config, arrays), log_scale in zip(methods, log_scales, strict=True):
+            if config is None:
                 stats, log_scale = base, zeros
             else:
-                log_scale = log_scale_of(head, tokens, base) if known_log_scale is None else known_log_scale
-                # The other statistics do not depend on the scale.
-                scaled = stats_of(log_scale, statistics=_STATISTICS if base is None else ("log_normalizer",))
-                base = scaled if base is None else base
-                stats = base._replace(log_normalizer=scaled.log_normalizer, scale=scaled.scale)
+                if log_scale is None:
+                    log_scale = log_scale_of(config, arrays, tokens, base)
+                if base is None:
+                    stats = base = stats_of(log_scale, statistics=_STATISTICS)
+                else:  # the other statistics do not depend on the scale
+                    scaled = stats_of(log_scale, statistics=("log_normalizer",))
+                    stats = base._replace(log_normalizer=scaled.log_normalizer, scale=scaled.scale)
             outputs = {
                 "confidence": stats.confidence(),
                 "correct": stats.require("correct"),
@@ -129,13 +126,12 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
                 "valid": stats.valid,
                 "log_scale": log_scale,
             }
-            per_method.append(outputs)
-        return per_method
+            results.append(outputs)
+        return results
 
-    inputs = (shared, known_log_scales)
+    compute = functools.partial(_in_blocks, outputs_of_methods) if scored_only else outputs_of_methods
     results = []
-    outputs_of_methods = _in_blocks(method_outputs, inputs) if scored_only else method_outputs(inputs)
-    for outputs in outputs_of_methods:
+    for outputs in compute(shared, known_log_scales):
         confidence, correct, valid = outputs["confidence"], outputs["correct"], outputs["valid"]
         binning = {"bins": bins, "closed": closed, "where": valid}
         sums = metrics.calibration_sums(confidence, correct, log_prob=outputs["log_prob"], **binning)
@@ -145,22 +141,23 @@ def evaluate_batch(model_config, head_configs, dtype, bins, closed, head_arrays,
     return results
 
 
-def _in_blocks(function, arguments):
-    """`function` of the tokens with `where`, block by block; its outputs `[S, T]` at these tokens, else 0."""
-    where = arguments[0]["where"]
+def _in_blocks(function, tokens, log_scales):
+    """`function(tokens, log_scales)` at the tokens with `where`, block by block; its outputs `[S, T]` are else 0."""
+    where = tokens["where"]  # [S, T]
     width = _CPU_BLOCK if platform().name == "cpu" else _BLOCK
     (indices,) = jnp.nonzero(where.reshape(-1), size=round_up(where.size, width), fill_value=where.size)
-    flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), arguments)
+    flat = jax.tree.map(lambda x: x.reshape(where.size, *x.shape[2:]), (tokens, log_scales))  # [S · T, ...]
 
-    def take(index):
-        return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0)[None], flat)
+    def outputs_at(index):
+        """The outputs [1, width] of the tokens `index`; those beyond the last token are 0."""
+        block = jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0)[None], flat)
+        return function(*block)
 
     def step(number, results):
         index = jax.lax.dynamic_slice_in_dim(indices, number * width, width)
-        block = function(take(index))
-        return jax.tree.map(lambda x, new: x.at[index].set(new[0], mode="drop"), results, block)
+        return jax.tree.map(lambda x, new: x.at[index].set(new[0], mode="drop"), results, outputs_at(index))
 
-    shapes = jax.eval_shape(lambda: function(take(indices[:width])))
+    shapes = jax.eval_shape(outputs_at, indices[:width])
     results = jax.tree.map(lambda x: jnp.zeros(where.size, x.dtype), shapes)
     results = jax.lax.fori_loop(0, ceil_div(jnp.sum(where), width), step, results)
     return jax.tree.map(lambda x: x.reshape(where.shape), results)
@@ -423,7 +420,7 @@ def _rounded(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 
-def text_after(tokenizer: "PreTrainedTokenizerBase", previous: int, *tokens: int, skip_special: bool = False) -> str:
+def text_after(tokenizer: Tokenizer, previous: int, *tokens: int, skip_special: bool = False) -> str:
     """The text that tokens add: they are decoded after the previous token, since spaces depend on the tokenizer."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
     start, both = str(decode([previous])), str(decode([previous, *tokens]))

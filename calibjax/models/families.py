@@ -215,8 +215,7 @@ def _everywhere_local(hf: Any) -> Fields:
     return {"local_layers": (True,) * hf.num_hidden_layers, "window": hf.sliding_window}
 
 
-# Required fields of each `rope_type`. "dynamic" differs from "default" only beyond `max_position_embeddings`, and
-# longer sequences raise an error.
+# Required fields of each `rope_type`. "dynamic" is "default" up to `max_position_embeddings`, which is our limit.
 _ROPE_TYPES = {
     "default": (),
     "dynamic": (),
@@ -291,7 +290,6 @@ def _two_ropes(hf: Any) -> Fields:
 
 
 def _norm(source: str, target: str) -> Rules:
-    """Rules of a norm: its scale, and its bias if it has one."""
     return Rule(f"{source}.weight", (f"{target}.scale",)), Rule(f"{source}.bias", (f"{target}.bias",))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from calibjax.data import Sequences, eval_batches
+from calibjax.data.chat_template import Tokenizer
 from calibjax.data.sequences import check_in_vocabulary
 from calibjax.heads import FittedHead, HeadArrays, HeadConfig
 from calibjax.kernels.stats import first_equal
@@ -33,9 +34,6 @@ from calibjax.runtime.errors import INT_MAX, UserError, shortened
 from calibjax.runtime.files import new_file, read_json
 from calibjax.runtime.options import Count, Range, check_value
 from calibjax.runtime.sharding import batch_shards
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Prompts and stop tokens are padded to multiples of these, so that similar calls use one program.
 _PROMPT_COLUMNS, _STOP_TOKENS = 32, 8
@@ -64,7 +62,7 @@ class Generation(NamedTuple):
     def __repr__(self) -> str:
         return f"Generation(tokens {list(getattr(self.tokens, 'shape', ()))})"
 
-    def texts(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    def texts(self, tokenizer: Tokenizer) -> list[str]:
         """Each row as text, without special tokens."""
         rows = (row[row >= 0].tolist() for row in np.asarray(self.tokens))
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]

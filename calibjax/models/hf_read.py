@@ -372,7 +372,6 @@ class _Parameter:
                 yield shard_layer[tuple(target)], tuple(source)
 
     def place(self, chunk: _Chunk, values: np.ndarray) -> None:
-        """Copies the values of a chunk to the shards that hold some of them."""
         values = values.view(self._bits)
         for target, source in self.overlaps(chunk):
             part = values[source]

@@ -126,11 +126,10 @@ def _find_weights(folder: Path) -> list[Path]:
         return _read_index(index)
     pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
     if pickles:
-        raise UserError(
-            f"{folder}: the weights are pickled ({', '.join(pickles[:3])}). They are not loaded because unpickling "
-            "can run arbitrary code. If you trust them, convert them once with PyTorch and transformers: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')."
-        )
+        reason = "They are not loaded because unpickling can run arbitrary code"
+        convert = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
+        hint = f"If you trust them, convert them once with PyTorch and transformers: {convert}"
+        raise UserError(f"{folder}: the weights are pickled ({', '.join(pickles[:3])}). {reason}. {hint}.")
     files = sorted(folder.glob("*.gguf"))
     hint = f" Give the GGUF file itself: {files[0]}." if files else ""
     raise UserError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither.{hint}")

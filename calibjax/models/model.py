@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from calibjax.data import Sequences
+from calibjax.data.chat_template import Tokenizer
 from calibjax.kernels import VocabStats, vocab_stats
 from calibjax.models import decoder
 from calibjax.models.config import DecoderConfig, Params
@@ -21,9 +21,6 @@ from calibjax.models.fingerprint import dotted_leaves, fingerprint, named_tensor
 from calibjax.models.tokenizer import check_tokenizer
 from calibjax.runtime.arrays import AnyArray, as_jax
 from calibjax.runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Tokens = Int[AnyArray, "B T"] | Sequences
 """Token ids, or sequences, which bring segment ids and positions."""
@@ -64,14 +61,14 @@ class LanguageModel:
     """Hash of configuration and weights."""
     path: Path | None = None
     """Directory or file that the model was loaded from."""
-    _tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None
+    _tokenizer: "Callable[[], Tokenizer] | None" = None
 
     @classmethod
     def from_params(
         cls,
         config: DecoderConfig,
         params: Params,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        tokenizer: Tokenizer | None = None,
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> "LanguageModel":
@@ -127,7 +124,7 @@ class LanguageModel:
         return self._tokenizer is not None
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read from its files at the first use; raises `UserError` if there is none."""
         if self._tokenizer is not None:
             return self._tokenizer()

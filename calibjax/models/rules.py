@@ -10,15 +10,15 @@ from calibjax.models.config import DecoderConfig
 
 
 class Rule(NamedTuple):
-    """The parameters of our tree that one tensor of a checkpoint holds."""
+    """Maps one tensor of a checkpoint to the parameters of our tree that it holds."""
 
     source: str
-    """Name without the family's prefix; `{}` is the layer, a second `{}` the expert (else all are along axis 0)."""
+    """Name without the family's prefix: `{}` is the layer, a second `{}` the expert, else axis 0 is over experts."""
     targets: tuple[str, ...]
-    """Dotted paths in our tree; several are concatenated along the output axis of the tensor."""
-    transpose: bool = False  # the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for embeddings
+    """Dotted paths in our tree. Several parameters are concatenated along the output axis of the tensor."""
+    transpose: bool = False  # whether the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for embeddings
     groups: str | None = None
-    """Field of the configuration with the number of groups of the output axis that each hold all targets; None: one."""
+    """Field of the configuration: into how many groups, each with a part of every target, that axis is divided."""
 
     @property
     def stacked(self) -> bool:
@@ -26,8 +26,9 @@ class Rule(NamedTuple):
         return self.targets[0].startswith("layers.")
 
     def experts(self, config: DecoderConfig) -> Sequence[int] | tuple[None]:
-        """Experts that have a tensor of their own in each layer, or one `None`."""
-        return range(config.mixture.experts) if config.mixture and self.source.count("{}") == 2 else (None,)
+        """The experts, if each has a tensor of its own in every layer, else one `None`."""
+        has_own = self.source.count("{}") == 2
+        return range(config.mixture.experts) if config.mixture and has_own else (None,)
 
     def full_name(self, prefix: str, layer: int | None, expert: int | None = None) -> str:
         """Name of the tensor with the family's prefix, which the unembedding never has."""
@@ -35,38 +36,41 @@ class Rule(NamedTuple):
 
     def layout(self, config: DecoderConfig) -> "Layout":
         """Layout of the targets in the tensor of a model."""
-        return Layout(self.transpose, 1 if self.groups is None else getattr(config, self.groups))
+        return Layout(self.transpose, groups=1 if self.groups is None else getattr(config, self.groups))
 
 
 class Layout(NamedTuple):
     """Layout of our parameters in a tensor of a checkpoint: `take` extracts a parameter, `join` is the inverse.
 
-    With `transpose`, the last two axes of the tensor are swapped. Parameters are concatenated within each of the
-    `groups` of the output axis, which is our last axis.
+    With `transpose`, the last two axes of the tensor are swapped. The output axis, our last axis, consists of `groups`
+    equal parts, and within each of them the parameters are concatenated.
     """
 
     transpose: bool = False
     groups: int = 1
 
     def divide(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[slice]]:
-        """The shape of the tensor that holds parameters of these shapes, and the columns of each in a group."""
+        """The shape of the tensor that holds parameters of these shapes, and the columns of each within a group."""
         ends = list(itertools.accumulate(shape[-1] for shape in shapes))
-        stored = (*shapes[0][:-1], ends[-1])
+        tensor_shape = (*shapes[0][:-1], ends[-1])
         if self.transpose:
-            stored = (*stored[:-2], stored[-1], stored[-2])
+            tensor_shape = (*tensor_shape[:-2], tensor_shape[-1], tensor_shape[-2])
         edges = [0, *(end // self.groups for end in ends)]
-        return stored, [slice(start, end) for start, end in itertools.pairwise(edges)]
+        columns = [slice(start, end) for start, end in itertools.pairwise(edges)]
+        return tensor_shape, columns
 
     def take(self, tensor: np.ndarray, columns: slice) -> np.ndarray:
-        """The parameter that holds `columns` of each group."""
+        """The parameter that lies in `columns` of each group."""
         tensor = transposed(tensor) if self.transpose else tensor
-        grouped = tensor.reshape(*tensor.shape[:-1], self.groups, -1)[..., columns]
-        return grouped.reshape(*tensor.shape[:-1], -1)
+        leading = tensor.shape[:-1]
+        groups = tensor.reshape(*leading, self.groups, -1)  # [..., groups, outputs of a group]
+        return groups[..., columns].reshape(*leading, -1)
 
     def join(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor that holds `parameters` in this order."""
-        grouped = [part.reshape(*part.shape[:-1], self.groups, -1) for part in parameters]
-        tensor = np.concatenate(grouped, axis=-1).reshape(*parameters[0].shape[:-1], -1)
+        leading = parameters[0].shape[:-1]
+        groups = [parameter.reshape(*leading, self.groups, -1) for parameter in parameters]
+        tensor = np.concatenate(groups, axis=-1).reshape(*leading, -1)
         return tensor.swapaxes(-1, -2) if self.transpose else tensor
 
 
@@ -84,15 +88,16 @@ def transposed(tensor: np.ndarray) -> np.ndarray:
 def transpose_into(target: np.ndarray, tensor: np.ndarray) -> None:
     """Copies `tensor.swapaxes(-1, -2)` to an array of the same dtype, whose last axis is contiguous.
 
-    Rows are interleaved into words of eight bytes, transposed in blocks of a cache line: five times as fast as numpy.
+    Entries of 2 or 4 bytes are first gathered into words of eight bytes from as many consecutive rows; words are then
+    transposed in blocks of a cache line. This is five times as fast as numpy.
     """
     *leading, rows, columns = tensor.shape
     per_word = 8 // tensor.itemsize
-    lanes = per_word if tensor.itemsize in (2, 4) and rows % per_word == 0 else 1
-    if lanes > 1:
-        words = np.empty((*leading, rows // lanes, columns, lanes), np.dtype(f"u{tensor.itemsize}"))
-        for lane in range(lanes):
-            words[..., lane] = tensor[..., lane::lanes, :].view(words.dtype)
-        tensor, target = words.view(np.uint64)[..., 0], target.view(np.uint64)
+    if tensor.itemsize in (2, 4) and rows % per_word == 0:
+        words = np.empty((*leading, rows // per_word, columns, per_word), np.dtype(f"u{tensor.itemsize}"))
+        for i in range(per_word):
+            words[..., i] = tensor[..., i::per_word, :].view(words.dtype)
+        tensor = words.view(np.uint64)[..., 0]  # [..., rows / per_word, columns]
+        target = target.view(np.uint64)
     for row in range(0, tensor.shape[-2], _WORDS):
         target[..., row : row + _WORDS] = tensor[..., row : row + _WORDS, :].swapaxes(-1, -2)

@@ -12,7 +12,6 @@ _Sizes = tuple[int, int, int, int, int, int, int]
 
 
 def _model(family: str, sizes: _Sizes, **others: Any) -> DecoderConfig:
-    """A decoder like Llama 2 but for `others`."""
     names = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
     fields = dict(zip((*names, "vocab_size", "max_positions"), sizes, strict=True))
     head_dim = fields["hidden_size"] // fields["num_heads"]

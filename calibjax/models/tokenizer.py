@@ -189,9 +189,8 @@ def _byte_level(file: GgufFile, tokens: list[str], vocabulary: dict[str, int]) -
     name = file.get("tokenizer.ggml.pre", str)
     if name not in _SPLITS:
         hint = f"known: {', '.join(sorted(_SPLITS))}. Convert the model's original files instead"
-        raise UserError(
-            f"{file.path}: tokenizer.ggml.pre = {name!r}: how this tokenizer splits text is not known here; {hint}."
-        )
+        problem = f"tokenizer.ggml.pre = {name!r}: how this tokenizer splits text is not known here"
+        raise UserError(f"{file.path}: {problem}; {hint}.")
     merges = [tuple(merge.split(" ")) for merge in _array(file, "merges", str)]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError(f"{file.path}: tokenizer.ggml.merges: expected pairs of tokens.")

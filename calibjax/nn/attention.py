@@ -168,7 +168,6 @@ def attend_by_products(
         return jnp.moveaxis(x, 2, 1).reshape(rows, shared, -1, x.shape[-1])
 
     def ungroup_heads(x: Array) -> Array:
-        """The inverse of `group_heads`."""
         rows, shared, _, columns = x.shape
         x = x.reshape(rows, shared, batch // rows, heads // shared * time, columns)
         return jnp.moveaxis(x, 1, 2).reshape(batch, heads, time, columns)

@@ -1,8 +1,7 @@
 """Mixtures of experts: a router sends every token to a few of many MLPs (Shazeer et al., 2017, arXiv 1701.06538).
 
 No token is dropped. The copies of the tokens are sorted by expert, so that each matrix product reads the rows of one
-expert: by `jax.lax.ragged_dot` on TPUs, and elsewhere by a loop over blocks of rows that have one expert, because XLA
-multiplies every row with every expert on other platforms.
+expert: by `jax.lax.ragged_dot` on TPUs; elsewhere, where XLA multiplies all rows with all experts, by a loop.
 """
 
 import dataclasses
@@ -115,7 +114,6 @@ def mix(
             return products.reshape(-1, kernels.shape[-1])
 
     def project(name: str, x: Array) -> Array:
-        """Multiplies each slot with the kernel of its expert."""
         out = multiply(x, params[name]["kernel"])
         return out + params[name]["bias"][expert] if "bias" in params[name] else out
 

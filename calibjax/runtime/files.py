@@ -129,8 +129,7 @@ def is_temporary(name: str, of: str) -> bool:
 def check_orbax_path(path: Path) -> None:
     """Raises `UserError` if Orbax would lose data that it writes below a path.
 
-    Orbax finds the parts of a checkpoint with a glob pattern that begins with the path, in which [ is special, and
-    TensorStore interprets a backslash as a slash.
+    Orbax puts the path into a glob pattern, where [ is special, and TensorStore takes a backslash for a slash.
     """
     for character in "[\\":
         if character in str(path.absolute()):

@@ -169,8 +169,7 @@ def attach(model: Any, directory: str | Path, *, logits: str = "calibrated", che
         model: `AutoModelForCausalLM`, on one device, any dtype; with left padding, caches, `generate`, beam search.
         directory: written by `calibjax export`, or `org/name@revision` on the Hub, by `calibjax push`.
         logits: "calibrated": the model's logits become `s * logits`, in float32, so that sampling follows the
-            calibrated distribution. "unchanged": logits and sampling stay as they are; use `Attached.score` and
-            `Attached.generate` for confidences.
+            calibrated distribution. "unchanged": they stay; `Attached.score` and `generate` give confidences.
         check: compare the hidden states of a few tokens with the model that the head was fitted on. Set it
             to False only for a model quantised after the fit.
 

@@ -58,7 +58,6 @@ class _Calibration:
         return self._head(self._export.features(hidden, logits, lm_head.weight, self._covariance)[None])[0]
 
     def _prepare(self, lm_head: Any, hidden: Tensor, bias: Tensor | None) -> None:
-        """Compares the base model, and moves the head to its device."""
         self._export.check_hidden_size(hidden.shape[-1])
         weight, shard = lm_head.weight, lm_head.shard_indices
         start, stop = shard.org_vocab_start_index, shard.org_vocab_end_index

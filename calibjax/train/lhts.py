@@ -242,11 +242,9 @@ def fit_lhts(
     check_ids(data, lm.config.vocab_size)
     num_conditions = options.num_conditions(method)
     if num_conditions > 1 and lm.config.tie_embeddings and lm.config.logit_softcap is not None:
-        raise UserError(
-            f"{num_conditions} conditions of one student: expected a model without a soft-cap or with untied "
-            "embeddings; for this one, a vector added to the embeddings changes probabilities. Train one temperature "
-            "at a time."
-        )
+        expected = "a model without a soft-cap or with untied embeddings"
+        reason = "for this one, a vector added to the embeddings changes probabilities. Train one temperature at a time"
+        raise UserError(f"{num_conditions} conditions of one student: expected {expected}; {reason}.")
     with context.with_directory() as context:
         directory = samples_directory or context.require_directory()
         sampling = {"prompt_tokens": options.prompt_tokens, "batch_size": options.batch_size}

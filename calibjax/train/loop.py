@@ -112,10 +112,9 @@ class _DelayedMetrics:
         # With a finite loss and a non-finite gradient the parameters are already invalid: no checkpoint may hold them.
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
-                raise NonFiniteLossError(
-                    f"{self.context.title}: the {name} at step {step} is {value}. Lower the learning rate or check "
-                    f"the data; checkpoints of earlier steps are in {self.context.require_directory()}/checkpoints."
-                )
+                problem = f"{self.context.title}: the {name} at step {step} is {value}"
+                hint = f"checkpoints of earlier steps are in {self.context.require_directory()}/checkpoints"
+                raise NonFiniteLossError(f"{problem}. Lower the learning rate or check the data; {hint}.")
         self.tokens += count
         rate = self.tokens / (time.perf_counter() - self.begin)
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)

@@ -264,7 +264,6 @@ def _check_penalty_and_steps(options: AtsOptions, heads: tuple[HeadConfig, ...],
 
 
 def _check_head_options(options: AtsOptions, kind: str) -> None:
-    """Raises `UserError` where an option is given that this kind of head does not read."""
     names = {"features", "pooling", "identity_start", "normalize"} - {*HEADS[kind].options}
     unread = sorted(name for name in names if getattr(options, name) != getattr(AtsOptions, name))
     if unread:

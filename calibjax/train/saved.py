@@ -121,7 +121,6 @@ def load_head(path: str | Path, lm: FrozenModel | None = None) -> FittedHead:
 
 
 def _check_shapes(params: Any, like: Any) -> None:
-    """Raises `ValueError` if the arrays of two trees have other shapes."""
     shapes, expected = jax.tree.map(np.shape, params), jax.tree.map(np.shape, like)
     if shapes != expected:
         raise ValueError(f"expected parameters of the shapes {expected}, found {shapes}")

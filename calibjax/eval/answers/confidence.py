@@ -2,8 +2,7 @@
 
 Samples are given as `clusters`, integers `[N, K]`, equal where two samples of a question mean the same
 (`calibjax.eval.answers.clusters`), with their log-probabilities `log_probs` `[N, K]`, nats, whole or divided by their
-lengths; `answer` `[N]` is the cluster of the answer. `tokens` `[N, T]` are the log-probabilities of its tokens, −inf
-where there is none.
+lengths; `answer` `[N]` is the answer's cluster. `tokens` `[N, T]` are its tokens' log-probabilities, −inf for none.
 """
 
 from collections.abc import Sequence
@@ -224,8 +223,6 @@ def entropy_confidence(
 
 
 def two_way_confidence(log_probs: Float[AnyArray, "N 2"]) -> Float[Array, " N"]:
-    """P(True): the probability of the first of two replies, "right" and "wrong", among the two, by their
-    log-probabilities (Kadavath et al. 2022, arXiv 2207.05221).
-    """
+    """P(True), the probability of the reply "right" and not "wrong" (Kadavath et al. 2022, arXiv 2207.05221)."""
     log_probs = jnp.asarray(log_probs, jnp.float32)
     return jax.nn.sigmoid(log_probs[:, 0] - log_probs[:, 1])

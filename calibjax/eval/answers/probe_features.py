@@ -55,8 +55,7 @@ PROBE_FEATURES: dict[str, Callable[[States, AnswerSpans], Float[Array, "B F"]]] 
     "layers": _several,
 }
 """Name -> function of the float32 states of all layers (embeddings first, after the final norm last) and of the spans
-of the answers: the last token of the question or of the answer, the mean over the answer's tokens, and the last token
-in four layers, evenly spaced."""
+of answers: the last token of question or answer, the mean over the answer, the last token in four spaced layers."""
 
 TARGETS = ("correct", "agreement", "capability")
 """Whether the answer is right (Kadavath et al. 2022, arXiv 2207.05221); the fraction of samples that mean the same as

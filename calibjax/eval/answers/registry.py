@@ -54,7 +54,6 @@ class Confidence:
 
 
 def _by_name(names: Iterable[str], function: Callable[..., Any], *fields: str) -> dict[str, Confidence]:
-    """Confidences of a function that takes their name before its fields."""
     return {name: Confidence(functools.partial(function, name), fields) for name in names}
 
 

@@ -355,7 +355,6 @@ def equal_norm(norms: Float[np.ndarray, " N"], neurons: Int[np.ndarray, " n"]) -
 
 
 def _with_rows(lm: LanguageModel, indices: Int[np.ndarray, " n"], rows: Float[np.ndarray, "n D"]) -> LanguageModel:
-    """The model whose last MLP has other output weights."""
     layers = lm.params["layers"]
     kernel: Array = layers["mlp"]["down"]["kernel"]
     kernel = kernel.at[-1, indices].set(jnp.asarray(rows, kernel.dtype))
@@ -364,7 +363,6 @@ def _with_rows(lm: LanguageModel, indices: Int[np.ndarray, " n"], rows: Float[np
 
 
 def _mean_output(lm: LanguageModel, sequences: Sequences, readout: Readout, batch_size: int) -> Float[np.ndarray, " D"]:
-    """Mean residual after the last block, float64."""
     total = np.zeros(lm.config.hidden_size)
     for batch, _ in batches_by_length(scored_batch(sequences, readout), batch_size):
         total += to_host(_residual_sum(lm.config, lm.dtype, lm.params, batch))

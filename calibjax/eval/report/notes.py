@@ -367,7 +367,6 @@ def data_of(run: Row) -> str:
 
 
 def _short(value: Any) -> str:
-    """The name of a file or directory without its folders and endings."""
     if isinstance(value, list):
         return ", ".join(map(_short, value))
     return re.sub(r"\.(jsonl|json|csv|parquet|txt|npz)(\.gz)?$", "", Path(str(value)).name) if value else ""

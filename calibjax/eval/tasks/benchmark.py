@@ -237,7 +237,6 @@ def tasks_document(
 
 
 def _confidence_source(options: TasksOptions, *, are_texts: bool, scaled_tokens: bool) -> str:
-    """What the confidence in answers is, in words, for the resolved options."""
     method = options.text_confidence if are_texts else options.option_confidence
     parts = [f"{method} ({DESCRIPTIONS[str(method)]})"]
     if scaled_tokens:

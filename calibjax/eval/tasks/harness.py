@@ -34,8 +34,7 @@ class Chat(NamedTuple):
 class HarnessLM(TemplateLM):
     """A model and its heads for lm-eval, which receives the results of the first head only.
 
-    Log-likelihoods are of the calibrated distribution log softmax(s_t z_t). The harness's cache is filled batch by
-    batch, so that an interrupted run resumes.
+    Log-likelihoods are calibrated, log softmax(s_t z_t). An interrupted run resumes from the harness's cache.
 
     Args:
         batch_size, max_length: as in `Scorer`.
