@@ -98,7 +98,8 @@ def read_table(
             Or records of servers and of lm-eval; see `calibjax.data.records`.
         outcomes: False accepts a table without `correct` or `label`.
         columns: role, such as "confidence", -> the name of its column, or "NAME/100" to divide its numbers. Logits take
-            precedence over a confidence that is not named. "confidences" -> names; the first may be the confidence.
+            precedence over a confidence that is not named. "confidences" -> names, separated by commas; the first is
+            the confidence where the table has no other.
         skip_broken: leave out rows that cannot be read; a note counts them.
         per_token: of responses of a server with a scored text, a row for each token; see `flat_rows`.
         truth: file with further columns of the rows, such as `correct`; see `with_truth`.
