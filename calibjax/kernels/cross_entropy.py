@@ -198,7 +198,7 @@ def _by_blocks(loss: _Loss, arrays: api.Arrays, scale: Array, wanted: list[str])
 
         block = jax.tree.map(block_rows, inputs._replace(unembedding=None, bias=None))
         block = block._replace(unembedding=inputs.unembedding, bias=inputs.bias)
-        outputs, _, saved = operator.forward(call, block, call.statistics, save=True)
+        outputs, _rows, saved = operator.forward(call, block, call.statistics, save=True)
 
         def block_loss(outputs: dict[str, Array], s: Array) -> Array:
             target_logit = jnp.where(block_rows(bad_target), jnp.nan, outputs["target_logit"])
