@@ -200,8 +200,9 @@ def selective_threshold(
     confidence above t are independent draws from those above t, so that with a risk of r(t) their number of wrong ones
     is binomial, ties or not. A threshold passes if so few wrong answers would have a probability of at most
     (1 − `level`)/20 were its risk r(t) equal to `risk`. So the chance that a threshold with a larger risk passes is
-    below 1 − `level` (Bonferroni). Questions must be independent and drawn alike, not only exchangeable. With m answers,
-    all right, it passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies just above the t that passed, or is inf.
+    below 1 − `level` (Bonferroni). The questions must be independent and drawn alike, not only exchangeable. A
+    threshold that answers m of them without a wrong one passes if (1 − `risk`)^m <= (1 − `level`)/20. The result lies
+    just above the t that passed; inf if none passes.
 
     Example:
         >>> confidence = np.arange(400) / 400
