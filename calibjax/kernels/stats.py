@@ -91,7 +91,8 @@ class VocabStats(NamedTuple):
         max_logit = self.require("max_logit")
         value = self.scale * max_logit - self.require("log_normalizer")
         value = self._where_overflowed(max_logit, 0.0, value)
-        return jnp.where(self.valid, jnp.minimum(value, 0.0), 0.0)
+        at_most_0 = jnp.where(value > 0.0, 0.0, value)  # XLA's minimum loses NaN on CPUs
+        return jnp.where(self.valid, at_most_0, 0.0)
 
     def confidence(self) -> Float[Array, "..."]:
         """max_v p(v), in [0, 1]; 0 on invalid tokens."""
@@ -146,7 +147,9 @@ class Moments(NamedTuple):
         variance = None
         if self.second is not None and shift is not None:
             variance = jnp.maximum(self.second / self.weight - shift * shift, 0.0)
-        return jnp.log(self.weight), shift, variance
+        # Without an entry of weight 1 the logits are NaN, which XLA's maximum loses on CPUs, or all −inf.
+        log_weight = jnp.where(self.weight > 0.0, jnp.log(self.weight), jnp.nan)
+        return log_weight, shift, variance
 
 
 def moments(

@@ -377,6 +377,15 @@ def test_a_batch_under_vmap_on_a_gpu(gpu):
     chex.assert_trees_all_close(at_once, one_by_one, rtol=2.0**-6)  # XLA's products are other programs
 
 
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_nan_hidden_states_have_no_confidence(implementation):
+    """XLA's maximum loses NaN in a jitted program on a CPU."""
+    hidden = jnp.ones((64, 16)).at[3].set(jnp.nan)
+    options = {"statistics": ("log_normalizer", "max_logit"), "implementation": implementation}
+    confidence = jax.jit(lambda h: vocab_stats(h, jnp.ones((5000, 16)), **options).confidence())(hidden)
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(confidence)), [3])
+
+
 @pytest.mark.parametrize("bad", [-1, 11, 2**32 + 1, 2**63 - 1])
 def test_a_target_outside_the_vocabulary_is_nan(bad):
     """Also one that would wrap to a class in 32 bits; not where the token does not count."""
