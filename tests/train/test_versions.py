@@ -16,11 +16,7 @@ from calibjax.train.saved import head_notes
 @pytest.mark.parametrize("kind", ["linear", "transformer"])
 def test_head_of_an_earlier_version(kind, caplog):
     got, expected = load_head(goldens.SAVED / f"head-{kind}"), goldens.head(kind)
-    assert (got.config, got.log_factor, got.fingerprint) == (
-        expected.config,
-        goldens.LOG_FACTOR,
-        goldens.FINGERPRINT,
-    )
+    assert (got.config, got.log_factor, got.fingerprint) == (expected.config, goldens.LOG_FACTOR, goldens.FINGERPRINT)
     jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
     assert head_notes(goldens.SAVED / f"head-{kind}") == {"kind": kind}
     assert "not verified" not in caplog.text
