@@ -354,11 +354,7 @@ def main() -> None:
     clock = time.process_time if args.cpu_time else time.perf_counter
     print("| work | library | first | median | times ours |\n|---|---|---|---|---|", flush=True)
     for name in args.jobs:
-        try:
-            jobs = JOBS[name](args)
-        except ModuleNotFoundError as error:
-            raise calibjax.UserError(f"--jobs {name}: {error}; install it with pip.") from error
-        for work, libraries in jobs.items():
+        for work, libraries in JOBS[name](args).items():
             seconds: dict[str, list[float]] = {library: [] for library in libraries}
             for _ in range(args.rounds + 1):
                 for library, run in libraries.items():
