@@ -241,14 +241,10 @@ def test_writes_that_never_began_are_not_reported(capsys):
     assert (ended.value.code, capsys.readouterr().out) == (0, f"calibjax {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("--version", "No space left on device"),
-        ("--version", "Broken pipe"),
-        ("plan --model gpt2 --topology v5e-4 --no-compile", "No space left on device"),
-    ],
-)
+PLAN, FULL = "plan --model gpt2 --topology v5e-4 --no-compile", "No space left on device"
+
+
+@pytest.mark.parametrize(("command", "why"), [("--version", FULL), ("--version", "Broken pipe"), (PLAN, FULL)])
 def test_output_that_cannot_be_written(command, why):
     """A full disk, and a pipe whose reader has ended, as that of `| head -1`; in a line of its own, of all commands."""
     reader, pipe = os.pipe()

@@ -119,19 +119,7 @@ def test_the_authors_micro_batches_weigh_alike():
     assert int(metrics.tokens) == batch["where"].sum()
 
 
-def test_state_is_donated_and_nothing_else():
-    lm, batch = setting()
-    head, params = random_head("linear", lm)
-    optimizer = OptimizerConfig().build(10)
-    step = make_train_step(AtsObjective(head, "cross-entropy", SCALES), optimizer)
-    state, frozen = create_state(params, optimizer), ()
-    new, _ = step(state, frozen, batch, hyper())
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, frozen, batch)))
-    assert int(new.step) == 1
-
-
-def test_one_program_for_all_steps_and_hyper_parameters():
+def test_one_program_for_all_steps_donates_the_state_alone():
     lm, batch = setting()
     head, params = random_head("linear", lm)
     objective = AtsObjective(head, "selective", SCALES)
@@ -140,8 +128,12 @@ def test_one_program_for_all_steps_and_hyper_parameters():
     state, frozen = create_state(params, optimizer), ()
     values = []
     for alpha in (0.1, 0.1, 0.5, 0.9):
-        state, metrics = step(state, frozen, batch, hyper(alpha=alpha))
+        old = state
+        state, metrics = step(old, frozen, batch, hyper(alpha=alpha))
         values.append(float(metrics.loss))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, frozen, batch)))
+    assert int(state.step) == 4
     state, metrics = step(state, frozen, {**batch, "where": jnp.zeros_like(batch["where"])}, hyper())
     assert (float(metrics.loss), float(metrics.tokens)) == (0, 0)
     chex.assert_tree_all_finite(state.params)
