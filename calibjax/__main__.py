@@ -1,7 +1,4 @@
-"""The command `calibjax`, also as `python -m calibjax`.
-
-Ctrl-C and SIGTERM have their exit codes before anything else is imported.
-"""
+"""The command `calibjax`, also as `python -m calibjax`."""
 
 import os
 import signal

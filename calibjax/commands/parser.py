@@ -1,7 +1,4 @@
-"""Options of commands: dataclasses as flags of `argparse`, and as a YAML file.
-
-`--config run.yaml` reads options from a file, and every run leaves the file that reproduces it.
-"""
+"""Options of commands: dataclasses as flags of `argparse`, and as a YAML file."""
 
 import argparse
 import dataclasses

@@ -83,7 +83,6 @@ def load_sequences(
 
 
 Source = str | Path | Sequence[str] | Sequence[Row] | Sequence[Sequence[int]]
-"""What `load_text` reads."""
 
 
 def check_is_model(lm: Any) -> None:

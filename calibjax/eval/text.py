@@ -1,7 +1,4 @@
-"""The likelihood and the diversity of a model's text, and accuracy on analogies.
-
-A temperature moves the likelihood and the diversity in opposite directions.
-"""
+"""The likelihood and the diversity of a model's text, and accuracy on analogies."""
 
 import dataclasses
 import functools

@@ -136,7 +136,6 @@ class Chunked(Implementation):
     def forward(
         self, options: Options, needed: frozenset[str], save: bool, inputs: Inputs
     ) -> tuple[Moments, _Saved | None]:
-        """The moments of the whole vocabulary, chunk by chunk."""
         inputs = inputs.masked()
         hidden, unembedding, bias, _, targets, _ = inputs
         scale = options.scales_of_sums(inputs)

@@ -126,7 +126,6 @@ LOSSES: dict[str, Loss] = {
         alpha="weight",
     ),
 }
-"""Name on the command line -> loss."""
 
 
 def linear_loss(

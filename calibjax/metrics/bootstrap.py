@@ -161,7 +161,6 @@ def _mapped(metric: Callable, options: tuple) -> Callable:
 
 
 def _counted_points(confidence: Any, correct: Any, groups: Any, where: Any) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Confidence, correctness and group of the points that count, checked."""
     check({"confidence": confidence, "correct": correct}, where)
     if where is not None and not np.isin(where, (0, 1)).all():
         raise ValueError("where: expected True or False for each point; resampling does not take weights.")

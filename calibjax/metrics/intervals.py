@@ -297,12 +297,10 @@ class _Observed(NamedTuple):
     def errors_at(
         self, tails: Sequence[float], starts: _Levels, directions: _Direction, bounds: _Bounds
     ) -> list[float]:
-        """Statistics of the candidates at the steps that `solve` returns."""
         steps = self.solve(tails, starts, directions, bounds)
         return self._statistic(self.candidates(starts + directions * steps[:, None])).tolist()
 
     def _statistic(self, gaps: Float[np.ndarray, "*K M B"]) -> Float[np.ndarray, "*K"]:
-        """The weighted sum over models of the norm of their gaps."""
         size = np.abs(gaps)
         if self.norm == "l1":
             return size.sum(axis=-1) @ self.weights

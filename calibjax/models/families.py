@@ -174,7 +174,6 @@ def _convert(hf: Any) -> DecoderConfig:
 
 
 def _refuse(hf: Any, field: str, value: Any, allowed: Any) -> None:
-    """Raises `UserError` if the value of a field is not in `allowed`."""
     if value not in [*allowed]:
         choices = ", ".join(map(repr, allowed))
         raise UserError(f"{hf.model_type} configuration: {field} = {value!r} is not supported; expected {choices}.")
@@ -227,10 +226,7 @@ _ROPE_TYPES = {
 
 
 def _rope(hf: Any, parameters: Mapping[str, Any] | None = None, partial: bool = False) -> Rope:
-    """The rotary positions of `parameters`, which describe one kind of layer; by default of the configuration.
-
-    `partial`: whether the family reads `partial_rotary_factor`.
-    """
+    """The rotary positions of `parameters`, which describe one kind of layer; by default of the configuration."""
     settings: Mapping[str, Any] = parameters or hf.rope_parameters or {}
     kind = settings.get("rope_type", "default")
     _refuse(hf, "rope_type", kind, allowed=_ROPE_TYPES)
@@ -281,7 +277,6 @@ def _yarn(hf: Any, settings: Mapping[str, Any]) -> Fields:
 
 
 def _two_ropes(hf: Any) -> Fields:
-    """Our fields for `rope_parameters` by kind of layer."""
     kinds = hf.rope_parameters
     return {"rope": _rope(hf, kinds["full_attention"]), "local_rope": _rope(hf, kinds["sliding_attention"])}
 

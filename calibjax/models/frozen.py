@@ -20,7 +20,6 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.sharding import constrain_batch, has_axes
 
 Config = DecoderConfig | FunctionConfig
-"""The configuration of a `FrozenModel`."""
 Batch = Mapping[str, Array]
 Hidden = Float[Array, "B T D"]
 

@@ -52,7 +52,6 @@ def save_checkpoint(directory: Path, lm: LanguageModel, *, dtype: str) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the directory is a checkpoint of `save_checkpoint`."""
     return (folder / DESCRIPTION).is_file()
 
 

@@ -35,7 +35,6 @@ class Rule(NamedTuple):
         return ("" if self.targets[0].startswith("unembedding") else prefix) + self.source.format(layer, expert)
 
     def layout(self, config: DecoderConfig) -> "Layout":
-        """Layout of the targets in the tensor of a model."""
         return Layout(self.transpose, groups=1 if self.groups is None else getattr(config, self.groups))
 
 

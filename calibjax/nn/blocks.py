@@ -1,7 +1,4 @@
-"""Transformer blocks, used by the frozen decoder and by the calibration heads.
-
-`BlockConfig` describes a block. Its defaults are a Llama block; other settings give the blocks of other families.
-"""
+"""Transformer blocks, used by the frozen decoder and by the calibration heads."""
 
 import dataclasses
 import functools

@@ -130,7 +130,6 @@ def _fit(
 
 
 def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
-    """σ of the sum of the terms, each times its parameter."""
     *params, clip, _ = state
     c = jnp.clip(confidence, clip, 1 - clip)
     terms_of_c = terms(jnp.log(c), jnp.log1p(-c))

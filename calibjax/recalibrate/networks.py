@@ -1,7 +1,4 @@
-"""Small networks on frozen predictions, fitted by `optimize.descend`.
-
-g-layers read the logits, `mlp_temperature` the hidden states.
-"""
+"""Small networks on frozen predictions, fitted by `optimize.descend`."""
 
 from typing import Any, NamedTuple
 

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from calibjax.runtime.errors import UserError
 
 AnyArray = jax.Array | np.ndarray
-"""An array of JAX or of NumPy."""
 _Integer = TypeVar("_Integer", int, jax.Array)
 
 

@@ -19,7 +19,6 @@ from calibjax.runtime.errors import UserError
 from calibjax.runtime.files import json_text, new_directory, read_json, write_file
 
 CHECKSUMS = "checksums.json"
-"""Name of the file that `write_checksums` writes beside the files it covers."""
 
 
 def json_digest(value: Any) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from calibjax.runtime.errors import UserError
 
 RUN_LOCK = "run.lock"
-"""Name of the lock of a run, in its directory."""
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _held = contextlib.ExitStack()

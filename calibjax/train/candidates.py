@@ -43,7 +43,6 @@ class Candidate(NamedTuple):
 
     @property
     def is_solved(self) -> bool:
-        """Whether it is fitted to all tokens at once (`train.solve`), not in steps (`train.loop`)."""
         return self.trial.is_solved(self.head)
 
 

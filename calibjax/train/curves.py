@@ -203,10 +203,7 @@ def _curve_arrays(curves: VocabCurves) -> dict[str, Any]:
 def _write_batch(
     store: "_Store", run: Any, block: Any, width: int, batch: Any, counted: Bool[np.ndarray, "n T"], start: int
 ) -> None:
-    """Stores the arrays of the first n sequences of a batch, as the sequences `start` to `start` + n − 1.
-
-    The curves of the tokens that are `counted` are computed in blocks of `width`.
-    """
+    """Stores the arrays of the first n sequences of a batch, as the sequences `start` to `start` + n − 1."""
     hidden, stored = run(batch)
     for name, array in to_host(stored).items():
         store.write(name, slice(start, start + len(counted)), array[: len(counted)])

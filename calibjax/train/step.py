@@ -45,7 +45,6 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def rate_schedule(self, steps: int) -> optax.Schedule:
-        """The schedule of the learning rate over `steps` steps."""
         warmup = int(self.warmup_fraction * steps)
         decay_steps = max(steps - warmup, 1)
         after = {
@@ -58,7 +57,6 @@ class OptimizerConfig:
         return optax.join_schedules([optax.linear_schedule(0.0, self.learning_rate, warmup), after], [warmup])
 
     def build(self, steps: int) -> optax.GradientTransformation:
-        """The optax transformation for a run of `steps` steps."""
         rate = self.rate_schedule(steps)
         if self.kind == "adafactor":
             # Updates are not scaled by the size of the parameters: the learning rate has the same meaning as in AdamW.

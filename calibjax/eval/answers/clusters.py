@@ -113,7 +113,6 @@ CLUSTERINGS: dict[str, Clustering] = {
     "normalised": normalised_clusters,
     "numeric": numeric_clusters,
 }
-"""Name -> clustering by the text of the answers."""
 
 
 def hidden_clustering(lm: LanguageModel, threshold: float = 0.9) -> Clustering:

@@ -72,7 +72,6 @@ def layer_tables(document: Document) -> list[TextTable]:
 
 
 def _curve_table(document: Document) -> TextTable:
-    """A row for each layer, the one at which the decision settles highlighted."""
     layers, unit = document["layers"], unit_of(document["held_out"])
     return table_of(
         f"layers: {layers['tokens']:,} {unit}, {layers['readout']} [95% interval]; same token: as the last layer's",

@@ -209,7 +209,6 @@ def _layer_panels(document: Document) -> list[Panel]:
 
 
 def _sweep_panels(document: Document) -> list[Panel]:
-    """ECE and accuracy by the strength of the edit, one line per block, on the held-out half."""
     sweep, chosen = document["sweep"], document["direction"]["chosen"]
     base = next(row for row in sweep if row["layer"] == 0)
     blocks = sorted({row["layer"] for row in sweep} - {0})

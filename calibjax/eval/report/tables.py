@@ -100,7 +100,6 @@ def title_of(name: str) -> str:
 
 
 def figure_of(row: Row, key: str) -> float | None:
-    """A figure of a method's row; None if the row does not have it."""
     return row["ece"]["value"] if key == "ece" else row.get(key)
 
 

@@ -1,7 +1,4 @@
-"""A calibjax model behind the interface of EleutherAI's lm-eval: log-likelihoods and generated text.
-
-It needs `pip install calibjax[lm-eval]`, and no PyTorch. `calibjax.lm_eval` is what the command line names.
-"""
+"""A calibjax model behind the interface of EleutherAI's lm-eval: log-likelihoods and generated text."""
 
 import functools
 from collections.abc import Mapping

@@ -138,7 +138,6 @@ class WrittenAnswers:
         return np.stack(rows)
 
     def _sample_evidence(self, written: WrittenBatch, samples: list[list[Sample]]) -> Evidence:
-        """The evidence of the samples of each question."""
         texts, sampled = written.texts(), [[sample.text for sample in row] for row in samples]
         clusters, answer = clusters_of(self.clustering, written.questions, texts, sampled)
         exact, first = clusters_of(exact_clusters, written.questions, texts, sampled)
@@ -190,7 +189,6 @@ class WrittenAnswers:
         return [self.model.message(template.format(question=question, answer=text)) for question, text in pairs]
 
     def _reply_log_probs(self, question: TwoWayQuestion, written: WrittenBatch) -> Float[np.ndarray, "N 2"]:
-        """The log-probabilities of the reply for an answer and of the reply against it."""
         replies = [question.yes, question.no]
         if self.model.chat is not None:
             replies = [reply.strip() for reply in replies]
