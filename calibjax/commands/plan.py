@@ -214,10 +214,7 @@ class Program(NamedTuple):
 
 
 def build(job: Job, mesh: Any = None) -> Program:
-    """The step of a checked job, divided over a mesh (or an `AbstractMesh`), which must be set when it is traced.
-
-    Without a mesh, the step is for one device.
-    """
+    """The step of a checked job, divided over a mesh (or an `AbstractMesh`), which must be set when it is traced."""
     config, method, dtype = job.config, job.method, jnp.dtype(job.dtype)
 
     def placed(tree: Any) -> Any:

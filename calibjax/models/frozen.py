@@ -48,10 +48,7 @@ def frozen_arrays(lm: FrozenModel, *head_configs: HeadConfig) -> FrozenArrays:
 
 
 def vocab_sharding(config: Config) -> VocabSharding | None:
-    """Sharding of the unembedding over the current mesh (`jax.set_mesh`) according to `sharding.RULES`.
-
-    None on one device or a mesh with other axes.
-    """
+    """Sharding of the unembedding over the current mesh by `sharding.RULES`; None on one device or for other axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if not has_axes(mesh) or mesh.size == 1:
         return None

@@ -19,10 +19,7 @@ from calibjax.runtime.errors import UserError
 
 
 class DoesNotCompile(Exception):
-    """The compiler rejected the program, crashed, or timed out.
-
-    The message is the first line of its output; `details` is the whole output.
-    """
+    """The compiler rejected the program, crashed or timed out: the first line of its output; `details` has it all."""
 
     def __init__(self, details: str):
         super().__init__((details.strip().splitlines() or [""])[0][:300])

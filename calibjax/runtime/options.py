@@ -98,10 +98,7 @@ def flag_of(name: str) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Checks every field of a dataclass against its annotation; raises `UserError` for the first wrong one.
-
-    See `expected_value`. The dataclasses in it are checked as well.
-    """
+    """Checks a dataclass and those in it against the annotations; raises `UserError` for the first wrong field."""
     if not dataclasses.is_dataclass(options):
         raise UserError(f"options: expected a dataclass, such as AtsOptions(...), got {type(options).__name__}.")
     for name, annotation in typing.get_type_hints(type(options), include_extras=True).items():

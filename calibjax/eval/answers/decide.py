@@ -129,10 +129,7 @@ def _guarantees(risk: float, level: float, scope: str) -> dict[str, str]:
 
 
 def threshold_outcome(confidence: np.ndarray, correct: np.ndarray, threshold: float) -> dict[str, Any]:
-    """What happens if the questions whose confidence exceeds a threshold are answered.
-
-    These are the fractions answered, wrong, and wrong among the answers (None if no answer is given).
-    """
+    """Fractions answered, wrong, and wrong among the answers (None if none), where confidence exceeds a threshold."""
     taken = confidence > threshold
     wrong = (taken & (correct < 1)).sum()
     return {
