@@ -159,7 +159,10 @@ def moments(
     start: Int[Array, ""] | int,
     needed: frozenset[str],
 ) -> Moments:
-    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `needed` names fields of `Moments`."""
+    """The moments of the columns `start` to `start + C − 1` of the vocabulary; `needed` names fields of `Moments`.
+
+    A tuple of scales applies to all tokens: see `Options.scales`.
+    """
     width = logits.shape[1]
     # Never −inf: a piece whose logits are all −inf has weight 0, not NaN.
     largest = jnp.maximum(jnp.max(logits, axis=1), jnp.finfo(logits.dtype).min)  # [N]

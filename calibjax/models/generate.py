@@ -69,6 +69,7 @@ class Generation(NamedTuple):
 
 
 _AFTER_END = Generation._make([np.int32(-1), np.float32(0), np.float32(0), np.float32(1), np.bool_(False)])
+"""Each field after the end of a row: tokens -1, base_log_probs and confidence 0, temperature 1, where False."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

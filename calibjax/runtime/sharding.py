@@ -107,7 +107,10 @@ def context_mesh() -> Mesh | None:
 
 
 def local_rows(mesh: Mesh | None, count: int) -> np.ndarray:
-    """Rows of a batch of `count` that this process reads, ascending: those of its devices, or all without a mesh."""
+    """Rows of a batch of `count` that this process reads, ascending: those of its devices, or all without a mesh.
+
+    Processes that hold parts of the same rows, along the tensor axis, read the same rows.
+    """
     if mesh is None:
         return np.arange(count)
     local_slices = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
