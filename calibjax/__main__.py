@@ -9,7 +9,7 @@ def main(args: list[str] | None = None) -> int:
     """Runs `calibjax.cli.main`; a signal before it ends with exit code 130 or 143 and one line.
 
     After the command has ended, all is written: SIGTERM is ignored, and Ctrl-C cuts the clean-up short, without a line
-    and with the command's exit code.
+    and with the command's exit code, or 130 where that is an exception.
     """
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)

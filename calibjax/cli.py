@@ -229,7 +229,7 @@ def _execute(options: Any, run: Run) -> int:
         return 1
     except Exception as raised:
         error = raised
-        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        if isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None:  # of os.getcwd
             error = UserError("the current directory does not exist any more: change to another one.")
         failure = storage_failure(error)
         code = 2 if failure is None or failure.errno in DENIED else 1  # 2 also where a path must not be written

@@ -37,8 +37,6 @@ def flat_rows(rows: Rows, *, per_token: bool = False) -> Rows:
         raise UserError(f"per_token: {rows.name}: expected server responses with choices, got {', '.join(first_row)}.")
     elif is_sample:
         reads_texts = all(_option_of_text(row) is not None for row in rows)  # else targets are indices
-        if reads_texts and any(_contradicts(True, row) for row in rows):  # acc can be of indices that are texts as well
-            reads_texts = any(_contradicts(False, row) for row in rows)
         flatten = functools.partial(_options, reads_texts)
     else:
         return rows
@@ -158,7 +156,7 @@ def _read_choices(row: Row) -> list[_Choice]:
     parts = [part for item in messages for part in _records(item.get("content"))]
     if parts:  # OpenAI's Responses
         items = [item for part in parts for item in part.get("logprobs") or ()]
-        if any(part.get("text") and not part.get("logprobs") for part in parts):
+        if items and any(part.get("text") and not part.get("logprobs") for part in parts):
             raise UserError("a part of the response holds no log-probabilities, so those of the answer are unknown.")
         return [_from_items(items, "".join(part.get("text") or "" for part in parts), "")]
     items = _records(body.get("logprobs")) or _records(body.get("completion_probabilities"))
@@ -206,7 +204,7 @@ def _answers(row: Row) -> list[Row]:
         start = _prompt_tokens(row, choices) if echoes_prompt else _reasoning_tokens(choice)
         log_probs = [_checked_log_prob(value, place) for place, value in enumerate(choice.log_probs) if place >= start]
         if not log_probs:
-            raise UserError("expected an answer of at least one token, got none; remove the row or give --skip-broken.")
+            raise UserError("expected an answer of at least one token, got none; remove the row.")
         answer = {"answer": choice.text, "tokens": len(log_probs), **aggregated(log_probs), **_scalars(row)}
         if isinstance(correct, list):
             answer["correct"] = correct[number]
@@ -318,14 +316,6 @@ def _option_of_text(row: Row) -> int | None:
     if len(set(options)) < 2 or target not in options:  # with equal options the prompts differ
         return None
     return options.index(target)
-
-
-def _contradicts(reads_texts: bool, row: Row) -> bool:
-    """Whether `acc` of a sample, or the number of its options, contradicts this reading of the target."""
-    try:
-        return "label" not in _options(reads_texts, row)[0]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):  # also of a row that neither could read
-        return True
 
 
 def _options(reads_texts: bool, row: Row) -> list[Row]:

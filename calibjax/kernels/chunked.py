@@ -105,7 +105,7 @@ def add_gradients(
 ) -> Gradients:
     """Adds a chunk of the vocabulary to the gradients, from its dz [N, C] and its rows of W, which begin at `start`.
 
-    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: to the present gradients in unembedding and bias.
+    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: add to gradients in unembedding and bias, not replace.
     """
     narrow = dz.astype(hidden.dtype)
     d_hidden = None if carry.hidden is None else options.matmul(narrow, weights, (1, 0))

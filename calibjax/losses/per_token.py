@@ -145,7 +145,7 @@ def brier(stats: VocabStats, doubled: VocabStats) -> Float[Array, "..."]:
 
 
 def focal_calibration(stats: VocabStats, doubled: VocabStats, gamma: float, weight: float) -> Float[Array, "..."]:
-    """Focal loss plus the Brier score, −(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])² (Liang et al. 2024, 2410.18321).
+    """Focal loss plus the Brier score, −(1−q_y)^γ log q_y + λ Σ_v (q_v − [v = y])² (Liang et al., arXiv 2410.18321).
 
     γ = `gamma` and λ = `weight` are >= 0. The second term pulls towards the true probabilities, where the focal loss
     alone does not have its minimum. For `stats` and `doubled` see `brier`.

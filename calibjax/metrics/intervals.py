@@ -1,12 +1,12 @@
 """Intervals of binned calibration errors (ECE, RMSCE, MCE), whose plug-in estimates are biased upwards.
 
-Each resample adds this bias again: percentile intervals may lie above the error and the estimate. Ours invert a test:
+Each resample adds this bias again: percentile intervals may lie above the true error and estimate. Ours invert a test:
 
 1. The gap of bin b, g_b = Σ (confidence − correctness)/n, has approximately normal noise. Its covariance over bins (and
    models) is that of sums of independent groups, C = G/(G − 1) Σ_i u_i u_iᵀ/n², u_i = D_i − g n_i, where D_i sums
    confidence − correctness over group i and n_i is its number of points.
 2. Candidate gaps form one family that contains the observed gaps: |g_b| max(0, 1 − (λ s_b/g_b)²) for λ >= 0 (the
-   non-negative garrote, Breiman 1995: gaps within their noise shrink to 0 first), |g_b| − λ s_b below; s_b² = C_bb.
+   non-negative garrote, Breiman 1995: gaps within their noise shrink to 0 first), |g_b| − λ s_b for λ < 0; s_b² = C_bb.
 3. A candidate γ with error θ is accepted if the observed estimate lies between the 2.5% and the 97.5% quantile of the
    error of γ + noise (hybrid resampling, Chuang and Lai 2000). The accepted θ form the interval, which is extended to
    the estimate if it ends below it. The debiased estimate is the θ whose median estimate equals the observed one.

@@ -54,7 +54,8 @@ def _batch(lm: FrozenModel, head: FittedHead, tokens, segment_ids) -> dict[str, 
         raise UserError(f"tokens: expected integers [B, T], got {tokens.dtype}{list(tokens.shape)}.")
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else as_jax(segment_ids)
     if not isinstance(tokens, Tracer):
-        check_in_vocabulary("tokens", np.asarray(tokens), getattr(lm.config, "num_inputs", lm.config.vocab_size))
+        size = getattr(lm.config, "num_inputs", lm.config.vocab_size)
+        check_in_vocabulary("tokens (0 in padding)", np.asarray(tokens), size)
     layout = {"segment_ids": segment_ids, "positions": decoder.segment_positions(segment_ids)}
     return {"tokens": tokens, "targets": jnp.zeros_like(tokens), "where": segment_ids > 0, **layout}
 

@@ -13,12 +13,12 @@ class Rule(NamedTuple):
     """Maps one tensor of a checkpoint to the parameters of our tree that it holds."""
 
     source: str
-    """Name without the family's prefix: `{}` is the layer, a second `{}` the expert, else axis 0 is over experts."""
+    """Name without the family's prefix. `{}` is the layer, a second `{}` the expert; else experts lie along axis 0."""
     targets: tuple[str, ...]
     """Dotted paths in our tree. Several parameters are concatenated along the output axis of the tensor."""
     transpose: bool = False  # whether the file holds `[out, in]`; ours is `[in, out]`, or `[V, D]` for embeddings
     groups: str | None = None
-    """Field of the configuration: into how many groups, each with a part of every target, that axis is divided."""
+    """Field of the configuration: how many groups, each with a part of every target, the output axis has. None: one."""
 
     @property
     def stacked(self) -> bool:

@@ -21,7 +21,7 @@ class IsotonicState(NamedTuple):
 
 
 class VennAbersState(NamedTuple):
-    """Distinct confidences x ascending, float32 `[M]`; the values p₀ and p₁ between them, float32 `[M + 1]` each."""
+    """Distinct confidences x ascending, float32 `[M]`; p₀ and p₁ between and beyond them, float32 `[M + 1]` each."""
 
     x: np.ndarray
     p0: np.ndarray

@@ -67,7 +67,7 @@ def parse_topology(text: str) -> Topology:
             lengths[lengths.index(min(lengths))] *= 2
         lengths.sort(reverse=kind == "v5p")
         if math.prod(lengths) * cores != int(shape):
-            raise UserError(f"--topology {text}: no power of two; give the chips along each axis ({kind}:{example}).")
+            raise UserError(f"--topology {text}: no power of two of chips; give those of each axis ({kind}:{example}).")
     has_whole_hosts = all(length == 1 or length % 2 == 0 for length in lengths[:2])  # a host has 2 x 2 chips
     if len(lengths) != chip.axes or not has_whole_hosts or chips > chip.largest:
         expected = f"{chip.axes} axes, the first two of 1 or an even number, and at most {chip.largest:,} chips"

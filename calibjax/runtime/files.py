@@ -207,7 +207,9 @@ def _entries(path: Path, replace: bool) -> set[str]:
 
 def _name(error: BaseException, fresh: Path, path: Path) -> None:
     """Names `path` in an `OSError` that names its temporary file, or none, as that of a write to a full disk."""
-    if isinstance(error, OSError) and str(error.filename or fresh).startswith(str(fresh)):
+    if not isinstance(error, OSError) or error.errno is None:  # such an error is a message alone
+        return
+    if str(error.filename or fresh).startswith(str(fresh)):
         error.filename = str(path)
 
 

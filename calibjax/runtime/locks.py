@@ -39,8 +39,8 @@ def locked(
         left, host = _read(descriptor), socket.gethostname()
         kept = record(left["record"] if left.get("host") == host else "")
         owner = json.dumps({"host": host, "pid": os.getpid(), "record": kept}).encode()
-        os.pwrite(descriptor, owner, 0)  # before the rest is cut off: the file is never without a record
-        os.ftruncate(descriptor, len(owner))
+        # In one write, so that the file is never without a record. JSON ignores the spaces over a longer one.
+        os.pwrite(descriptor, owner.ljust(os.fstat(descriptor).st_size), 0)
         yield kept
     finally:
         with contextlib.suppress(OSError):

@@ -379,8 +379,7 @@ def test_a_batch_under_vmap_on_a_gpu(gpu):
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_nan_hidden_states_have_no_confidence(implementation):
-    """XLA's maximum loses NaN in a jitted program on a CPU."""
-    hidden = jnp.ones((64, 16)).at[3].set(jnp.nan)
+    hidden = jnp.ones((64, 16)).at[3].set(jnp.nan)  # which XLA's maximum loses in a jitted program on a CPU
     options = {"statistics": ("log_normalizer", "max_logit"), "implementation": implementation}
     confidence = jax.jit(lambda h: vocab_stats(h, jnp.ones((5000, 16)), **options).confidence())(hidden)
     np.testing.assert_array_equal(np.flatnonzero(np.isnan(confidence)), [3])

@@ -51,10 +51,11 @@ def test_a_file_is_written_as_a_whole(tmp_path, umask):
 
     ends_with(KeyboardInterrupt, new_file(file), lambda fresh: fresh.write(b"half"))
 
-    def full(fresh):
-        raise OSError(28, "No space left on device")  # a write to a full disk names no file
+    def failing(*reason):  # a write to a full disk names no file
+        return lambda fresh: (_ for _ in ()).throw(OSError(*reason))
 
-    ends_with(OSError, new_file(file), full, "device: '/.*/a.json'$")
+    ends_with(OSError, new_file(file), failing(28, "No space left on device"), "device: '/.*/a.json'$")
+    ends_with(OSError, new_file(file), failing("a message alone"), "^a message alone$")
     ends_with(OSError, new_directory(tmp_path / "d"), lambda fresh: (fresh / "a" / "b").touch(), "directory: '/.*/d'$")
     assert tree(tmp_path) == {"a.json": b"\xff"}
 
