@@ -34,7 +34,7 @@ class Format:
         columns: columns that are read. The last one holds the text, the response or the messages; others the prompt.
         prompt_template: format string over the columns of the row, such as "{instruction} {input} ", which is the
             prompt in place of the chat template; for instructions and prompts.
-        score_template_text: whether the loss includes what the template writes before an answer, as `<think></think>`.
+        score_template_text: whether the loss includes what the template writes before an answer (`<think></think>`).
     """
 
     kind: Literal["text", "document", "instruction", "prompt", "chat"]

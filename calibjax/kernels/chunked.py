@@ -105,7 +105,7 @@ def add_gradients(
 ) -> Gradients:
     """Adds a chunk of the vocabulary to the gradients, from its dz [N, C] and its rows of W, which begin at `start`.
 
-    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: add to gradients in unembedding and bias, not replace.
+    `factor`: that of dz, see `Cotangents.in_range_of`. `add`: add to the gradients in unembedding and bias.
     """
     narrow = dz.astype(hidden.dtype)
     d_hidden = None if carry.hidden is None else options.matmul(narrow, weights, (1, 0))

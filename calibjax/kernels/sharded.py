@@ -311,6 +311,7 @@ def _merge_shards(sharding: VocabSharding, mine: Moments, scale: Array) -> Momen
 
 
 def _add(x: Array | None, y: Array | None) -> Array | None:
+    """x + y, where None stands for zeros."""
     if x is None:
         return y
     return x if y is None else x + y

@@ -75,7 +75,7 @@ def capability_error(
     """Unbiased estimate of (confidence − q)², where q is the success probability of a question.
 
     (confidence − c/n)² − v, where v = c(n − c)/(n²(n − 1)) is the unbiased estimate of the variance of c/n. The mean
-    over questions is the capability-calibration error of arXiv 2602.13540 without sampling noise. Some are negative.
+    over questions is the capability-calibration error of arXiv 2602.13540 without sampling noise. Values can be < 0.
 
     Args:
         confidence: that a sampled answer is right, in [0, 1], any shape.

@@ -171,6 +171,7 @@ def apply_dirichlet(state: MatrixState, logits: Float[Array, "N K"]) -> Float[Ar
 
 
 def _smoothed_log_probs(log_scale: Any, uniform: Any, logits: Array) -> Array:
+    """log((1 − u) softmax(s z) + u/K)."""
     p = jnp.exp(temperature.log_softmax_at(jnp.exp(log_scale), logits))
     return jnp.log((1 - uniform) * p + uniform / logits.shape[1])
 

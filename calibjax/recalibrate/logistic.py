@@ -3,7 +3,7 @@
 All use the log-odds of the confidence c. These are infinite at 0 and 1, so c is clipped to [ε, 1 − ε]. With ε = 2⁻²⁴,
 half a float32 spacing below 1, the log-odds of c = 1 are 16.6. That suits a token's probability that was rounded to 1.
 In verbalised confidences 1 is the next value after 0.95, and such an outlier would dominate the fit. So where the data
-hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴. Stacking has ε = .01.
+hold an exact 0 or 1, ε is chosen by likelihood among 2⁻²⁴, 2⁻²², ... 2⁻⁴; otherwise it is 2⁻²⁴. For stacking ε = .01.
 """
 
 import functools
@@ -130,6 +130,7 @@ def _fit(
 
 
 def _apply(terms: Callable[..., tuple[Any, ...]], state: Any, confidence: Float[Array, " N"]) -> Float[Array, " N"]:
+    """σ of the sum of the terms, each times its parameter."""
     *params, clip, _ = state
     c = jnp.clip(confidence, clip, 1 - clip)
     terms_of_c = terms(jnp.log(c), jnp.log1p(-c))
